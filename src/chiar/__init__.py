@@ -1,0 +1,37 @@
+"""CHIAR-Former: tokens go to a spectral filter (light) or to attention (dark), chosen by spectral entropy."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Loaded on first use, so that `import chiar` and `chiar --help` stay quick.
+_HOMES = {
+    "ChiarConfig": "chiar.config",
+    "ChiarModel": "chiar.modeling",
+    "ChiarForCausalLM": "chiar.modeling",
+    "ChiarForSequenceClassification": "chiar.modeling",
+    "RoutingTrace": "chiar.routing.trace",
+    "presets": "chiar.presets",
+}
+__all__ = [
+    "ChiarConfig",
+    "ChiarForCausalLM",
+    "ChiarForSequenceClassification",
+    "ChiarModel",
+    "RoutingTrace",
+    "presets",
+]
+
+if TYPE_CHECKING:
+    from chiar import presets
+    from chiar.config import ChiarConfig
+    from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification, ChiarModel
+    from chiar.routing.trace import RoutingTrace
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'chiar' has no attribute {name!r}")
+    module = import_module(_HOMES[name])
+    return module if _HOMES[name] == f"chiar.{name}" else getattr(module, name)

@@ -1,0 +1,71 @@
+"""What a model remembers between decoding steps."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+# The class of one layer of transformers' cache, under whatever name the installed release exports it.
+from transformers.cache_utils import DynamicLayer
+
+
+class LayerMemory(DynamicLayer):
+    """Named tensors of one layer, all with the batch first: keys, values, key marks, RBF features, gate sums."""
+
+    is_croppable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: dict[str, Tensor] = {}
+
+    def append(self, name: str, new: Tensor, time_axis: int) -> Tensor:
+        self.state[name] = torch.cat([self.state[name], new], dim=time_axis) if name in self.state else new
+        return self.state[name]
+
+    def get(self, name: str) -> Tensor | None:
+        return self.state.get(name)
+
+    def put(self, name: str, value: Tensor) -> None:
+        self.state[name] = value
+
+    def _select_rows(self, rows: Tensor) -> None:
+        self.state = {name: value.index_select(0, rows.to(value.device)) for name, value in self.state.items()}
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.state = {name: value.repeat_interleave(repeats, dim=0) for name, value in self.state.items()}
+
+    def crop(self, *_: Any) -> None:
+        raise NotImplementedError("a CHIAR cache cannot be cropped: its causal gate keeps sums, not tokens")
+
+    def reset(self) -> None:
+        self.state = {}
+
+
+class ChiarCache(Cache):
+    """One LayerMemory a layer. Its length is the number of tokens seen: a spectral layer stores no keys at all."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers=[LayerMemory() for _ in range(layers)])
+        self.seen = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+    def reset(self) -> None:
+        super().reset()
+        self.seen = 0
+
+
+def check_cache(cache: Any) -> ChiarCache:
+    """The cache as ours, or a TypeError that says why transformers' general ones do not fit."""
+    if isinstance(cache, ChiarCache):
+        return cache
+    kind = "an empty DynamicCache" if isinstance(cache, DynamicCache) else type(cache).__name__
+    raise TypeError(f"CHIAR-Former needs a chiar.cache.ChiarCache, got {kind}: pass none and one is made.")

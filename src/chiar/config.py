@@ -1,0 +1,316 @@
+"""ChiarConfig: every architectural choice of the paper, and of our reading of it, is one validated field."""
+
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
+
+from transformers import PreTrainedConfig
+
+from chiar.errors import InputError, unknown_name
+from chiar.ops.white_noise import white_noise_entropy
+
+LAYER_TYPES = ("spectral", "routed", "attention")
+OPERATORS = ("spectral", "rbf", "attention")
+ROUTINGS_OF_ROUTER = {
+    "entropy": ("threshold",),
+    "learned": ("hard", "soft"),
+    "random": ("threshold",),
+    "static": ("threshold",),
+}
+CHOICES = {
+    "router": tuple(ROUTINGS_OF_ROUTER),
+    "routing": ("threshold", "hard", "soft"),
+    "hard_estimator": ("both", "selected"),
+    "keys": ("all", "routed"),
+    "spectral_form": ("sublayer", "equation"),
+    "norm": ("layernorm", "rmsnorm"),
+    "norm_position": ("post", "pre"),
+    "positions": ("rope", "learned"),
+    "gate_pool": ("batch", "sequence", "causal"),
+    "gate_init": ("biased", "neutral"),
+    "gate_generation": ("refuse", "prefill"),
+    "basis": ("dct", "identity", "random"),
+    "random_key": ("token", "position"),
+    "classifier_pool": ("last", "mean"),
+}
+AUTO_CLASSES = {
+    "AutoConfig": "ChiarConfig",
+    "AutoModel": "ChiarModel",
+    "AutoModelForCausalLM": "ChiarForCausalLM",
+    "AutoModelForSequenceClassification": "ChiarForSequenceClassification",
+}
+SHIM_MODULE = "chiar_shim"
+
+
+class ChiarConfig(PreTrainedConfig):
+    """A CHIAR-Former. The defaults are the paper's v3 at 16M parameters; `chiar.presets` names the others."""
+
+    model_type = "chiar"
+
+    vocab_size: int = 50257
+    hidden_size: int = 256
+    """Width D of the residual stream."""
+    num_hidden_layers: int | None = None
+    """Number of layers N; taken from `layer_types` when that is given, else 4."""
+    num_attention_heads: int = 4
+    intermediate_size: int | None = None
+    """Hidden width of the feed-forward network; 4·D when not given."""
+    layer_types: list[str] | None = None
+    """spectral, routed or attention for each layer; when not given the paper's spectral, routed × (N−2), attention."""
+
+    operators: list[str] | None = None
+    """Operators of routed layers in order of rising entropy: spectral, (rbf,) attention."""
+    router: str | None = None
+    """entropy, learned, random or static: what chooses the operator of a token in a routed layer."""
+    routing: str | None = None
+    """threshold (entropy, random and static routers), hard or soft (the learned router)."""
+    thresholds: float | list | None = None
+    """τ: one number for all routed layers or one per routed layer (pairs [τ_low, τ_high] with three operators).
+    Until calibration: what white noise of this width would give."""
+    hard_estimator: str = "both"
+    """Gradient of hard routing: both (the paper's straight-through) or selected (only the chosen operator runs)."""
+    random_key: str = "token"
+    """The random router hashes the token id or the position."""
+    random_fraction: float = 0.5
+    """Fraction of tokens the random router sends to attention."""
+    router_seed: int = 0
+    static_operators: list[str] | None = None
+    """The static router's operator for each routed layer; every other layer attention when not given."""
+    collapse_regulariser: float = 0.0
+    """λ of the loss −λ·(entropy of mean operator use), averaged over routed layers. No gradient under threshold."""
+    keys: str = "all"
+    """all: every token is a key. routed: only tokens sent to an operator are keys in it."""
+    light_ffn: bool = True
+    """False: in routed layers light tokens skip the feed-forward network and its norm."""
+
+    spectral_form: str = "sublayer"
+    """Light path of post-norm layers: sublayer (the released code) or equation (the paper's Eq. 3)."""
+    norm: str = "layernorm"
+    norm_position: str = "post"
+    norm_eps: float = 1e-5
+    basis: str = "dct"
+    """Basis of the entropy and the filter: dct, or the controls identity and random (orthogonal)."""
+    basis_seed: int = 0
+    entropy_eps: float = 0.0
+    """ε of the entropy; 0 is exact and scale-free, 1e-8 is the released code's."""
+    entropy_dc_weight: float = 1.0
+    """Weight of the first coefficient's energy in H; 2 for the released code's unnormalised DCT."""
+    positions: str = "rope"
+    max_position_embeddings: int = 256
+    """Number of learned positions, or the trained length under RoPE (which may be exceeded)."""
+    rope_base: float = 10000.0
+    rbf_features: int = 64
+    rbf_gamma: float = 1.0
+
+    meta_router: bool | None = None
+    """A learned gate on layer 1; on by default exactly when layer 1 is spectral and positions are RoPE (v3)."""
+    gate_pool: str = "batch"
+    """Mean embedding the gate sees: over the batch (the paper), over the sequence, or causal (running mean)."""
+    gate_init: str = "biased"
+    """biased: weights 0 and bias `gate_bias` (the text); neutral: weights N(0, 0.02), bias 0 (the released code)."""
+    gate_bias: float = 2.0
+    gate_skip_below: float | None = None
+    """Hard gate: at inference, a g below this bound skips layer 1."""
+    gate_generation: str = "refuse"
+    """Generation with a gate that sees the future: refuse, or freeze g at the prefill."""
+
+    dropout: float = 0.1
+    """On embeddings, attention probabilities, feed-forward hidden and output."""
+    initializer_range: float = 0.02
+    classifier_pool: str = "last"
+    """Token state the sequence classifier reads: the last real token, or the mean over real tokens."""
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name in kwargs:
+            close = get_close_matches(name, ChiarConfig.__annotations__, n=1, cutoff=0.85)
+            if close:
+                raise InputError(f"unknown configuration field {name!r}. Did you mean {close[0]!r}?")
+        self._check_types()
+        if isinstance(self.thresholds, int):
+            self.thresholds = float(self.thresholds)
+        self._fill_in_defaults()
+        layer_types = self.layer_types
+        super().__post_init__(**kwargs)
+        # transformers renames "attention" to its own "full_attention" in a field of this name.
+        self.layer_types = layer_types
+        self.auto_map = {auto: f"{SHIM_MODULE}.{name}" for auto, name in AUTO_CLASSES.items()}
+        self.validate()
+
+    def _fill_in_defaults(self) -> None:
+        if self.layer_types is None:
+            layers = 4 if self.num_hidden_layers is None else self.num_hidden_layers
+            if layers < 3:
+                raise InputError(
+                    f"num_hidden_layers={layers} is too few for spectral, routed, attention: give layer_types."
+                )
+            self.layer_types = ["spectral", *["routed"] * (layers - 2), "attention"]
+        self.layer_types = list(self.layer_types)
+        if self.num_hidden_layers is None:
+            self.num_hidden_layers = len(self.layer_types)
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        self.operators = ["spectral", "attention"] if self.operators is None else list(self.operators)
+        if self.router is None:
+            self.router = "learned" if self.routing in ("hard", "soft") else "entropy"
+        if self.routing is None:
+            self.routing = ROUTINGS_OF_ROUTER.get(self.router, ("threshold",))[0]
+        if self.meta_router is None:
+            self.meta_router = self.positions == "rope" and self.layer_types[:1] == ["spectral"]
+        if self.router == "static" and self.static_operators is None:
+            count = self.layer_types.count("routed")
+            self.static_operators = ["attention" if i % 2 == 0 else "spectral" for i in range(count)]
+
+    @property
+    def routed_layers(self) -> list[int]:
+        """Indices of the routed layers."""
+        return [i for i, kind in enumerate(self.layer_types or []) if kind == "routed"]
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    def layer_thresholds(self) -> list[tuple[float, ...]]:
+        """The thresholds in force, one tuple per routed layer: one value a boundary between two operators."""
+        assert self.operators is not None
+        boundaries = len(self.operators) - 1
+        if self.thresholds is None:
+            return [default_thresholds(self.hidden_size, boundaries)] * len(self.routed_layers)
+        if isinstance(self.thresholds, float):
+            return [(self.thresholds,) * boundaries] * len(self.routed_layers)
+        return [tuple(t) if isinstance(t, list | tuple) else (t,) for t in self.thresholds]
+
+    def validate(self) -> None:
+        """Raise InputError with the value received and what is allowed.
+
+        transformers calls this when saving, and we when a model is built. It replaces transformers' own validators,
+        one of which would reject our layer types.
+        """
+        self._check_types()
+        assert self.layer_types is not None and self.operators is not None
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise unknown_name(name, getattr(self, name), allowed)
+        for kind in self.layer_types:
+            if kind not in LAYER_TYPES:
+                raise unknown_name("layer type", kind, LAYER_TYPES)
+        for operator in self.operators:
+            if operator not in OPERATORS:
+                raise unknown_name("operator", operator, OPERATORS)
+        self._check_sizes()
+        self._check_routing()
+        self._check_combinations()
+
+    def _check_types(self) -> None:
+        for name, hint in ChiarConfig.__annotations__.items():
+            if not _fits(getattr(self, name), hint):
+                expected = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
+                raise InputError(f"{name} must be {expected}, got {getattr(self, name)!r}.")
+
+    def _check_sizes(self) -> None:
+        assert self.layer_types is not None
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_attention_heads",
+            "intermediate_size",
+            "max_position_embeddings",
+            "rbf_features",
+        ):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be a positive whole number, got {getattr(self, name)!r}.")
+        if self.hidden_size < 2:
+            raise InputError("hidden_size must be at least 2: the entropy of one coefficient is undefined.")
+        if not self.layer_types:
+            raise InputError("layer_types is empty: a model needs at least one layer.")
+        if self.num_hidden_layers != len(self.layer_types):
+            raise InputError(
+                f"num_hidden_layers={self.num_hidden_layers} but layer_types has {len(self.layer_types)} entries: "
+                "give one of the two, or make them agree."
+            )
+        if self.hidden_size % self.num_attention_heads:
+            raise InputError(
+                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={self.num_attention_heads}."
+            )
+        if self.positions == "rope" and self.head_size % 2:
+            raise InputError(f"RoPE rotates pairs of features: the head size {self.head_size} must be even.")
+        for name in ("dropout", "random_fraction", "gate_skip_below"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 <= value <= 1.0:
+                raise InputError(f"{name} must lie between 0 and 1, got {value!r}.")
+        for name in ("entropy_eps", "entropy_dc_weight", "collapse_regulariser", "norm_eps"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"{name} must not be negative, got {getattr(self, name)!r}.")
+
+    def _check_routing(self) -> None:
+        assert self.operators is not None and self.router is not None
+        if list(self.operators) not in (["spectral", "attention"], ["spectral", "rbf", "attention"]):
+            raise InputError(
+                f"operators={self.operators} is not supported: use ['spectral', 'attention'] or "
+                "['spectral', 'rbf', 'attention']."
+            )
+        if self.routing not in ROUTINGS_OF_ROUTER[self.router]:
+            raise InputError(
+                f"routing={self.routing!r} does not go with router={self.router!r}: "
+                f"it takes {' or '.join(ROUTINGS_OF_ROUTER[self.router])}."
+            )
+        count = len(self.routed_layers)
+        if self.router == "static":
+            chosen = self.static_operators or []
+            if len(chosen) != count:
+                raise InputError(f"static_operators has {len(chosen)} entries for {count} routed layers.")
+            for operator in chosen:
+                if operator not in self.operators:
+                    raise unknown_name("static operator", operator, self.operators)
+        if self.thresholds is None:
+            return
+        if isinstance(self.thresholds, list | tuple) and len(self.thresholds) != count:
+            raise InputError(f"thresholds has {len(self.thresholds)} entries for {count} routed layers.")
+        boundaries = len(self.operators) - 1
+        for values in self.layer_thresholds():
+            if len(values) != boundaries:
+                raise InputError(
+                    f"{len(self.operators)} operators need {boundaries} threshold(s) a layer, got {list(values)}."
+                )
+            if not all(isinstance(v, int | float) and 0.0 <= v <= 1.0 for v in values):
+                raise InputError(f"thresholds are entropies between 0 and 1, got {list(values)}.")
+            if list(values) != sorted(values):
+                raise InputError(f"thresholds of a layer must rise (τ_low, τ_high), got {list(values)}.")
+
+    def _check_combinations(self) -> None:
+        assert self.layer_types is not None
+        if self.norm_position == "pre" and self.spectral_form == "equation":
+            raise InputError("spectral_form='equation' is a post-norm form: use norm_position='post' or 'sublayer'.")
+        if self.spectral_form == "equation" and not self.light_ffn:
+            raise InputError(
+                "light_ffn=False needs spectral_form='sublayer': in the equation the FFN is the light path."
+            )
+        if self.meta_router and self.layer_types[0] != "spectral":
+            raise InputError(f"the MetaRouter gates a spectral layer 1, but layer 1 is {self.layer_types[0]!r}.")
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Exports always carry our shim instead of a copy of the source."""
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if isinstance(hint, UnionType):
+        return any(_fits(value, part) for part in get_args(hint))
+    if hint is None or hint is NoneType:
+        return value is None
+    if hint is list:
+        return isinstance(value, list | tuple)
+    if get_origin(hint) is list:
+        return isinstance(value, list | tuple) and all(_fits(v, get_args(hint)[0]) for v in value)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, int | float) if hint is float else isinstance(value, hint)
+
+
+def default_thresholds(width: int, boundaries: int) -> tuple[float, ...]:
+    """Before calibration: the white-noise mean, or its 33rd and 67th percentiles (normal to first order)."""
+    mean, deviation = white_noise_entropy(width)
+    return (mean,) if boundaries == 1 else (mean - 0.44 * deviation, mean + 0.44 * deviation)

@@ -1,0 +1,16 @@
+"""Errors a user can act on. The command line prints them as one sentence and exits with code 2."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used; the message says what was wrong and what to do."""
+
+
+def unknown_name(kind: str, received: object, allowed: Iterable[str]) -> InputError:
+    """`kind` 'received' is unknown: the nearest valid name, then all of them."""
+    names = list(allowed)
+    nearest = get_close_matches(str(received), names, n=1, cutoff=0.4)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return InputError(f"unknown {kind} {received!r}.{hint} Allowed: {', '.join(names)}.")

@@ -1,0 +1,1 @@
+"""The parts of a CHIAR-Former layer; `block` puts them together."""

@@ -1,0 +1,69 @@
+"""The dark operator: multi-head causal softmax attention."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from chiar.layers.context import LayerMemory, TokenContext, visible_keys
+
+
+def rotary_tables(positions_BT: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of RoPE's angles, (B, 1, T, head size) in fp32. Computed, not stored: bf16 would blur them."""
+    exponents = torch.arange(0, head_size, 2, device=positions_BT.device, dtype=torch.float32) / head_size
+    angles = positions_BT[:, None, :, None].float() * base**-exponents
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BHTd: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate feature pairs (i, i + d/2) by their position's angle (rotate-half)."""
+    cos, sin = rope
+    first, second = x_BHTd.chunk(2, dim=-1)
+    return (x_BHTd * cos + torch.cat([-second, first], dim=-1) * sin).to(x_BHTd.dtype)
+
+
+class CausalAttention(nn.Module):
+    """softmax(QKᵀ/√d) V over earlier keys, with biases in the QKV and output projections."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        context: TokenContext,
+        key_BT: Tensor | None = None,
+        memory: LayerMemory | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`key_BT` marks the tokens that are keys (None: all). Returns the output and, if eager, the weights."""
+        B, T, D = x_BTD.shape
+        q, k, v = self.qkv(x_BTD).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
+        if context.rope is not None:
+            q, k = rotate(q, context.rope), rotate(k, context.rope)
+        if memory is not None:
+            k, v = memory.append("key", k, time_axis=2), memory.append("value", v, time_axis=2)
+            new_keys = torch.ones(B, T, dtype=torch.bool, device=x_BTD.device) if key_BT is None else key_BT
+            key_BT = memory.append("is_key", new_keys, time_axis=1)
+
+        visible = None if key_BT is None else visible_keys(key_BT, T)
+        dropout = self.dropout if self.training else 0.0
+        if context.attention_implementation == "eager":
+            mixed, weights = eager_attention(q, k, v, visible, dropout)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=visible, dropout_p=dropout, is_causal=visible is None
+            )
+            weights = None
+        return self.out(mixed.transpose(1, 2).reshape(B, T, D)), weights
+
+
+def eager_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
+    """The definition, with the weights in the open."""
+    if visible is None:
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    scores = (q @ k.transpose(2, 3)).float() * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(q.dtype)
+    return F.dropout(weights, dropout) @ v, weights

@@ -1,0 +1,160 @@
+"""One layer: route every token, run the operators, combine, feed forward.
+
+This is dense execution, the definition of truth: every operator runs on every token and the route selects.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from chiar.layers.attention import CausalAttention
+from chiar.layers.context import LayerMemory, TokenContext
+from chiar.layers.rbf import RBFMixing
+from chiar.layers.routers import Route, make_router
+from chiar.layers.spectral import SpectralFilter
+from chiar.ops.spectral_entropy import spectral_entropy
+
+LIGHT = "spectral"
+
+
+class FeedForward(nn.Module):
+    """Linear D→4D, exact GELU, Linear 4D→D: one per layer, shared by all its operators."""
+
+    def __init__(self, width: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.dropout = dropout
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        hidden = F.dropout(F.gelu(self.up(x_BTD)), self.dropout, self.training)
+        return F.dropout(self.down(hidden), self.dropout, self.training)
+
+
+def make_norm(config: Any) -> nn.Module:
+    norm = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    return norm(config.hidden_size, eps=config.norm_eps)
+
+
+def make_operator(name: str, config: Any) -> nn.Module:
+    if name == "attention":
+        return CausalAttention(config.hidden_size, config.num_attention_heads, config.dropout)
+    if name == "rbf":
+        return RBFMixing(config.hidden_size, config.rbf_features, config.rbf_gamma)
+    return SpectralFilter(config.hidden_size)
+
+
+def blend(parts: list[Tensor], weights_BTK: Tensor | None) -> Tensor:
+    """Σ w_k part_k; without weights there is one part."""
+    if weights_BTK is None:
+        return parts[0]
+    weights_BTK = weights_BTK.to(parts[0].dtype)
+    mixed = weights_BTK[..., :1] * parts[0]
+    for k in range(1, len(parts)):
+        mixed = mixed + weights_BTK[..., k : k + 1] * parts[k]
+    return mixed
+
+
+class Block(nn.Module):
+    """A spectral or attention layer has one operator, a routed layer several and a router that chooses."""
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        self.kind = config.layer_types[index]
+        names = config.operators if self.kind == "routed" else [self.kind]
+        self.pre_norm = config.norm_position == "pre"
+        self.equation = config.spectral_form == "equation"
+        self.light_ffn = config.light_ffn or self.kind != "routed"
+        self.routed_keys = config.keys == "routed" and config.routing != "soft"
+        self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
+
+        self.operators = nn.ModuleDict({name: make_operator(name, config) for name in names})
+        self.norms = nn.ModuleDict({name: make_norm(config) for name in names if not (self.equation and name == LIGHT)})
+        self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)
+        self.ffn_norm = make_norm(config)
+        self.router = make_router(config, index) if self.kind == "routed" else None
+        self.router_reads_entropy = config.router in ("entropy", "learned")
+        self.entropy_has_gradient = config.router == "learned"
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        context: TokenContext,
+        memory: LayerMemory | None = None,
+        forced_BT: Tensor | None = None,
+    ) -> tuple[Tensor, Route | None, Tensor | None, Tensor | None]:
+        """Returns the layer's output, its route (routed layers), H of its input if computed, attention weights."""
+        entropy_BT = self.entropy(x_BTD, context)
+        route = self.choose(x_BTD, entropy_BT, context, forced_BT)
+        outputs, attention_weights = self.run_operators(x_BTD, context, route, memory)
+        combine = self.combine_pre_norm if self.pre_norm else self.combine_post_norm
+        y_BTD = combine(x_BTD, outputs, None if route is None else route.weights_BTK)
+        return y_BTD, route, entropy_BT, attention_weights
+
+    def entropy(self, x_BTD: Tensor, context: TokenContext) -> Tensor | None:
+        read = self.router is not None and self.router_reads_entropy
+        if not (read or context.keep_entropy):
+            return None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and read and self.entropy_has_gradient):
+            return spectral_entropy(x_BTD, context.basis_DD, self.entropy_eps, self.entropy_dc_weight)
+
+    def choose(
+        self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
+    ) -> Route | None:
+        if self.router is None:
+            return None
+        # The question is whether a token needs attention, so a pre-norm router reads what attention would read.
+        seen_BTD = self.norms["attention"](x_BTD) if self.pre_norm else x_BTD
+        return self.router(seen_BTD, entropy_BT, context, forced_BT)
+
+    def run_operators(
+        self, x_BTD: Tensor, context: TokenContext, route: Route | None, memory: LayerMemory | None
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """op(x), or op(LN_op(x)) under pre-norm, of every operator for every token."""
+        outputs: dict[str, Tensor] = {}
+        attention_weights = None
+        for k, (name, operator) in enumerate(self.operators.items()):
+            seen_BTD = self.norms[name](x_BTD) if self.pre_norm else x_BTD
+            if name == LIGHT:
+                outputs[name] = operator(seen_BTD, context.basis_DD)
+                continue
+            key_BT = context.real_BT
+            if route is not None and self.routed_keys:
+                chosen_BT = route.choice_BT == k
+                key_BT = chosen_BT if key_BT is None else key_BT & chosen_BT
+            if name == "attention":
+                outputs[name], attention_weights = operator(seen_BTD, context, key_BT, memory)
+            else:
+                outputs[name] = operator(seen_BTD, context, key_BT, memory)
+        return outputs, attention_weights
+
+    def combine_post_norm(self, x_BTD: Tensor, outputs: dict[str, Tensor], weights_BTK: Tensor | None) -> Tensor:
+        """u = LN_op(x + op(x)); y = LN_f(u + FFN(u)). In the equation form light tokens get LN_f(x + FFN(op(x)))."""
+        residuals, inputs = [], []
+        for name, output_BTD in outputs.items():
+            if self.equation and name == LIGHT:
+                residuals.append(x_BTD)
+                inputs.append(output_BTD)
+            else:
+                u_BTD = self.norms[name](x_BTD + output_BTD)
+                residuals.append(u_BTD)
+                inputs.append(u_BTD)
+        if self.light_ffn:
+            residual, input = blend(residuals, weights_BTK), blend(inputs, weights_BTK)
+            return self.ffn_norm(residual + self.ffn(input))
+        ends = [
+            u if name == LIGHT else self.ffn_norm(u + self.ffn(u)) for name, u in zip(outputs, residuals, strict=True)
+        ]
+        return blend(ends, weights_BTK)
+
+    def combine_pre_norm(self, x_BTD: Tensor, outputs: dict[str, Tensor], weights_BTK: Tensor | None) -> Tensor:
+        """u = x + op(LN_op(x)); y = u + FFN(LN_f(u)). Weights act on what is added, never on the residual."""
+        if self.light_ffn:
+            u_BTD = x_BTD + blend(list(outputs.values()), weights_BTK)
+            return u_BTD + self.ffn(self.ffn_norm(u_BTD))
+        changes = [
+            output if name == LIGHT else output + self.ffn(self.ffn_norm(x_BTD + output))
+            for name, output in outputs.items()
+        ]
+        return x_BTD + blend(changes, weights_BTK)

@@ -1,0 +1,46 @@
+"""What every layer of one forward pass shares."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class LayerMemory(Protocol):
+    """What one layer keeps of the tokens it has seen, for cached decoding."""
+
+    def append(self, name: str, new: Tensor, time_axis: int) -> Tensor:
+        """Store `new` behind what `name` holds and return all of it."""
+
+    def get(self, name: str) -> Tensor | None: ...
+
+    def put(self, name: str, value: Tensor) -> None: ...
+
+
+@dataclass
+class TokenContext:
+    """The tokens of a forward pass: T new ones after `past` cached ones. S = past + T."""
+
+    basis_DD: Tensor
+    positions_BT: Tensor
+    """Index of each token among the real tokens of its row."""
+    real_BT: Tensor | None
+    """True for real tokens, False for padding; None when all are real."""
+    token_ids_BT: Tensor | None
+    rope: tuple[Tensor, Tensor] | None
+    """cos and sin, each (B, 1, T, head size)."""
+    attention_implementation: str = "sdpa"
+    past: int = 0
+    keep_entropy: bool = False
+    """Compute H of every layer's input, also where no router reads it."""
+
+
+def visible_keys(key_BS: Tensor, queries: int) -> Tensor:
+    """Which keys the last `queries` tokens see, (B, 1, T, S): marked keys up to themselves, and always themselves."""
+    keys = key_BS.shape[1]
+    query_index_T1 = torch.arange(keys - queries, keys, device=key_BS.device)[:, None]
+    key_index_S = torch.arange(keys, device=key_BS.device)
+    earlier_TS = key_index_S <= query_index_T1
+    itself_TS = key_index_S == query_index_T1
+    return (earlier_TS & key_BS[:, None, None, :]) | itself_TS

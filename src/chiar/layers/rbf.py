@@ -1,0 +1,47 @@
+"""RBF mixing, the third operator of v1."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from chiar.layers.context import LayerMemory, TokenContext, visible_keys
+
+
+class RBFMixing(nn.Module):
+    """Random Fourier features φ = [cos, sin](xω/√m), A = causal softmax(φφᵀ), output Linear(Aφ).
+
+    ω ~ N(0, 2γ) is drawn once and saved with the weights. The paper gives no equation; this is the released code
+    made causal. On normalised inputs the diagonal of φφᵀ is m and the rest near 0, so A is almost the identity.
+    """
+
+    omega_Dm: Tensor
+
+    def __init__(self, width: int, features: int, gamma: float) -> None:
+        super().__init__()
+        self.features, self.gamma = features, gamma
+        self.register_buffer("omega_Dm", torch.empty(width, features))
+        self.out = nn.Linear(2 * features, width)
+        self.draw()
+
+    def draw(self) -> None:
+        self.omega_Dm.normal_(std=math.sqrt(2.0 * self.gamma))
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        context: TokenContext,
+        key_BT: Tensor | None = None,
+        memory: LayerMemory | None = None,
+    ) -> Tensor:
+        angles_BTm = x_BTD @ self.omega_Dm.to(x_BTD.dtype) / math.sqrt(self.features)
+        query_BTF = torch.cat([angles_BTm.cos(), angles_BTm.sin()], dim=-1)
+        is_key_BS = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device) if key_BT is None else key_BT
+        key_BSF = query_BTF
+        if memory is not None:
+            key_BSF = memory.append("rbf_features", query_BTF, time_axis=1)
+            is_key_BS = memory.append("is_rbf_key", is_key_BS, time_axis=1)
+        scores_BTS = (query_BTF @ key_BSF.transpose(1, 2)).float()
+        visible_BTS = visible_keys(is_key_BS, x_BTD.shape[1])[:, 0]
+        weights_BTS = scores_BTS.masked_fill(~visible_BTS, float("-inf")).softmax(-1).to(key_BSF.dtype)
+        return self.out(weights_BTS @ key_BSF)

@@ -1,0 +1,37 @@
+"""Spectral entropy, the paper's H."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def spectral_entropy(x: Tensor, basis_DD: Tensor, eps: float = 0.0, dc_weight: float = 1.0) -> Tensor:
+    """H(x) = −Σ p_i log p_i / log D with p_i = x̂_i² / Σ x̂_j² and x̂ = C x, over the last axis.
+
+    With eps = 0 each row is first divided by its largest |x|: H does not depend on scale, so nothing can overflow
+    or underflow and the zero vector is the only special case (H = 0). The identity used is
+    H log D = log S − Σ y² log y² / S with S = Σ y². With eps > 0 the paper's form is used: eps is added to S and
+    inside the logarithm. `dc_weight` multiplies the energy of the first basis vector.
+    """
+    width = x.shape[-1]
+    x = x if x.dtype == torch.float64 else x.float()
+    with torch.autocast(x.device.type, enabled=False):
+        if eps == 0.0:
+            # H is homogeneous of degree 0, so the gradient through the scale is zero and detaching it is exact.
+            largest = x.detach().abs().amax(-1, keepdim=True)
+            x = x / torch.where(largest > 0, largest, 1.0)
+        energy = (x @ basis_DD.to(x.dtype).T).square()
+        if dc_weight != 1.0:
+            energy = torch.cat([energy[..., :1] * dc_weight, energy[..., 1:]], dim=-1)
+        total = energy.sum(-1)
+        if eps > 0.0:
+            p = energy / (total + eps).unsqueeze(-1)
+            entropy = -(p * torch.log(p + eps)).sum(-1)
+        else:
+            # y² log y² := 0 at 0, with zero gradient: the inner `where` keeps log away from 0.
+            positive = energy > 0
+            energy_log = torch.where(positive, energy * torch.log(torch.where(positive, energy, 1.0)), 0.0)
+            safe_total = torch.where(total > 0, total, 1.0)
+            entropy = torch.log(safe_total) - energy_log.sum(-1) / safe_total
+        return (entropy / math.log(width)).clamp(0.0, 1.0)

@@ -1,0 +1,52 @@
+"""The paper's models by name."""
+
+from typing import Any
+
+from chiar.config import ChiarConfig
+from chiar.errors import unknown_name
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 4, "vocab_size": 257},
+    "16m": {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 4},
+    "400m": {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 28},
+    "1b": {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 20},
+}
+FAMILIES = ("baseline", "v1", "v2", "v3")
+# The paper trained v1 and v2 at 16M only; v2's learned positions and v1's RBF were dropped before scaling up.
+NAMES = (
+    *(f"{family}-tiny" for family in FAMILIES),
+    *(f"{family}-16m" for family in FAMILIES),
+    "baseline-400m",
+    "v3-400m",
+    "baseline-1b",
+    "v3-1b",
+)
+
+
+def _family(family: str, layers: int) -> dict[str, Any]:
+    if family == "baseline":
+        return {"layer_types": ["attention"] * layers}
+    if family == "v1":
+        return {"operators": ["spectral", "rbf", "attention"], "positions": "learned", "router": "learned"}
+    if family == "v2":
+        return {"positions": "learned"}
+    return {}
+
+
+def get(name: str, **changes: Any) -> ChiarConfig:
+    """The configuration of preset `name`, with any field changed: get("v3-16m", gate_pool="causal")."""
+    if name not in NAMES:
+        raise unknown_name("preset", name, NAMES)
+    family, size = name.split("-")
+    end_of_text = SIZES[size].get("vocab_size", 50257) - 1
+    fields = {
+        **SIZES[size],
+        **_family(family, SIZES[size]["num_hidden_layers"]),
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+    }
+    if "layer_types" in changes and "num_hidden_layers" not in changes:
+        fields.pop("num_hidden_layers")
+    if "num_hidden_layers" in changes and family == "baseline" and "layer_types" not in changes:
+        fields.update(_family(family, changes["num_hidden_layers"]))
+    return ChiarConfig(**{**fields, **changes})

@@ -1,0 +1,1 @@
+"""What was routed, where to cut, and what it costs."""
