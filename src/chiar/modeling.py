@@ -1,6 +1,5 @@
 """CHIAR-Former as transformers models, read top to bottom: decoder, language model, classifier."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as init
-from transformers.utils import ModelOutput
 
 from chiar.cache import ChiarCache, check_cache
 from chiar.config import AUTO_CLASSES, SHIM_MODULE, ChiarConfig
@@ -29,37 +27,14 @@ from chiar.layers.meta_router import Gate, MetaRouter
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import EntropyRouter, Route, one_hot
 from chiar.layers.spectral import SpectralBasis, SpectralFilter
+from chiar.outputs import ChiarModelOutput, ChiarOutput
+from chiar.routing.collapse import collapse_loss
 from chiar.routing.trace import LayerTrace, RoutingTrace
 
 SHIM = f"""# Lets transformers' Auto classes find the installed package: pip install chiar
 from chiar.config import ChiarConfig
 from chiar.modeling import {", ".join(name for name in AUTO_CLASSES.values() if name != "ChiarConfig")}
 """
-
-
-@dataclass
-class ChiarModelOutput(ModelOutput):
-    """What the decoder returns."""
-
-    last_hidden_state: Tensor | None = None
-    past_key_values: ChiarCache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor | None, ...] | None = None
-    routing: RoutingTrace | None = None
-    routing_loss: Tensor | None = None
-
-
-@dataclass
-class ChiarOutput(ModelOutput):
-    """What the language model and the classifier return."""
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    past_key_values: ChiarCache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor | None, ...] | None = None
-    routing: RoutingTrace | None = None
-    routing_loss: Tensor | None = None
 
 
 class ChiarPreTrainedModel(PreTrainedModel):
@@ -122,8 +97,8 @@ class ChiarModel(ChiarPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def set_thresholds(self, thresholds: float | list) -> None:
-        """Route with other thresholds from now on; saved with the configuration."""
+    def set_thresholds(self, thresholds: float | list | None) -> None:
+        """Route with other thresholds from now on (None: white noise's); saved with the configuration."""
         before = self.config.thresholds
         self.config.thresholds = thresholds
         try:
@@ -327,20 +302,6 @@ class ChiarModel(ChiarPreTrainedModel):
                 "not defined: set config.gate_generation='prefill' to freeze the gate at the prompt, or train with "
                 "gate_pool='causal'."
             )
-
-
-def collapse_loss(routes: list[Route | None], real_BT: Tensor | None, strength: float) -> Tensor | None:
-    """−λ · (entropy of mean operator use), averaged over routed layers; it has a gradient where routers do."""
-    used = [route for route in routes if route is not None]
-    if strength == 0.0 or not used:
-        return None
-    terms = []
-    for route in used:
-        use_BTK = route.weights_BTK.detach() if route.probabilities_BTK is None else route.probabilities_BTK
-        use_NK = use_BTK.flatten(0, 1) if real_BT is None else use_BTK[real_BT]
-        mean_K = use_NK.mean(0)
-        terms.append(torch.special.entr(mean_K.clamp_min(1e-12)).sum())
-    return -strength * torch.stack(terms).mean()
 
 
 class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):

@@ -1,0 +1,41 @@
+# Everything runs in .venv, made by `make setup` on first use with the system's Python (3.11 or newer).
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+SENTENCE := The overwhelming consensus of many scientists is that carbon matters.
+
+.PHONY: demo test lint setup test-oldest figures clean
+
+demo: $(STAMP)
+	$(BIN)/chiar presets
+	$(BIN)/chiar trace v3-tiny --text "$(SENTENCE)"
+	$(BIN)/chiar flops v3-400m --length 256,2048,8192 --fraction 0.5 --keys routed
+
+test: lint
+	$(BIN)/pytest -n 2
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("chiar needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+# The oldest supported transformers, in an environment of its own.
+test-oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --quiet --constraint constraints.txt transformers==5.17.0 --editable ".[dev]"
+	.venv-oldest/bin/pytest -n 2
+
+# The diagrams in docs/figures, drawn from the presets.
+figures: $(STAMP)
+	for name in baseline-16m v1-16m v2-16m v3-400m; do $(BIN)/chiar diagram $$name docs/figures/$$name.svg; done
+
+clean:
+	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Tables and pictures from configurations, traces and measurements."""

@@ -1,0 +1,106 @@
+"""Counted FLOPs as tables, with the paper's claims beside them."""
+
+import json
+
+from rich.table import Table
+
+from chiar.config import ChiarConfig
+from chiar.routing.flops import PARTS, Savings, compare_flops
+
+PAPER_TOTAL = "35–40%"
+PAPER_ATTENTION = "62.5%"
+
+
+def savings_by_length(
+    config: ChiarConfig, lengths: list[int], fraction: float, keys: str | None, light_ffn: bool | None
+) -> list[tuple[Savings, Savings]]:
+    """For each length: with the DCT as matrix products, and with the DCT free."""
+    return [
+        (
+            compare_flops(config, length, fraction, keys, light_ffn, "gemm"),
+            compare_flops(config, length, fraction, keys, light_ffn, "free"),
+        )
+        for length in lengths
+    ]
+
+
+def flop_tables(
+    name: str, config: ChiarConfig, lengths: list[int], fraction: float, keys: str | None, light_ffn: bool | None
+) -> list[Table]:
+    rows = savings_by_length(config, lengths, fraction, keys, light_ffn)
+    setting = (
+        f"f = {fraction:g}, keys {keys or config.keys}, light FFN {'on' if is_light(config, light_ffn) else 'off'}"
+    )
+    return [part_table(name, setting, rows[0][0]), length_table(rows)]
+
+
+def is_light(config: ChiarConfig, light_ffn: bool | None) -> bool:
+    return config.light_ffn if light_ffn is None else light_ffn
+
+
+def part_table(name: str, setting: str, savings: Savings) -> Table:
+    table = Table(
+        "part",
+        "CHIAR",
+        "baseline",
+        title=f"{name}, T = {savings.chiar.length}, {setting}: counted MFLOPs per token, forward",
+        title_justify="left",
+        box=None,
+    )
+    for part in PARTS:
+        ours, theirs = savings.chiar.part(part), savings.baseline.part(part)
+        if ours or theirs:
+            table.add_row(part, f"{ours / 1e6:,.2f}", f"{theirs / 1e6:,.2f}")
+    table.add_row("total", f"{savings.chiar.total / 1e6:,.2f}", f"{savings.baseline.total / 1e6:,.2f}")
+    return table
+
+
+def length_table(rows: list[tuple[Savings, Savings]]) -> Table:
+    table = Table(
+        "T",
+        "CHIAR ÷ baseline",
+        "saved",
+        "saved, DCT free",
+        "paper, total",
+        "attention saved in routed layers",
+        "paper, attention",
+        "attention's share of the baseline",
+        box=None,
+        title="against the dense baseline of the same size (norms, softmax, activations not counted)",
+        title_justify="left",
+    )
+    for gemm, free in rows:
+        attention = gemm.attention_in_routed_layers
+        table.add_row(
+            f"{gemm.chiar.length:,}",
+            f"{gemm.chiar.total / gemm.baseline.total:.3f}",
+            f"{gemm.total:.1%}",
+            f"{free.total:.1%}",
+            PAPER_TOTAL,
+            "–" if attention is None else f"{attention:.1%}",
+            PAPER_ATTENTION,
+            f"{gemm.attention_share_of_baseline:.1%}",
+        )
+    return table
+
+
+def flop_json(
+    config: ChiarConfig, lengths: list[int], fraction: float, keys: str | None, light_ffn: bool | None
+) -> str:
+    records = [
+        {
+            "length": gemm.chiar.length,
+            "fraction": fraction,
+            "keys": keys or config.keys,
+            "light_ffn": is_light(config, light_ffn),
+            "chiar": {part: gemm.chiar.part(part) for part in PARTS},
+            "baseline": {part: gemm.baseline.part(part) for part in PARTS},
+            "chiar_total": gemm.chiar.total,
+            "baseline_total": gemm.baseline.total,
+            "saved": gemm.total,
+            "saved_free_transform": free.total,
+            "attention_saved_in_routed_layers": gemm.attention_in_routed_layers,
+        }
+        for gemm, free in savings_by_length(config, lengths, fraction, keys, light_ffn)
+    ]
+    return json.dumps(records, indent=2)

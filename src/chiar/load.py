@@ -1,0 +1,44 @@
+"""Models by folder or preset name, for the command line."""
+
+from pathlib import Path
+from typing import Any
+
+from chiar import presets
+from chiar.config import ChiarConfig
+from chiar.errors import InputError, unknown_name
+
+
+def load_config(name: str) -> ChiarConfig:
+    """A preset's configuration or a folder's."""
+    if (Path(name) / "config.json").is_file():
+        return ChiarConfig.from_pretrained(name)
+    if Path(name).exists():
+        raise InputError(f"{name} is not a model folder: it has no config.json.")
+    if name not in presets.NAMES:
+        raise unknown_name("preset or folder", name, presets.NAMES)
+    return presets.get(name)
+
+
+def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
+    """A language model and its folder; a preset gives random weights and no folder."""
+    import torch
+    from transformers.utils import logging
+
+    from chiar.modeling import ChiarForCausalLM
+
+    logging.disable_progress_bar()
+    config = load_config(name)
+    if Path(name).is_dir():
+        return ChiarForCausalLM.from_pretrained(name).eval(), Path(name)
+    torch.manual_seed(seed)
+    return ChiarForCausalLM(config).eval(), None
+
+
+def count_parameters(config: ChiarConfig) -> int:
+    """Trainable parameters, tied ones once; the model is laid out on the meta device and holds no memory."""
+    import torch
+
+    from chiar.modeling import ChiarForCausalLM
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in ChiarForCausalLM(config).parameters())

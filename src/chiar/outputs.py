@@ -1,0 +1,34 @@
+"""What the models return."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from chiar.cache import ChiarCache
+from chiar.routing.trace import RoutingTrace
+
+
+@dataclass
+class ChiarModelOutput(ModelOutput):
+    """What the decoder returns."""
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: ChiarCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor | None, ...] | None = None
+    routing: RoutingTrace | None = None
+    routing_loss: Tensor | None = None
+
+
+@dataclass
+class ChiarOutput(ModelOutput):
+    """What the language model and the classifier return."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: ChiarCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor | None, ...] | None = None
+    routing: RoutingTrace | None = None
+    routing_loss: Tensor | None = None

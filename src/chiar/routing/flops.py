@@ -1,0 +1,199 @@
+"""Counted floating-point operations of a forward pass, per token, by layer, operator and route.
+
+A multiply-add is 2 FLOPs. Counted: every matrix product (projections, scores, DCT, router, gate, output projection).
+Excluded: norms, activations, softmax, biases, residual sums, dropout, the embedding look-up, the row reduction that
+turns a spectrum into H, all of order D a token, and the gate where it is computed once a batch or row. Training costs
+about three times as much, in the same proportions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chiar.config import ChiarConfig
+from chiar.errors import InputError, unknown_name
+
+PARTS = ("router", "spectral", "rbf", "projections", "scores", "ffn", "gate", "logits")
+TRANSFORMS = ("gemm", "free")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs per token of one part of one layer (layer None: outside the layers)."""
+
+    layer: int | None
+    part: str
+    flops: float
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """The costs of one model at one length."""
+
+    costs: tuple[Cost, ...]
+    length: int
+
+    @property
+    def total(self) -> float:
+        return sum(cost.flops for cost in self.costs)
+
+    def part(self, *parts: str, layers: Sequence[int] | None = None) -> float:
+        """FLOPs of the named parts, in all layers or only some."""
+        return sum(c.flops for c in self.costs if c.part in parts and (layers is None or c.layer in layers))
+
+    def layer(self, layer: int) -> float:
+        return sum(cost.flops for cost in self.costs if cost.layer == layer)
+
+
+def count_flops(
+    config: ChiarConfig,
+    length: int,
+    fraction: float | Sequence[float] = 0.5,
+    keys: str | None = None,
+    light_ffn: bool | None = None,
+    transform: str = "gemm",
+) -> FlopCount:
+    """What routing has to compute when each token runs only its own operator.
+
+    `fraction` is f, for all routed layers or one a layer; with three operators the rest is shared evenly. Under soft
+    routing every operator runs on every token. `transform="free"` leaves out the DCT, as when weights absorb it.
+    """
+    if length < 1:
+        raise InputError(f"length must be at least 1, got {length}.")
+    if transform not in TRANSFORMS:
+        raise unknown_name("transform", transform, TRANSFORMS)
+    keys = config.keys if keys is None else keys
+    if keys not in ("all", "routed"):
+        raise unknown_name("keys", keys, ("all", "routed"))
+    light_ffn = config.light_ffn if light_ffn is None else light_ffn
+    routed = config.routed_layers
+    fractions = [fraction] * len(routed) if isinstance(fraction, int | float) else list(fraction)
+    if len(fractions) != len(routed):
+        raise InputError(f"{len(fractions)} fractions for {len(routed)} routed layers.")
+    if not all(0.0 <= f <= 1.0 for f in fractions):
+        raise InputError(f"fractions lie between 0 and 1, got {fractions}.")
+
+    assert config.layer_types is not None and config.operators is not None
+    costs: list[Cost] = []
+    for i, kind in enumerate(config.layer_types):
+        if kind == "routed":
+            f = fractions[routed.index(i)]
+            rest = (1.0 - f) / (len(config.operators) - 1)
+            shares = {name: f if name == "attention" else rest for name in config.operators}
+            if config.routing == "soft":
+                shares = dict.fromkeys(config.operators, 1.0)
+            key_shares = shares if keys == "routed" else dict.fromkeys(shares, 1.0)
+            dark = 1.0 if light_ffn or config.routing == "soft" else 1.0 - shares["spectral"]
+            router = router_cost(config, transform)
+        else:
+            shares = key_shares = {kind: 1.0}
+            dark, router = 1.0, 0.0
+        visible = {name: visible_pairs(length, shares[name], key_shares[name]) for name in shares}
+        costs += layer_costs(config, i, shares, key_shares, visible, dark, router, transform)
+    return FlopCount(tuple(costs), length)
+
+
+def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
+    """What dense execution runs: every operator on every token, full T×T score matrices.
+
+    This is what `torch.utils.flop_counter` sees, and agrees with it exactly.
+    """
+    assert config.layer_types is not None and config.operators is not None
+    costs: list[Cost] = []
+    for i, kind in enumerate(config.layer_types):
+        names = config.operators if kind == "routed" else [kind]
+        every = dict.fromkeys(names, 1.0)
+        ffn_runs = len(names) - 1 if kind == "routed" and not config.light_ffn else 1
+        router = router_cost(config, "gemm") if kind == "routed" else 0.0
+        visible = dict.fromkeys(names, float(length))
+        costs += layer_costs(config, i, every, every, visible, float(ffn_runs), router, "gemm")
+    return FlopCount(tuple(costs), length)
+
+
+def visible_pairs(length: int, queries: float, keys: float) -> float:
+    """Expected causal (query, key) pairs a token: a share of tokens query, a share of tokens are keys, all see self."""
+    return queries * (keys * (length - 1) / 2 + 1)
+
+
+def router_cost(config: ChiarConfig, transform: str) -> float:
+    D, flops = config.hidden_size, 0.0
+    if config.router in ("entropy", "learned") and transform == "gemm":
+        flops += 2 * D * D
+    if config.router == "learned":
+        assert config.operators is not None
+        flops += 2 * (D + 1) * len(config.operators)
+    return flops
+
+
+def layer_costs(
+    config: ChiarConfig,
+    layer: int,
+    shares: dict[str, float],
+    key_shares: dict[str, float],
+    visible: dict[str, float],
+    ffn_share: float,
+    router: float,
+    transform: str,
+) -> list[Cost]:
+    """`shares`: tokens an operator runs on; `key_shares`: tokens that give it keys; `visible`: score pairs a token."""
+    D, features = config.hidden_size, config.rbf_features
+    assert config.intermediate_size is not None
+    costs = {"router": router, "ffn": ffn_share * 4 * D * config.intermediate_size}
+    if "spectral" in shares:
+        costs["spectral"] = shares["spectral"] * 4 * D * D if transform == "gemm" else 0.0
+    if "attention" in shares:
+        query, key = shares["attention"], key_shares["attention"]
+        costs["projections"] = query * 4 * D * D + key * 4 * D * D
+        costs["scores"] = visible["attention"] * 4 * D
+    if "rbf" in shares:
+        mapped = max(shares["rbf"], key_shares["rbf"])
+        costs["rbf"] = mapped * 2 * D * features + shares["rbf"] * 4 * features * D + visible["rbf"] * 8 * features
+    if layer == 0:
+        # Under the batch and sequence pools the gate is one product a batch or row: nothing a token.
+        costs["gate"] = 2.0 * D if config.meta_router and config.gate_pool == "causal" else 0.0
+        costs["logits"] = 2.0 * D * config.vocab_size
+    return [Cost(None if part == "logits" else layer, part, flops) for part, flops in costs.items() if flops]
+
+
+def baseline_of(config: ChiarConfig) -> ChiarConfig:
+    """The same sizes with attention in every layer."""
+    assert config.layer_types is not None
+    return ChiarConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        layer_types=["attention"] * len(config.layer_types),
+    )
+
+
+@dataclass(frozen=True)
+class Savings:
+    """CHIAR against its baseline at one length, in fractions saved."""
+
+    chiar: FlopCount
+    baseline: FlopCount
+    total: float
+    attention_in_routed_layers: float | None
+    attention_share_of_baseline: float
+
+
+def compare_flops(
+    config: ChiarConfig,
+    length: int,
+    fraction: float | Sequence[float] = 0.5,
+    keys: str | None = None,
+    light_ffn: bool | None = None,
+    transform: str = "gemm",
+) -> Savings:
+    chiar = count_flops(config, length, fraction, keys, light_ffn, transform)
+    baseline = count_flops(baseline_of(config), length)
+    routed = config.routed_layers
+    attention = ("projections", "scores")
+    before = baseline.part(*attention, layers=routed)
+    return Savings(
+        chiar=chiar,
+        baseline=baseline,
+        total=1.0 - chiar.total / baseline.total,
+        attention_in_routed_layers=1.0 - chiar.part(*attention, layers=routed) / before if routed else None,
+        attention_share_of_baseline=baseline.part(*attention) / baseline.total,
+    )

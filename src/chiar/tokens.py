@@ -1,0 +1,66 @@
+"""Token ids from a user's text or token file, in rows of one length."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chiar.errors import InputError
+
+BYTE_VOCABULARIES = (256, 257)
+
+
+def encode(text: str, config: Any, folder: Path | None, tokenizer: Path | None = None) -> tuple[list[int], list[str]]:
+    """Ids and the piece of text each stands for: the model's own tokenizer, or bytes where the vocabulary is bytes."""
+    source = tokenizer or folder
+    if source is not None and any((source / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(source)
+        ids = loaded(text, add_special_tokens=False)["input_ids"]
+        return ids, [loaded.decode([i]) for i in ids]
+    if tokenizer is not None:
+        raise InputError(f"{tokenizer} has no tokenizer.json or vocab.json.")
+    if config.vocab_size in BYTE_VOCABULARIES:
+        data = text.encode()
+        return list(data), [chr(byte) if 32 <= byte < 127 else "·" for byte in data]
+    raise InputError(
+        f"the model has a vocabulary of {config.vocab_size} and no tokenizer beside it: pass --tokenizer FOLDER."
+    )
+
+
+def read_token_file(path: Path) -> np.ndarray:
+    """Ids from a NumPy file (.npy) or raw little-endian uint16 (anything else)."""
+    if not path.is_file():
+        raise InputError(f"there is no file {path}.")
+    if path.suffix == ".npy":
+        try:
+            ids = np.load(path, allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise InputError(f"{path} is not a readable .npy file: {error}") from error
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise InputError(f"{path} holds {ids.dtype} of shape {ids.shape}, expected one row of integers.")
+        return ids
+    if path.stat().st_size % 2:
+        raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")
+    return np.fromfile(path, dtype="<u2")
+
+
+def read_text_file(path: Path) -> str:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start}): is it binary?") from error
+
+
+def batches(ids: np.ndarray, rows: int, length: int, batch_size: int) -> list[dict[str, Tensor]]:
+    """The first rows × length ids as batches; the last row may be shorter than the rest and is left out."""
+    available = len(ids) // length
+    if available == 0:
+        raise InputError(f"{len(ids)} tokens are fewer than one row of {length}: give more text or a smaller --length.")
+    table = torch.from_numpy(ids[: min(rows, available) * length].astype(np.int64)).view(-1, length)
+    return [{"input_ids": part} for part in table.split(batch_size)]
