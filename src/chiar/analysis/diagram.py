@@ -96,15 +96,14 @@ def draw(config: ChiarConfig, title: str) -> str:
     canvas.text(CENTRE, 26, title, size=18, weight="700")
     canvas.text(CENTRE, 44, describe(config), size=11)
     canvas.y = 58
-    positions = (
-        "learned positions added" if config.positions == "learned" else "RoPE turns queries and keys inside attention"
-    )
-    canvas.step("token embedding", note=positions)
+    learned = config.positions == "learned"
+    canvas.step("token embedding", note="learned positions added" if learned else "RoPE turns queries and keys instead")
     first = 1
-    for kind, group in groupby(enumerate(config.layer_types), key=lambda item: (item[1], item[0] == 0)):
+    gates = [bool(config.meta_router) and i == 0 for i in range(len(config.layer_types))]
+    for (kind, gated), group in groupby(zip(config.layer_types, gates, strict=True)):
         count = len(list(group))
         name = f"layer {first}" if count == 1 else f"layers {first}–{first + count - 1} (×{count})"
-        draw_layer(canvas, config, kind[0], name, gated=first == 1 and bool(config.meta_router))
+        draw_layer(canvas, config, kind, name, gated)
         first += count
     canvas.step("final norm", height=34)
     canvas.box(CENTRE - 160, canvas.y, 320, 34, "output projection (tied to the embedding)", "plain")
@@ -123,21 +122,24 @@ def draw_layer(canvas: Canvas, config: ChiarConfig, kind: str, name: str, gated:
     assert config.operators is not None
     top = canvas.y
     canvas.y += 30
+    branch = canvas.y + 22
     if gated:
-        canvas.step(
-            "MetaRouter", "gate", f"g = σ(w·x̄ + b), x̄ over the {config.gate_pool}; g·layer(x) + (1−g)·x", width=420
-        )
+        pooled = {"batch": "over the batch", "sequence": "over the row", "causal": "over the row so far"}
+        canvas.step("MetaRouter", "gate", f"g = σ(w·x̄ + b), x̄ the mean {pooled[config.gate_pool]}")
     if kind == "routed":
         canvas.box(CENTRE - 160, canvas.y, 320, 44, f"{config.router} router", "router", rule(config))
         canvas.y += 44
         draw_operators(canvas, config)
     else:
         canvas.step(LABELS[kind], kind)
-    skip = "" if config.light_ffn or kind != "routed" else "light tokens skip it"
-    canvas.box(
-        CENTRE - 160, canvas.y, 320, 44, "feed-forward, shared by all operators", "plain", skip or "D → 4D → D, GELU"
-    )
+    routed = kind == "routed"
+    label = "feed-forward, shared by the operators" if routed else "feed-forward"
+    note = "D → 4D → D, GELU" if config.light_ffn or not routed else "light tokens skip it"
+    canvas.box(CENTRE - 160, canvas.y, 320, 44, label, "plain", note)
     canvas.y += 44
+    if gated:
+        canvas.bypass(branch, canvas.y + 24, "× g", "× (1 − g): identity")
+        canvas.y += 28
     canvas.frame(top, canvas.y - top + 10, name)
     canvas.arrow(CENTRE, canvas.y + 10, CENTRE, canvas.y + 28)
     canvas.y += 30

@@ -42,7 +42,7 @@ class StreamingQuantiles:
         if self.total == 0:
             raise InputError("no entropies were seen: the token stream is empty.")
         cumulative = self.counts.cumsum(0)
-        target = q * self.total
+        target = max(q * self.total, 1e-9)
         index = min(int(torch.searchsorted(cumulative, target)), self.BINS - 1)
         inside = float(self.counts[index])
         below = float(cumulative[index]) - inside

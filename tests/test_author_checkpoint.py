@@ -1,0 +1,246 @@
+"""The author's files: the same numbers as the author's code, and nothing in a file is ever run."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from chiar import ChiarForCausalLM, ChiarForSequenceClassification
+from chiar.author_checkpoint import PUBLISHED_TAU, convert, import_checkpoint, read_file, read_tensors
+from chiar.errors import InputError
+from transcription import Options, forward
+
+GOLDEN = Path(__file__).parent / "golden"
+META = json.loads((GOLDEN / "meta.json").read_text())
+TAU = 0.79  # midpoint of meta.json's tau_low and tau_high
+ROUTED = ["threshold", "soft", "hard"]
+
+
+def content(name):
+    return torch.load(GOLDEN / f"{name}.pt", weights_only=True)
+
+
+def saved(tmp_path, data):
+    path = tmp_path / "checkpoint.pt"
+    torch.save(data, path)
+    return path
+
+
+@pytest.mark.parametrize("name", META)
+def test_logits_entropies_and_routes_equal_the_authors(name, tmp_path):
+    assert (META[name]["tau_low"] + META[name]["tau_high"]) / 2 == pytest.approx(TAU)
+    import_checkpoint(GOLDEN / f"{name}.pt", tmp_path / "model", tau=TAU)
+    model = ChiarForCausalLM.from_pretrained(tmp_path / "model").eval()
+    expected = np.load(GOLDEN / f"{name}.npz")
+    with torch.no_grad():
+        output = model(torch.tensor(expected["ids"]), output_routing=True)
+    # fp32 on both sides, four layers: rounding alone is a few 1e-6.
+    assert np.abs(output.logits.numpy() - expected["logits"]).max() < 1e-5
+    assert model.config.num_attention_heads == META[name]["n_heads"]
+    layers = [int(key.split(".")[1]) for key in expected.files if key.startswith("H.")]
+    assert layers == ([] if name == "baseline" else [1, 2])
+    for layer in layers:
+        trace = output.routing.layers[layer]
+        assert np.abs(trace.entropy_BT.numpy() - expected[f"H.{layer}"]).max() < 1e-6
+        assert np.array_equal(trace.choice_BT.numpy(), expected[f"route.{layer}"])
+        assert np.abs(trace.weights_BTK.numpy() - expected[f"gates.{layer}"]).max() < 1e-6
+        assert 0 < trace.choice_BT.float().mean() < 1
+    if layers:
+        assert np.abs(output.routing.layers[0].gate_BT.numpy() - expected["g"]).max() < 1e-6
+
+
+@pytest.mark.parametrize("name", META)
+def test_the_independent_transcription_agrees_with_the_author_too(name):
+    """Both witnesses of test_against_transcription are tied to the same numbers."""
+    tensors = {key: value.double().numpy() for key, value in content(name)["model"].items()}
+    layers = META[name]["n_layers"]
+    weights = {"token_emb": tensors["token_emb.weight"]}
+    renames = {"dct_mix.norm": "spectral_norm", "attn.qkv": "attention.qkv", "attn.out_proj": "attention.out"}
+    renames |= {"attn.norm": "attention_norm", "ffn.0": "ffn.up", "ffn.3": "ffn.down", "ffn_norm": "ffn_norm"}
+    renames |= {"router.gate_proj": "router"}
+    for key, value in tensors.items():
+        stem, _, part = key.rpartition(".")
+        if key.startswith("layers."):
+            _, i, rest = stem.split(".", 2)
+            if rest == "dct_mix":
+                weights[f"{i}.filter"] = 2 * value
+            elif rest in renames:
+                weights[f"{i}.{renames[rest]}.{part}"] = value
+        elif stem.startswith("attns."):
+            _, i, rest = (stem + ".").split(".", 2)
+            weights[f"{i}.{renames.get('attn.' + rest.rstrip('.'), rest)}.{part}"] = value
+        elif stem.startswith("ffns."):
+            _, i, rest = stem.split(".")
+            weights[f"{i}.{renames['ffn.' + rest]}.{part}"] = value
+        elif stem.startswith("ffn_norms."):
+            weights[f"{stem.split('.')[1]}.ffn_norm.{part}"] = value
+        elif stem == "norm":
+            weights[f"norm.{part}"] = value
+        elif stem == "meta_router.gate_proj":
+            weights[f"gate.{part}"] = value.squeeze()
+    baseline = name == "baseline"
+    options = Options(
+        layer_types=["attention"] * layers if baseline else ["spectral", "routed", "routed", "attention"],
+        heads=META[name]["n_heads"],
+        routing="threshold" if baseline else name,
+        thresholds=[TAU, TAU],
+        meta_router=not baseline,
+        entropy_eps=1e-8,
+        entropy_dc_weight=2.0,
+    )
+    expected = np.load(GOLDEN / f"{name}.npz")
+    result = forward(weights, expected["ids"], options)
+    assert np.abs(result["logits"] - expected["logits"]).max() < 1e-5
+    for layer in [] if baseline else [1, 2]:
+        assert np.abs(result["H"][layer] - expected[f"H.{layer}"]).max() < 1e-6
+        assert np.array_equal(result["choice"][layer], expected[f"route.{layer}"])
+
+
+def test_published_threshold_is_the_default_at_width_1024():
+    assert PUBLISHED_TAU == {1024: 0.8954}
+    with pytest.raises(InputError, match="none is published for width 32"):
+        convert(*read_tensors(content("threshold")))
+
+
+def test_mixed_file_without_cfg_keeps_its_heads_apart(tmp_path):
+    tensors = content("threshold")["model"]
+    tensors["_cls_head_imdb.weight"], tensors["_cls_head_imdb.bias"] = torch.ones(2, 32), torch.zeros(2)
+    tensors["_cls_head_listops.weight"] = torch.ones(10, 32)
+    imported = import_checkpoint(saved(tmp_path, {"model": tensors}), tmp_path / "model", tau=TAU)
+    heads = load_file(tmp_path / "model" / "mixed_heads.safetensors")
+    assert set(heads) == {"_cls_head_imdb.weight", "_cls_head_imdb.bias", "_cls_head_listops.weight"}
+    assert any("mixed-training heads" in note for note in imported.notes)
+    assert ChiarForCausalLM.from_pretrained(tmp_path / "model").config.thresholds == TAU
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_bare_state_dict_needs_the_routing_only_where_it_is_ambiguous(name, tmp_path):
+    path = saved(tmp_path, content(name)["model"])
+    if name == "threshold":
+        import_checkpoint(path, tmp_path / "model", tau=TAU)
+        return
+    with pytest.raises(InputError, match="pass --routing soft or hard"):
+        import_checkpoint(path, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    import_checkpoint(path, tmp_path / "model", routing=name)
+    assert ChiarForCausalLM.from_pretrained(tmp_path / "model").config.routing == name
+
+
+@pytest.mark.parametrize("name", ["baseline", "threshold"])
+def test_classifier_file(name, tmp_path):
+    tensors = {f"backbone.{key}": value for key, value in content(name)["model"].items()}
+    tensors["classifier.weight"], tensors["classifier.bias"] = torch.randn(3, 32), torch.randn(3)
+    import_checkpoint(saved(tmp_path, {"model": tensors}), tmp_path / "model", tau=TAU, classifier_pool="mean")
+    classifier = ChiarForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    import_checkpoint(GOLDEN / f"{name}.pt", tmp_path / "lm", tau=TAU)
+    decoder = ChiarForCausalLM.from_pretrained(tmp_path / "lm").eval().model
+    ids = torch.tensor(np.load(GOLDEN / f"{name}.npz")["ids"])
+    pooled = decoder(ids).last_hidden_state.mean(1)
+    expected = pooled @ tensors["classifier.weight"].T + tensors["classifier.bias"]
+    # A mean of 24 states and one product in another order of summation.
+    assert torch.allclose(classifier(ids).logits, expected, atol=1e-5)
+
+
+def damage(kind):
+    data = content("threshold")
+    tensors = data["model"]
+    if kind == "missing tensor":
+        del tensors["layers.2.attn.qkv.bias"]
+        return data, r"missing layers\.2\.attn\.qkv\.bias"
+    if kind == "extra tensor":
+        tensors["layers.1.surprise"] = torch.zeros(3)
+        return data, r"unexpected layers\.1\.surprise"
+    if kind == "wrong shape":
+        tensors["layers.0.ffn.0.weight"] = torch.zeros(64, 32)
+        return data, r"layers\.0\.ffn\.0\.weight has shape \(64, 32\), expected \(128, 32\)"
+    if kind == "missing layer":
+        data["model"] = {name: value for name, value in tensors.items() if not name.startswith("layers.1.")}
+        return data, r"nothing of layers\.1"
+    if kind == "untied output":
+        tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+        return data, r"lm_head\.weight differs"
+    if kind == "no embedding":
+        del tensors["token_emb.weight"]
+        return data, r"missing token_emb\.weight"
+    if kind == "not a tensor":
+        tensors["norm.weight"] = 3
+        return data, r"'norm\.weight' is a int"
+    if kind == "integers":
+        tensors["norm.weight"] = torch.zeros(32, dtype=torch.long)
+        return data, r"norm\.weight has dtype"
+    if kind == "odd heads":
+        for i in (1, 2, 3):
+            tensors[f"layers.{i}.attn.rope.inv_freq"] = torch.zeros(5)
+        return data, r"does not divide the width"
+    if kind == "no rope":
+        data["model"] = {name: value for name, value in tensors.items() if ".rope." not in name}
+        return data, r"rope\.inv_freq"
+    if kind == "contradiction":
+        data["cfg"]["routing_mode"] = "soft"
+        return data, r"contradicts 'soft'"
+    if kind == "a list":
+        return [1, 2], r"holds a list"
+    assert kind == "empty"
+    return {"model": {}}, r"no tensors"
+
+
+KINDS = ["missing tensor", "extra tensor", "wrong shape", "missing layer", "untied output", "no embedding"]
+KINDS += ["not a tensor", "integers", "odd heads", "no rope", "contradiction", "a list", "empty"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_does_not_fit_is_named_and_nothing_is_written(kind, tmp_path):
+    data, message = damage(kind)
+    with pytest.raises(InputError, match=message):
+        import_checkpoint(saved(tmp_path, data), tmp_path / "out" / "model", tau=TAU)
+    assert not (tmp_path / "out").exists()
+
+
+class Payload:
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+@pytest.mark.parametrize("form", ["torch zip", "torch legacy", "plain pickle"])
+def test_a_hostile_file_is_refused_and_never_runs(form, tmp_path):
+    marker, path = tmp_path / "executed", tmp_path / "hostile.pt"
+    hostile = {"model": content("threshold")["model"], "cfg": Payload(marker)}
+    if form == "plain pickle":
+        path.write_bytes(pickle.dumps({"cfg": Payload(marker)}))
+    else:
+        torch.save(hostile, path, _use_new_zipfile_serialization=form == "torch zip")
+    with pytest.raises(InputError, match="not opened"):
+        import_checkpoint(path, tmp_path / "model", tau=TAU)
+    assert not marker.exists()
+    assert not (tmp_path / "model").exists()
+    # The payload itself works: an ordinary unpickler would have run it.
+    if form == "plain pickle":
+        pickle.loads(path.read_bytes())
+        assert marker.is_dir()
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.01, 0.5, 0.99])
+def test_truncated_files_are_refused(keep, tmp_path):
+    whole = (GOLDEN / "threshold.pt").read_bytes()
+    path = tmp_path / "short.pt"
+    path.write_bytes(whole[: int(keep * len(whole))])
+    with pytest.raises(InputError, match=r"not opened|not a readable checkpoint"):
+        read_file(path)
+
+
+def test_missing_file_and_existing_folder(tmp_path):
+    with pytest.raises(InputError, match="there is no file"):
+        import_checkpoint(tmp_path / "none.pt", tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.txt").write_text("keep")
+    with pytest.raises(InputError, match="exists already"):
+        import_checkpoint(GOLDEN / "baseline.pt", tmp_path / "model")
+    assert [p.name for p in (tmp_path / "model").iterdir()] == ["mine.txt"]
