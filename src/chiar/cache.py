@@ -4,9 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
-
-# The class of one layer of transformers' cache, under whatever name the installed release exports it.
+from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 
@@ -64,8 +62,9 @@ class ChiarCache(Cache):
 
 
 def check_cache(cache: Any) -> ChiarCache:
-    """The cache as ours, or a TypeError that says why transformers' general ones do not fit."""
+    """The cache as ours, or a TypeError: transformers' general ones have no place for key marks and gate sums."""
     if isinstance(cache, ChiarCache):
         return cache
-    kind = "an empty DynamicCache" if isinstance(cache, DynamicCache) else type(cache).__name__
-    raise TypeError(f"CHIAR-Former needs a chiar.cache.ChiarCache, got {kind}: pass none and one is made.")
+    raise TypeError(
+        f"CHIAR-Former needs a chiar.cache.ChiarCache, got {type(cache).__name__}: pass none to have one made."
+    )

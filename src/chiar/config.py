@@ -130,8 +130,6 @@ class ChiarConfig(PreTrainedConfig):
             if close:
                 raise InputError(f"unknown configuration field {name!r}. Did you mean {close[0]!r}?")
         self._check_types()
-        if isinstance(self.thresholds, int):
-            self.thresholds = float(self.thresholds)
         self._fill_in_defaults()
         layer_types = self.layer_types
         super().__post_init__(**kwargs)
@@ -179,7 +177,7 @@ class ChiarConfig(PreTrainedConfig):
         boundaries = len(self.operators) - 1
         if self.thresholds is None:
             return [default_thresholds(self.hidden_size, boundaries)] * len(self.routed_layers)
-        if isinstance(self.thresholds, float):
+        if isinstance(self.thresholds, int | float):
             return [(self.thresholds,) * boundaries] * len(self.routed_layers)
         return [tuple(t) if isinstance(t, list | tuple) else (t,) for t in self.thresholds]
 
@@ -241,9 +239,12 @@ class ChiarConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value <= 1.0:
                 raise InputError(f"{name} must lie between 0 and 1, got {value!r}.")
-        for name in ("entropy_eps", "entropy_dc_weight", "collapse_regulariser", "norm_eps"):
+        for name in ("entropy_eps", "entropy_dc_weight", "collapse_regulariser", "norm_eps", "initializer_range"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} must not be negative, got {getattr(self, name)!r}.")
+        for name in ("rbf_gamma", "rope_base"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name} must be positive, got {getattr(self, name)!r}.")
 
     def _check_routing(self) -> None:
         assert self.operators is not None and self.router is not None

@@ -15,21 +15,23 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as init
+from transformers.utils import logging
 
 from chiar.cache import ChiarCache, check_cache
 from chiar.config import AUTO_CLASSES, SHIM_MODULE, ChiarConfig
 from chiar.errors import InputError
-from chiar.layers.attention import rotary_tables
+from chiar.inputs import check_tokens, make_context
 from chiar.layers.block import Block, make_norm
-from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.derived import DerivedBuffers
 from chiar.layers.meta_router import Gate, MetaRouter
 from chiar.layers.rbf import RBFMixing
-from chiar.layers.routers import EntropyRouter, Route, one_hot
+from chiar.layers.routers import EntropyRouter
 from chiar.layers.spectral import SpectralBasis, SpectralFilter
 from chiar.outputs import ChiarModelOutput, ChiarOutput
 from chiar.routing.collapse import collapse_loss
-from chiar.routing.trace import LayerTrace, RoutingTrace
+from chiar.routing.trace import RoutingTrace, trace_layer
+
+logger = logging.get_logger(__name__)
 
 SHIM = f"""# Lets transformers' Auto classes find the installed package: pip install chiar
 from chiar.config import ChiarConfig
@@ -133,13 +135,18 @@ class ChiarModel(ChiarPreTrainedModel):
         tokens unless `position_ids` are given.
         """
         config: ChiarConfig = self.config
+        if use_cache and self.gradient_checkpointing and self.training:
+            logger.warning_once("a checkpointed layer runs twice, so use_cache is off while training.")
+            use_cache = False
         if use_cache and past_key_values is None:
             past_key_values = ChiarCache(len(self.layers))
         if past_key_values is not None:
             past_key_values = check_cache(past_key_values)
             self.check_gate_can_generate()
-        x_BTD = self._embed(input_ids, inputs_embeds)
-        context = self._context(x_BTD, input_ids, attention_mask, position_ids, past_key_values)
+        check_tokens(input_ids, inputs_embeds, self.embed_tokens.num_embeddings)
+        x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        context = make_context(config, self.basis.matrix_DD, x_BTD, input_ids, attention_mask, position_ids, past)
         context.keep_entropy = output_routing
         if self.embed_positions is not None:
             x_BTD = x_BTD + self.embed_positions(context.positions_BT)
@@ -156,15 +163,23 @@ class ChiarModel(ChiarPreTrainedModel):
                 hidden_states.append(x_BTD)
             memory = None if past_key_values is None else past_key_values.layers[i]
             forced_BT = None if forced_routes is None else forced_routes.get(i)
-            gate_BT1 = None
+            gate_BT1, shut = None, False
             if i == 0 and self.meta_router is not None:
                 gate_BT1 = self.meta_router(x_BTD, context, memory)
-            y_BTD, route, entropy_BT, weights = self._run(layer, x_BTD, context, memory, forced_BT, gate_BT1)
+                shut = not output_routing and self.meta_router.shut(gate_BT1)
+            if shut:
+                y_BTD, route, entropy_BT, weights = x_BTD, None, None, None
+            elif self.gradient_checkpointing and self.training:
+                y_BTD, route, entropy_BT, weights = self._gradient_checkpointing_func(
+                    layer.__call__, x_BTD, context, memory, forced_BT
+                )
+            else:
+                y_BTD, route, entropy_BT, weights = layer(x_BTD, context, memory, forced_BT)
             if gate_BT1 is not None:
                 gate = gate_BT1.to(x_BTD.dtype)
                 y_BTD = gate * y_BTD + (1 - gate) * x_BTD
             if output_routing:
-                traces.append(self._trace(i, layer, route, entropy_BT, gate_BT1, x_BTD))
+                traces.append(trace_layer(i, layer, x_BTD, route, entropy_BT, gate_BT1))
             routes.append(route)
             attentions.append(weights)
             x_BTD = y_BTD
@@ -188,110 +203,6 @@ class ChiarModel(ChiarPreTrainedModel):
             routing_loss=collapse_loss(routes, context.real_BT, config.collapse_regulariser),
         )
         return output if return_dict is not False else output.to_tuple()
-
-    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise InputError("give exactly one of input_ids and inputs_embeds.")
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        assert given is not None
-        if given.shape[0] == 0 or given.shape[1] == 0:
-            raise InputError(f"the input is empty: shape {tuple(given.shape)}.")
-        if inputs_embeds is not None:
-            return inputs_embeds
-        assert input_ids is not None
-        # On a GPU the check would wait for the device, and the embedding's own assertion stops the kernel anyway.
-        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = int(input_ids.min()), int(input_ids.max())
-            size = self.embed_tokens.num_embeddings
-            if low < 0 or high >= size:
-                raise InputError(
-                    f"token id {low if low < 0 else high} is outside the vocabulary 0..{size - 1}: "
-                    "was the text encoded with this model's tokenizer?"
-                )
-        return self.embed_tokens(input_ids)
-
-    def _context(
-        self,
-        x_BTD: Tensor,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: ChiarCache | None,
-    ) -> TokenContext:
-        B, T, _ = x_BTD.shape
-        past = 0 if cache is None else cache.get_seq_length()
-        real_BS = None
-        if attention_mask is not None:
-            if attention_mask.shape != (B, past + T):
-                raise InputError(
-                    f"attention_mask has shape {tuple(attention_mask.shape)}, expected {(B, past + T)}: "
-                    "one entry for each cached and new token."
-                )
-            real_BS = attention_mask.bool()
-        if position_ids is not None:
-            positions_BT = position_ids.expand(B, T)
-        elif real_BS is not None:
-            positions_BT = (real_BS.long().cumsum(1) - 1).clamp_min(0)[:, past:]
-        else:
-            positions_BT = torch.arange(past, past + T, device=x_BTD.device).expand(B, T)
-        if self.embed_positions is not None and past + T > self.embed_positions.num_embeddings:
-            raise InputError(
-                f"{past + T} tokens, but the model has {self.embed_positions.num_embeddings} learned positions: "
-                "shorten the text or use a model with RoPE."
-            )
-        rope = None
-        if self.config.positions == "rope":
-            rope = rotary_tables(positions_BT, self.config.head_size, self.config.rope_base)
-        return TokenContext(
-            basis_DD=self.basis.matrix_DD,
-            positions_BT=positions_BT,
-            real_BT=None if real_BS is None else real_BS[:, past:],
-            token_ids_BT=input_ids,
-            rope=rope,
-            attention_implementation=self.config._attn_implementation or "sdpa",
-            past=past,
-        )
-
-    def _run(
-        self,
-        layer: Block,
-        x_BTD: Tensor,
-        context: TokenContext,
-        memory: LayerMemory | None,
-        forced_BT: Tensor | None,
-        gate_BT1: Tensor | None,
-    ) -> tuple[Tensor, Route | None, Tensor | None, Tensor | None]:
-        skipping = gate_BT1 is not None and self.config.gate_skip_below is not None and not self.training
-        if skipping and not context.keep_entropy and not bool(gate_BT1.any()):  # type: ignore[union-attr]
-            return x_BTD, None, None, None
-        if self.gradient_checkpointing and self.training:
-            return self._gradient_checkpointing_func(layer.__call__, x_BTD, context, memory, forced_BT)
-        return layer(x_BTD, context, memory, forced_BT)
-
-    def _trace(
-        self,
-        index: int,
-        layer: Block,
-        route: Route | None,
-        entropy_BT: Tensor | None,
-        gate_BT1: Tensor | None,
-        x_BTD: Tensor,
-    ) -> LayerTrace:
-        operators = list(layer.operators)
-        if route is None:
-            choice_BT = torch.zeros(x_BTD.shape[:2], dtype=torch.long, device=x_BTD.device)
-            route = Route(choice_BT, one_hot(choice_BT, 1))
-        return LayerTrace(
-            index=index,
-            kind=layer.kind,
-            operators=operators,
-            choice_BT=route.choice_BT.detach(),
-            weights_BTK=route.weights_BTK.detach(),
-            entropy_BT=None if entropy_BT is None else entropy_BT.detach(),
-            probabilities_BTK=None if route.probabilities_BTK is None else route.probabilities_BTK.detach(),
-            gate_BT=None if gate_BT1 is None else gate_BT1.detach()[..., 0],
-            thresholds=list(layer.router.values) if isinstance(layer.router, EntropyRouter) else None,
-        )
 
     def check_gate_can_generate(self) -> None:
         """Tokens decoded one by one cannot know a mean over tokens that are not there yet."""
@@ -318,13 +229,21 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: ChiarCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> ChiarOutput | tuple:
         """Arguments of ChiarModel, and `labels` (the ids themselves; −100 is ignored) for the next-token loss."""
-        decoded = self.model(input_ids, **kwargs)
+        # generate() reads this signature to learn what the model takes.
+        decoded = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
+        )
         states_BTD = decoded.last_hidden_state
         logits_BTV = self.lm_head(states_BTD[:, -logits_to_keep:] if logits_to_keep else states_BTD)
         loss = None
@@ -334,9 +253,13 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
             )
         return finish(decoded, loss, logits_BTV, return_dict)
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. A gate that sees the future needs `gate_generation="prefill"`, and its cache."""
         self.model.check_gate_can_generate()
-        return super().prepare_inputs_for_generation(*args, **kwargs)
+        frozen = self.config.meta_router and self.config.gate_pool != "causal"
+        if frozen and kwargs.get("use_cache") is False:
+            raise InputError("gate_generation='prefill' keeps the gate in the cache: generate with use_cache=True.")
+        return super().generate(*args, **kwargs)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -20,7 +20,7 @@ class LayerMemory(Protocol):
 
 @dataclass
 class TokenContext:
-    """The tokens of a forward pass: T new ones after `past` cached ones. S = past + T."""
+    """The T new tokens of a forward pass; S counts cached and new ones."""
 
     basis_DD: Tensor
     positions_BT: Tensor
@@ -31,7 +31,6 @@ class TokenContext:
     rope: tuple[Tensor, Tensor] | None
     """cos and sin, each (B, 1, T, head size)."""
     attention_implementation: str = "sdpa"
-    past: int = 0
     keep_entropy: bool = False
     """Compute H of every layer's input, also where no router reads it."""
 

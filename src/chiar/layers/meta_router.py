@@ -36,6 +36,10 @@ class MetaRouter(nn.Module):
             memory.put("gate", gate.expand(x_BTD.shape[0], 1, 1))
         return gate.expand(*x_BTD.shape[:2], 1)
 
+    def shut(self, gate_BT1: Tensor) -> bool:
+        """Whether the hard gate leaves nothing of the layer. Looks at values, so only where a bound is set."""
+        return self.skip_below is not None and not self.training and not bool(gate_BT1.any())
+
     def _pooled(self, x_BTD: Tensor, context: TokenContext, memory: LayerMemory | None) -> Tensor:
         count = torch.ones_like(x_BTD[..., :1])
         if context.real_BT is not None:

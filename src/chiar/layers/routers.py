@@ -67,7 +67,8 @@ class LearnedRouter(nn.Module):
     ) -> Route:
         assert entropy_BT is not None
         scores_BTK = self.score(torch.cat([x_BTD, entropy_BT[..., None].to(x_BTD.dtype)], dim=-1))
-        p_BTK = scores_BTK.float().softmax(-1)
+        log_p_BTK = scores_BTK.float().log_softmax(-1)
+        p_BTK = log_p_BTK.exp()
         choice_BT = p_BTK.argmax(-1) if forced_BT is None else forced_BT
         if self.routing == "soft":
             return Route(choice_BT, p_BTK, p_BTK)
@@ -75,7 +76,8 @@ class LearnedRouter(nn.Module):
         if self.hard_estimator == "both":
             weights_BTK = chosen_BTK + (p_BTK - p_BTK.detach())
         else:
-            weights_BTK = chosen_BTK * (p_BTK / p_BTK.detach())
+            # p / stopgrad(p) through logarithms: a probability may underflow to 0.
+            weights_BTK = chosen_BTK * (log_p_BTK - log_p_BTK.detach()).exp()
         return Route(choice_BT, weights_BTK, p_BTK)
 
 
@@ -89,14 +91,14 @@ class RandomRouter(nn.Module):
     def forward(
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
     ) -> Route:
+        if forced_BT is not None:
+            return Route(forced_BT, one_hot(forced_BT, self.operators))
         keys_BT = context.positions_BT if self.key == "position" else context.token_ids_BT
         if keys_BT is None:
             raise InputError(
                 "random_key='token' hashes token ids, but only inputs_embeds were given: pass input_ids, "
                 "or use random_key='position'."
             )
-        if forced_BT is not None:
-            return Route(forced_BT, one_hot(forced_BT, self.operators))
         number_BT = uniform_hash(keys_BT, self.seed, self.layer)
         share = (1.0 - self.fraction) / (self.operators - 1)
         choice_BT = sum((number_BT >= share * (k + 1)).long() for k in range(self.operators - 1))

@@ -16,5 +16,5 @@ def uniform_hash(keys: Tensor, *salts: int) -> Tensor:
     """Uniform numbers in [0, 1) from integer keys and salts (seed, layer, …)."""
     h = _mix(keys.to(torch.int64) & _MASK)
     for salt in salts:
-        h = _mix((h + 0x9E3779B9 * (salt + 1)) & _MASK)
+        h = _mix((h + (0x9E3779B9 * (salt + 1) & _MASK)) & _MASK)
     return (h >> 8).float() / (1 << 24)

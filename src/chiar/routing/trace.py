@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from chiar.errors import InputError
+from chiar.layers.block import Block
+from chiar.layers.routers import EntropyRouter, Route, one_hot
 
 FORMAT = "chiar-routing-trace/1"
 
@@ -30,6 +32,31 @@ class LayerTrace:
     gate_BT: Tensor | None = None
     """The MetaRouter's g (layer 1 only)."""
     thresholds: list[float] | None = None
+
+
+def trace_layer(
+    index: int,
+    layer: Block,
+    x_BTD: Tensor,
+    route: Route | None,
+    entropy_BT: Tensor | None,
+    gate_BT1: Tensor | None,
+) -> LayerTrace:
+    """What `layer` did with its input x; a layer without a router sends every token to its one operator."""
+    if route is None:
+        choice_BT = torch.zeros(x_BTD.shape[:2], dtype=torch.long, device=x_BTD.device)
+        route = Route(choice_BT, one_hot(choice_BT, 1))
+    return LayerTrace(
+        index=index,
+        kind=layer.kind,
+        operators=list(layer.operators),
+        choice_BT=route.choice_BT,
+        weights_BTK=route.weights_BTK.detach(),
+        entropy_BT=None if entropy_BT is None else entropy_BT.detach(),
+        probabilities_BTK=None if route.probabilities_BTK is None else route.probabilities_BTK.detach(),
+        gate_BT=None if gate_BT1 is None else gate_BT1.detach()[..., 0],
+        thresholds=list(layer.router.values) if isinstance(layer.router, EntropyRouter) else None,
+    )
 
 
 @dataclass
@@ -71,8 +98,10 @@ class RoutingTrace:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "RoutingTrace":
-        if data.get("format") != FORMAT:
-            raise InputError(f"this is not a routing trace: format {data.get('format')!r}, expected {FORMAT!r}.")
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise InputError(f"this is not a routing trace: it does not say format {FORMAT!r}.")
+        if not isinstance(data.get("layers"), list):
+            raise InputError("this routing trace has no layers: it is incomplete.")
 
         def tensors(record: dict[str, Any]) -> dict[str, Any]:
             suffixes = ("_BT", "_BTK")
@@ -87,4 +116,8 @@ class RoutingTrace:
 
     @classmethod
     def from_json(cls, text: str) -> "RoutingTrace":
-        return cls.from_dict(json.loads(text))
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(f"this is not a routing trace: it is not JSON ({error}).") from error
+        return cls.from_dict(data)

@@ -1,0 +1,70 @@
+"""What a user feeds a model, checked and turned into what the layers share."""
+
+import torch
+from torch import Tensor
+
+from chiar.config import ChiarConfig
+from chiar.errors import InputError
+from chiar.layers.attention import rotary_tables
+from chiar.layers.context import TokenContext
+
+
+def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, vocabulary: int) -> None:
+    """Raise InputError unless exactly one of the two is there, in rows, and inside the vocabulary."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise InputError("give exactly one of input_ids and inputs_embeds.")
+    given = input_ids if inputs_embeds is None else inputs_embeds
+    assert given is not None
+    if given.ndim != (2 if inputs_embeds is None else 3):
+        raise InputError(f"the input has shape {tuple(given.shape)}: expected rows of tokens, (B, T) or (B, T, D).")
+    if given.numel() == 0:
+        raise InputError(f"the input is empty: shape {tuple(given.shape)}.")
+    # On a GPU the check would wait for the device, and the embedding's own assertion stops the kernel anyway.
+    if input_ids is not None and input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = int(input_ids.min()), int(input_ids.max())
+        if low < 0 or high >= vocabulary:
+            raise InputError(
+                f"token id {low if low < 0 else high} is outside the vocabulary 0..{vocabulary - 1}: "
+                "was the text encoded with this model's tokenizer?"
+            )
+
+
+def make_context(
+    config: ChiarConfig,
+    basis_DD: Tensor,
+    x_BTD: Tensor,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    past: int,
+) -> TokenContext:
+    """Positions, padding and RoPE's angles for T new tokens after `past` cached ones."""
+    B, T, _ = x_BTD.shape
+    real_BS = None
+    if attention_mask is not None:
+        if attention_mask.shape != (B, past + T):
+            raise InputError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, expected {(B, past + T)}: "
+                "one entry for each cached and new token."
+            )
+        real_BS = attention_mask.bool()
+    if position_ids is not None:
+        positions_BT = position_ids.expand(B, T)
+    elif real_BS is not None:
+        positions_BT = (real_BS.long().cumsum(1) - 1).clamp_min(0)[:, past:]
+    else:
+        positions_BT = torch.arange(past, past + T, device=x_BTD.device).expand(B, T)
+    if config.positions == "learned" and past + T > config.max_position_embeddings:
+        raise InputError(
+            f"{past + T} tokens, but the model has {config.max_position_embeddings} learned positions: "
+            "shorten the text or use a model with RoPE."
+        )
+    rope = config.positions == "rope"
+    return TokenContext(
+        basis_DD=basis_DD,
+        positions_BT=positions_BT,
+        real_BT=None if real_BS is None else real_BS[:, past:],
+        token_ids_BT=input_ids,
+        rope=rotary_tables(positions_BT, config.head_size, config.rope_base) if rope else None,
+        attention_implementation=config._attn_implementation or "sdpa",
+    )

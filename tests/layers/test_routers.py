@@ -1,0 +1,309 @@
+"""Routers: exact thresholds, straight-through gradients, controls, forced routes, precision."""
+
+import pytest
+import torch
+
+from chiar.errors import InputError
+from chiar.layers.context import TokenContext
+from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, StaticRouter, make_router
+from helpers import random_model, small_config, token_ids
+
+WIDTH = 6
+
+
+def context(ids_BT=None, positions_BT=None):
+    return TokenContext(
+        basis_DD=torch.eye(WIDTH), positions_BT=positions_BT, real_BT=None, token_ids_BT=ids_BT, rope=None
+    )
+
+
+def states(*shape, seed=0):
+    return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def just_above(value):
+    return torch.nextafter(torch.tensor(value), torch.tensor(2.0))
+
+
+def just_below(value):
+    return torch.nextafter(torch.tensor(value), torch.tensor(-1.0))
+
+
+class TestEntropyRouter:
+    @pytest.mark.parametrize("tau", [0.0, 0.5, 0.8954, 1.0])
+    def test_entropy_equal_to_the_threshold_is_light(self, tau):
+        entropy_BT = torch.stack([just_below(tau), torch.tensor(tau), just_above(tau)])[None]
+        route = EntropyRouter((tau,))(states(1, 3), entropy_BT, context(), None)
+        assert route.choice_BT.tolist() == [[0, 0, 1]]
+        assert route.weights_BTK.tolist() == [[[1, 0], [1, 0], [0, 1]]]
+        assert route.probabilities_BTK is None
+
+    def test_two_thresholds_cut_three_operators(self):
+        low, high = 0.7, 0.9
+        values = [just_below(low), torch.tensor(low), just_above(low), torch.tensor(high), just_above(high)]
+        route = EntropyRouter((low, high))(states(1, 5), torch.stack(values)[None], context(), None)
+        assert route.choice_BT.tolist() == [[0, 0, 1, 1, 2]]
+        assert torch.equal(route.weights_BTK[0], torch.eye(3)[[0, 0, 1, 1, 2]])
+
+    def test_equal_thresholds_leave_the_middle_operator_empty(self):
+        entropy_BT = torch.linspace(0, 1, 11)[None]
+        route = EntropyRouter((0.5, 0.5))(states(1, 11), entropy_BT, context(), None)
+        assert set(route.choice_BT.flatten().tolist()) == {0, 2}
+
+    def test_choice_has_no_gradient(self):
+        entropy_BT = torch.rand(2, 3, requires_grad=True)
+        route = EntropyRouter((0.5,))(states(2, 3), entropy_BT, context(), None)
+        assert not route.weights_BTK.requires_grad
+
+
+def scored_router(routing, estimator="both", operators=2, seed=0):
+    router = LearnedRouter(WIDTH, operators, routing, estimator)
+    with torch.no_grad():
+        for parameter in router.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+    return router
+
+
+def softmax_by_hand(router, x_BTD, entropy_BT):
+    features = torch.cat([x_BTD, entropy_BT[..., None]], dim=-1)
+    return (features @ router.score.weight.T + router.score.bias).softmax(-1)
+
+
+def gradients(router, x_BTD, entropy_BT, weights_of, values_BTK):
+    """Gradients of Σ w·v, the blend of operator outputs, on the router's weights and inputs."""
+    inputs = [x_BTD.clone().requires_grad_(), entropy_BT.clone().requires_grad_()]
+    loss = (weights_of(*inputs) * values_BTK).sum()
+    return torch.autograd.grad(loss, [*inputs, *router.parameters()])
+
+
+@pytest.mark.parametrize("operators", [2, 3], ids=["two", "three"])
+class TestLearnedRouter:
+    def data(self, operators):
+        generator = torch.Generator().manual_seed(1)
+        return states(2, 5), torch.rand(2, 5, generator=generator), torch.randn(2, 5, operators, generator=generator)
+
+    def test_soft_weights_are_the_softmax(self, operators):
+        router, (x_BTD, entropy_BT, _) = scored_router("soft", operators=operators), self.data(operators)
+        route = router(x_BTD, entropy_BT, context(), None)
+        expected = softmax_by_hand(router, x_BTD, entropy_BT)
+        # fp32 matrix products in another order.
+        torch.testing.assert_close(route.weights_BTK, expected, atol=1e-6, rtol=0)
+        assert route.probabilities_BTK is route.weights_BTK
+        assert torch.equal(route.choice_BT, expected.argmax(-1))
+
+    @pytest.mark.parametrize("estimator", ["both", "selected"])
+    def test_hard_weights_are_exactly_one_hot_at_the_argmax(self, operators, estimator):
+        router, (x_BTD, entropy_BT, _) = scored_router("hard", estimator, operators), self.data(operators)
+        route = router(x_BTD, entropy_BT, context(), None)
+        expected = softmax_by_hand(router, x_BTD, entropy_BT)
+        assert route.choice_BT.unique().numel() > 1
+        assert torch.equal(route.choice_BT, expected.argmax(-1))
+        assert torch.equal(route.weights_BTK, torch.eye(operators)[route.choice_BT])
+        # fp32 matrix products in another order.
+        torch.testing.assert_close(route.probabilities_BTK, expected, atol=1e-6, rtol=0)
+
+    def test_entropy_is_the_last_feature(self, operators):
+        router, (x_BTD, entropy_BT, _) = scored_router("soft", operators=operators), self.data(operators)
+        with torch.no_grad():
+            router.score.weight[:, :-1] = 0
+        route = router(x_BTD, entropy_BT, context(), None)
+        expected = (entropy_BT[..., None] * router.score.weight[:, -1] + router.score.bias).softmax(-1)
+        # fp32 matrix products in another order.
+        torch.testing.assert_close(route.weights_BTK, expected, atol=1e-6, rtol=0)
+
+    def test_gradient_of_both_is_that_of_the_soft_blend(self, operators):
+        router, (x_BTD, entropy_BT, values_BTK) = scored_router("hard", "both", operators), self.data(operators)
+        got = gradients(router, x_BTD, entropy_BT, lambda x, h: router(x, h, context(), None).weights_BTK, values_BTK)
+        expected = gradients(router, x_BTD, entropy_BT, lambda x, h: softmax_by_hand(router, x, h), values_BTK)
+        # fp32 sums over ten tokens.
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+    def test_gradient_of_selected_is_that_of_the_chosen_log_probability(self, operators):
+        router, (x_BTD, entropy_BT, values_BTK) = scored_router("hard", "selected", operators), self.data(operators)
+
+        def log_probability(x, h):
+            """d(p / stopgrad p) = d log p, for the chosen operator only."""
+            p_BTK = softmax_by_hand(router, x, h)
+            return torch.eye(operators)[p_BTK.argmax(-1)] * p_BTK.log()
+
+        got = gradients(router, x_BTD, entropy_BT, lambda x, h: router(x, h, context(), None).weights_BTK, values_BTK)
+        # fp32 sums over ten tokens.
+        torch.testing.assert_close(
+            got, gradients(router, x_BTD, entropy_BT, log_probability, values_BTK), atol=1e-5, rtol=1e-5
+        )
+
+    def test_selected_ignores_the_outputs_not_chosen(self, operators):
+        router, (x_BTD, entropy_BT, values_BTK) = scored_router("hard", "selected", operators), self.data(operators)
+        chosen_BTK = torch.eye(operators)[router(x_BTD, entropy_BT, context(), None).choice_BT]
+
+        def weights_of(x, h):
+            return router(x, h, context(), None).weights_BTK
+
+        everything = gradients(router, x_BTD, entropy_BT, weights_of, values_BTK)
+        only_chosen = gradients(router, x_BTD, entropy_BT, weights_of, values_BTK * chosen_BTK)
+        assert all(torch.equal(a, b) for a, b in zip(everything, only_chosen, strict=True))
+
+    @pytest.mark.parametrize("estimator", ["both", "selected"])
+    def test_a_probability_that_underflows_gives_finite_weights_and_gradients(self, operators, estimator):
+        router = scored_router("hard", estimator, operators)
+        with torch.no_grad():
+            router.score.bias[0] = 300.0
+        x_BTD, entropy_BT, values_BTK = self.data(operators)
+        route = router(x_BTD, entropy_BT, context(), None)
+        assert torch.equal(route.weights_BTK, torch.eye(operators)[torch.zeros(2, 5, dtype=torch.long)])
+        for gradient in gradients(
+            router, x_BTD, entropy_BT, lambda x, h: router(x, h, context(), None).weights_BTK, values_BTK
+        ):
+            assert torch.isfinite(gradient).all()
+
+    @pytest.mark.parametrize("estimator", ["both", "selected"])
+    def test_forced_hard_routes_keep_the_routers_gradient(self, operators, estimator):
+        router, (x_BTD, entropy_BT, values_BTK) = scored_router("hard", estimator, operators), self.data(operators)
+        forced_BT = torch.arange(10).view(2, 5) % operators
+        route = router(x_BTD, entropy_BT, context(), forced_BT)
+        assert torch.equal(route.choice_BT, forced_BT)
+        assert torch.equal(route.weights_BTK, torch.eye(operators)[forced_BT])
+        (route.weights_BTK * values_BTK).sum().backward()
+        assert router.score.weight.grad.abs().max() > 1e-3
+
+    def test_forced_soft_routes_change_the_choice_and_no_weight(self, operators):
+        router, (x_BTD, entropy_BT, _) = scored_router("soft", operators=operators), self.data(operators)
+        forced_BT = torch.arange(10).view(2, 5) % operators
+        forced, free = (router(x_BTD, entropy_BT, context(), choice) for choice in (forced_BT, None))
+        assert torch.equal(forced.choice_BT, forced_BT)
+        assert torch.equal(forced.weights_BTK, free.weights_BTK)
+
+
+class TestRandomRouter:
+    @pytest.mark.parametrize("operators", [2, 3], ids=["two", "three"])
+    @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 1.0])
+    @pytest.mark.parametrize("key", ["token", "position"])
+    def test_fraction_sent_to_attention(self, operators, fraction, key):
+        keys_BT = torch.arange(20_000).view(2, -1)
+        router = RandomRouter(1, operators, key, fraction, seed=0)
+        given = context(keys_BT, torch.zeros_like(keys_BT)) if key == "token" else context(None, keys_BT)
+        route = router(states(2, 10_000), None, given, None)
+        shares = torch.bincount(route.choice_BT.flatten(), minlength=operators) / 20_000
+        # Four standard errors of a fraction of 20,000 draws are at most 0.0142.
+        assert float(shares[-1]) == pytest.approx(fraction, abs=0.0142 if 0 < fraction < 1 else 0)
+        for light_share in shares[:-1]:
+            assert float(light_share) == pytest.approx((1 - fraction) / (operators - 1), abs=0.0142)
+        assert torch.equal(route.weights_BTK, torch.eye(operators)[route.choice_BT])
+
+    def test_same_token_same_route_wherever_it_stands(self):
+        ids_BT, positions_BT = token_ids(4, 50), torch.arange(50).expand(4, 50)
+        route = RandomRouter(1, 2, "token", 0.5, seed=0)(states(4, 50), None, context(ids_BT, positions_BT), None)
+        for token in ids_BT.unique():
+            assert route.choice_BT[ids_BT == token].unique().numel() == 1
+        assert route.choice_BT.unique().numel() == 2
+
+    def test_same_position_same_route_whatever_the_token(self):
+        ids_BT, positions_BT = token_ids(4, 50), torch.arange(50).expand(4, 50)
+        route = RandomRouter(1, 2, "position", 0.5, seed=0)(states(4, 50), None, context(ids_BT, positions_BT), None)
+        assert torch.equal(route.choice_BT, route.choice_BT[:1].expand(4, 50))
+        assert route.choice_BT.unique().numel() == 2
+
+    @pytest.mark.parametrize("changed", [{"layer": 2}, {"seed": 1}], ids=["layer", "seed"])
+    def test_depends_on_layer_and_seed(self, changed):
+        ids_BT = torch.arange(1000)[None]
+        first, second = (
+            RandomRouter(operators=2, key="token", fraction=0.5, **{"layer": 1, "seed": 0, **fields})(
+                states(1, 1000), None, context(ids_BT), None
+            ).choice_BT
+            for fields in ({}, changed)
+        )
+        # Independent halves agree on half of the tokens; four standard errors of 1000 draws are 0.063.
+        assert float((first == second).float().mean()) == pytest.approx(0.5, abs=0.063)
+
+    def test_token_key_without_token_ids_is_an_error(self):
+        router = RandomRouter(1, 2, "token", 0.5, seed=0)
+        with pytest.raises(InputError, match=r"input_ids.*random_key='position'"):
+            router(states(1, 3), None, context(None, torch.arange(3)[None]), None)
+
+    def test_inputs_embeds_in_a_model(self):
+        embeddings = torch.randn(1, 4, 16, dtype=torch.float64)
+        by_token = random_model(small_config(router="random"))
+        with pytest.raises(InputError, match="random_key='position'"):
+            by_token(inputs_embeds=embeddings)
+        by_position = random_model(small_config(router="random", random_key="position"))
+        assert by_position(inputs_embeds=embeddings).logits.shape == (1, 4, 23)
+
+    def test_forced_routes_replace_the_hash(self):
+        forced_BT = torch.tensor([[0, 1, 1]])
+        route = RandomRouter(1, 2, "token", 0.5, seed=0)(states(1, 3), None, context(token_ids(1, 3)), forced_BT)
+        assert torch.equal(route.choice_BT, forced_BT)
+
+
+class TestStaticRouter:
+    @pytest.mark.parametrize("operators", [2, 3], ids=["two", "three"])
+    def test_every_token_takes_the_operator(self, operators):
+        for operator in range(operators):
+            route = StaticRouter(operators, operator)(states(2, 3), None, context(), None)
+            assert (route.choice_BT == operator).all()
+            assert torch.equal(route.weights_BTK, torch.eye(operators)[route.choice_BT])
+
+    def test_forced_routes_replace_it(self):
+        forced_BT = torch.tensor([[0, 1, 1]])
+        assert torch.equal(StaticRouter(2, 0)(states(1, 3), None, context(), forced_BT).choice_BT, forced_BT)
+
+    def test_operators_by_name_in_a_model(self):
+        model = random_model(small_config(num_hidden_layers=5, router="static", static_operators=["attention"] * 3))
+        trace = model(token_ids(), output_routing=True).routing
+        assert [trace.attention_fraction(layer) for layer in (1, 2, 3)] == [1.0, 1.0, 1.0]
+
+    def test_default_is_every_other_layer(self):
+        trace = random_model(small_config(num_hidden_layers=5, router="static"))(
+            token_ids(), output_routing=True
+        ).routing
+        assert [trace.attention_fraction(layer) for layer in (1, 2, 3)] == [1.0, 0.0, 1.0]
+
+
+MAKES = {
+    "entropy": ({}, EntropyRouter),
+    "hard": ({"routing": "hard"}, LearnedRouter),
+    "soft": ({"routing": "soft"}, LearnedRouter),
+    "random": ({"router": "random"}, RandomRouter),
+    "static": ({"router": "static"}, StaticRouter),
+}
+
+
+@pytest.mark.parametrize(("fields", "kind"), MAKES.values(), ids=MAKES)
+def test_configuration_names_the_router(fields, kind):
+    assert type(make_router(small_config(**fields), 1)) is kind
+
+
+def test_each_routed_layer_gets_its_own_thresholds():
+    config = small_config(num_hidden_layers=5, thresholds=[0.1, 0.2, 0.3])
+    assert [make_router(config, layer).values for layer in config.routed_layers] == [(0.1,), (0.2,), (0.3,)]
+
+
+@pytest.mark.parametrize("router", ["entropy", "learned", "random", "static"])
+def test_forced_routes_reach_the_layer_named_and_no_other(router):
+    model = random_model(small_config(router=router, num_hidden_layers=5))
+    free = model(token_ids(), output_routing=True).routing
+    forced_BT = 1 - free.layers[2].choice_BT
+    trace = model(token_ids(), output_routing=True, forced_routes={2: forced_BT}).routing
+    assert torch.equal(trace.layers[2].choice_BT, forced_BT)
+    assert torch.equal(trace.layers[1].choice_BT, free.layers[1].choice_BT)
+
+
+@pytest.mark.parametrize("move", ["to-bfloat16", "bfloat16", "half", "double", "to-and-back"])
+def test_thresholds_and_basis_stay_exact_in_fp32(move):
+    tau = 0.8954
+    model = random_model(small_config(thresholds=tau)).float()
+    basis_DD = model.model.basis.matrix_DD.clone()
+    moved = {
+        "to-bfloat16": lambda: model.to(torch.bfloat16),
+        "bfloat16": model.bfloat16,
+        "half": model.half,
+        "double": model.double,
+        "to-and-back": lambda: model.to(torch.bfloat16).to(torch.float32),
+    }[move]()
+    for layer in (1, 2):
+        assert torch.equal(moved.model.layers[layer].router.thresholds, torch.tensor([tau]))
+    assert moved.model.basis.matrix_DD.dtype == torch.float32
+    assert torch.equal(moved.model.basis.matrix_DD, basis_DD)
+
+
+def test_bfloat16_would_blur_a_threshold():
+    assert float(torch.tensor(0.8954).bfloat16()) != float(torch.tensor(0.8954))

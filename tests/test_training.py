@@ -1,0 +1,311 @@
+"""Gradients reach every weight that can have one, models of every kind learn, and routers move when they should."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from chiar import presets
+from chiar.modeling import ChiarForCausalLM
+from helpers import mixed_routes, padding_mask, random_model, small_config, token_ids
+
+ROWS, TOKENS = 2, 8
+PRESETS = ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny"]
+ROUTINGS = {
+    "threshold": {"routing": "threshold"},
+    "hard-both": {"routing": "hard", "hard_estimator": "both"},
+    "hard-selected": {"routing": "hard", "hard_estimator": "selected"},
+    "soft": {"routing": "soft"},
+}
+OPERATORS = {"two": {}, "three": {"operators": ["spectral", "rbf", "attention"]}}
+FORMS = {
+    "post": {},
+    "post-light-ffn-off": {"light_ffn": False},
+    "equation": {"spectral_form": "equation"},
+    "pre": {"norm_position": "pre"},
+    "pre-light-ffn-off": {"norm_position": "pre", "light_ffn": False},
+}
+
+
+def named(values):
+    return {"argvalues": list(values.values()), "ids": list(values)}
+
+
+def gradients(config, forced=True, model=None, **inputs):
+    """Gradients of the next-token loss under routes that use every operator."""
+    model = (random_model(config) if model is None else model).train()
+    ids = token_ids(ROWS, TOKENS)
+    routes = mixed_routes(config, ROWS, TOKENS) if forced else None
+    model(ids, labels=ids, forced_routes=routes, **inputs).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def later_entropy_has_a_gradient(config, layer):
+    return config.router == "learned" and any(routed > layer for routed in config.routed_layers)
+
+
+def constant_shift_is_invisible(config, layer):
+    """Whether adding a constant to all features of a layer's operator output changes nothing.
+
+    LayerNorm removes it. In post-norm it comes straight after. In pre-norm it stands before every reader of the
+    residual stream, and the only one without it is the entropy of later routed layers, which a learned router reads.
+    """
+    if config.norm != "layernorm":
+        return False
+    return config.norm_position == "post" or not later_entropy_has_a_gradient(config, layer)
+
+
+def zero_by_mathematics(config, name, gradient):
+    """Marks the entries whose gradient is exactly zero whatever the weights and the data."""
+    zero = torch.zeros_like(gradient, dtype=torch.bool)
+    layer = int(name.split(".")[2]) if name.startswith("model.layers.") else -1
+    if name.endswith("operators.spectral.weight") and config.basis == "dct" and config.spectral_form == "sublayer":
+        # The first DCT vector is constant.
+        zero[0] = constant_shift_is_invisible(config, layer)
+    if name.endswith("qkv.bias") and config.positions == "learned":
+        # A key bias adds q·b to all scores of a query, and softmax ignores a common shift. RoPE turns it differently.
+        width = config.hidden_size
+        zero[width : 2 * width] = True
+    if name == "model.embed_positions.weight":
+        # Later positions do not occur. No label follows the last token; only a gate that pools the future reads it.
+        zero[TOKENS:] = True
+        zero[TOKENS - 1] = not config.meta_router or config.gate_pool == "causal"
+    return zero
+
+
+def check_every_gradient(config):
+    for name, gradient in gradients(config).items():
+        assert gradient is not None, f"{name} has no gradient"
+        assert torch.isfinite(gradient).all(), name
+        zero = zero_by_mathematics(config, name, gradient)
+        # float64 rounding leaves 2e-16 of the zeros, and the smallest entry of the others is 6e-10.
+        assert (gradient[zero].abs() < 1e-13).all(), f"{name} should be zero: {gradient[zero].abs().max()}"
+        assert (gradient[~zero].abs() > 1e-12).all(), f"{name} has zeros: {(gradient.abs() <= 1e-12).nonzero()}"
+        assert gradient.abs().max() > 1e-4, f"{name} has next to no gradient"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_gradients_of_presets(preset):
+    check_every_gradient(small_config(preset))
+
+
+@pytest.mark.parametrize("keys", ["all", "routed"], ids=["keys-all", "keys-routed"])
+@pytest.mark.parametrize("form", **named(FORMS))
+@pytest.mark.parametrize("operators", **named(OPERATORS))
+@pytest.mark.parametrize("routing", **named(ROUTINGS))
+def test_gradients_of_routings_and_forms(routing, operators, form, keys):
+    check_every_gradient(small_config(keys=keys, **routing, **operators, **form))
+
+
+@pytest.mark.parametrize("norm_position", ["post", "pre"])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("basis", ["dct", "identity", "random"])
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_gradients_of_norms_bases_and_positions(positions, basis, norm, norm_position):
+    check_every_gradient(small_config(positions=positions, basis=basis, norm=norm, norm_position=norm_position))
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+@pytest.mark.parametrize("gate_pool", ["batch", "sequence", "causal"])
+def test_gradients_of_gate_pools(gate_pool, positions):
+    check_every_gradient(small_config(gate_pool=gate_pool, positions=positions, meta_router=True))
+
+
+@pytest.mark.parametrize("routing", **named(ROUTINGS))
+@pytest.mark.parametrize("form", **named({name: FORMS[name] for name in ("post", "equation", "pre")}))
+def test_biases_in_front_of_layernorm_have_no_constant_part(form, routing):
+    config = small_config(**form, **routing)
+    for name, gradient in gradients(config).items():
+        layer = int(name.split(".")[2]) if name.startswith("model.layers.") else -1
+        if name.endswith(("attention.out.bias", "ffn.down.bias")) and constant_shift_is_invisible(config, layer):
+            # float64 sums of 16 entries.
+            assert abs(float(gradient.sum())) < 1e-13
+            assert gradient.abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("keys", ["all", "routed"], ids=["keys-all", "keys-routed"])
+@pytest.mark.parametrize("form", **named(FORMS))
+def test_gradient_is_the_derivative_of_the_loss(form, keys):
+    """Along a random direction in the space of all weights; threshold routing with learned positions is all float64."""
+    config = small_config("v2-tiny", keys=keys, **form)
+    model, ids, routes = random_model(config), token_ids(ROWS, TOKENS), mixed_routes(config, ROWS, TOKENS)
+    grads = gradients(config, model=model)
+    generator = torch.Generator().manual_seed(1)
+    direction = {
+        name: torch.randn(gradient.shape, generator=generator, dtype=torch.float64) for name, gradient in grads.items()
+    }
+    step, losses = 1e-5, []
+    with torch.no_grad():
+        for sign in (1, -2):
+            for name, parameter in model.named_parameters():
+                parameter += sign * step * direction[name]
+            logits = model(ids, forced_routes=routes).logits
+            losses.append(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+    expected = sum(float((grads[name] * direction[name]).sum()) for name in grads)
+    # The loss in backward is summed in fp32 (6e-8); central differences with this step are good to 1e-8.
+    assert float(losses[0] - losses[1]) / (2 * step) == pytest.approx(expected, rel=1e-5)
+
+
+LEARNERS = {
+    **{preset.removesuffix("-tiny"): (preset, {}) for preset in PRESETS},
+    "hard-both": ("v3-tiny", ROUTINGS["hard-both"]),
+    "hard-selected": ("v3-tiny", ROUTINGS["hard-selected"]),
+    "soft-three": ("v3-tiny", {**ROUTINGS["soft"], **OPERATORS["three"]}),
+    "random": ("v3-tiny", {"router": "random"}),
+    "static": ("v3-tiny", {"router": "static"}),
+    "keys-routed-light-ffn-off": ("v3-tiny", {"keys": "routed", "light_ffn": False}),
+    "equation": ("v3-tiny", FORMS["equation"]),
+    "pre-rmsnorm": ("v3-tiny", {"norm_position": "pre", "norm": "rmsnorm"}),
+}
+
+
+def bigram_entropy(ids):
+    """The loss of the best model that sees the current token only."""
+    pairs = [(int(a), int(b)) for row in ids for a, b in pairwise(row)]
+    follows = {a: [b for first, b in pairs if first == a] for a, _ in pairs}
+    return -sum(math.log(follows[a].count(b) / len(follows[a])) for a, b in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize(("preset", "fields"), **named(LEARNERS))
+def test_overfits_one_batch(preset, fields):
+    torch.manual_seed(0)
+    model = ChiarForCausalLM(presets.get(preset, dropout=0.0, **fields)).train()
+    ids = token_ids(2, 12, seed=2, vocabulary=8)
+    ids[:, 0] = torch.tensor([0, 1])  # otherwise nothing could tell the rows apart at first
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(150):
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    # Five times what the slowest of these reaches, and far below what can be learned without looking back.
+    assert losses[-1] < 0.03 * losses[0]
+    assert losses[-1] < 0.3 * bigram_entropy(ids)
+
+
+@pytest.mark.parametrize("operators", **named(OPERATORS))
+@pytest.mark.parametrize("routing", **named({name: ROUTINGS[name] for name in ("hard-both", "hard-selected", "soft")}))
+def test_a_step_moves_the_learned_routers(routing, operators):
+    torch.manual_seed(0)
+    model = ChiarForCausalLM(small_config(**routing, **operators)).train()
+    routers = {name: weight for name, weight in model.named_parameters() if ".router." in name}
+    assert len(routers) == 4, "a weight and a bias for each of two routed layers"
+    before = {name: weight.detach().clone() for name, weight in routers.items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(token_ids(), labels=token_ids()).loss.backward()
+    optimizer.step()
+    for name, weight in routers.items():
+        assert not torch.equal(weight, before[name]), name
+
+
+@pytest.mark.parametrize("operators", **named(OPERATORS))
+@pytest.mark.parametrize("form", **named(FORMS))
+def test_threshold_routing_has_no_gradient_through_the_choice(form, operators):
+    """The gradients are those of a model whose router never computes an entropy and is told the same routes."""
+    config = small_config(**form, **operators)
+    model = random_model(config)
+    trace = model(token_ids(ROWS, TOKENS), output_routing=True).routing
+    assert not [name for name, _ in model.named_parameters() if ".router." in name]
+
+    told = random_model(small_config(router="random", **form, **operators)).train()
+    told.load_state_dict(model.state_dict())
+    routes = {layer: trace.layers[layer].choice_BT for layer in config.routed_layers}
+    ids = token_ids(ROWS, TOKENS)
+    told(ids, labels=ids, forced_routes=routes).loss.backward()
+    free = gradients(config, forced=False, model=model)
+    for name, parameter in told.named_parameters():
+        assert torch.equal(free[name], parameter.grad), name
+
+
+def test_selected_differs_from_both_only_through_the_routers():
+    """The operators see the same one-hot weights, so the last routed layer's own weights get the same gradients."""
+    grads = {}
+    for estimator in ("hard-both", "hard-selected"):
+        grads[estimator] = gradients(small_config(**ROUTINGS[estimator]))
+    for name in ("model.layers.2.operators.attention.qkv.weight", "model.layers.2.operators.spectral.weight"):
+        # float64 sums in the same order, times weights that are one-hot to fp32.
+        torch.testing.assert_close(grads["hard-both"][name], grads["hard-selected"][name], atol=1e-12, rtol=0)
+    router = "model.layers.2.router.score.weight"
+    assert not torch.allclose(grads["hard-both"][router], grads["hard-selected"][router], rtol=0.1)
+
+
+STRENGTH = 0.01
+
+
+def entropy_of_mean_use(use_BTK, real_BT):
+    """−Σ ū log ū of the mean ū over real tokens, one number at a time."""
+    total = 0.0
+    for k in range(use_BTK.shape[-1]):
+        values = [float(use_BTK[b, t, k]) for b in range(ROWS) for t in range(TOKENS) if real_BT[b, t]]
+        mean = sum(values) / len(values)
+        total -= mean * math.log(mean) if mean > 0 else 0.0
+    return total
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"], ids=["no-padding", "left", "right"])
+@pytest.mark.parametrize("operators", **named(OPERATORS))
+@pytest.mark.parametrize("routing", **named(ROUTINGS))
+def test_regulariser_is_minus_the_entropy_of_mean_use(routing, operators, padding):
+    model = random_model(small_config(collapse_regulariser=STRENGTH, **routing, **operators), seed=3)
+    mask = torch.ones(ROWS, TOKENS, dtype=torch.long) if padding is None else padding_mask(padding, ROWS, TOKENS)
+    ids = token_ids(ROWS, TOKENS)
+    labels = ids.masked_fill(mask == 0, -100)
+    output = model(ids, attention_mask=None if padding is None else mask, labels=labels, output_routing=True)
+    entropies = []
+    for layer in model.config.routed_layers:
+        trace = output.routing.layers[layer]
+        use_BTK = trace.weights_BTK if trace.probabilities_BTK is None else trace.probabilities_BTK
+        entropies.append(entropy_of_mean_use(use_BTK, mask))
+    expected = -STRENGTH * sum(entropies) / len(entropies)
+    assert min(entropies) > 0.05, "one operator takes everything and the value says nothing"
+    # fp32 means of 16 probabilities.
+    assert output.routing_loss.item() == pytest.approx(expected, rel=1e-5)
+    plain = random_model(small_config(**routing, **operators), seed=3)
+    without = plain(ids, attention_mask=None if padding is None else mask, labels=labels)
+    assert without.routing_loss is None
+    # The loss is fp32: about 1e-7 of a loss near 5.
+    assert output.loss.item() - without.loss.item() == pytest.approx(expected, abs=2e-6)
+
+
+@pytest.mark.parametrize("routing", **named(ROUTINGS))
+def test_regulariser_has_a_gradient_exactly_where_routers_learn(routing):
+    model = random_model(small_config(collapse_regulariser=STRENGTH, **routing)).train()
+    loss = model(token_ids(ROWS, TOKENS)).routing_loss
+    if routing["routing"] == "threshold":
+        assert not loss.requires_grad
+        return
+    loss.backward()
+    for layer in model.config.routed_layers:
+        assert model.model.layers[layer].router.score.weight.grad.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("routing", **named(ROUTINGS))
+@pytest.mark.parametrize("gate_pool", ["batch", "causal"])
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_regulariser_ignores_padding(padding, gate_pool, routing):
+    config = small_config(collapse_regulariser=STRENGTH, gate_pool=gate_pool, **routing)
+    model, mask, ids = random_model(config), padding_mask(padding, ROWS, TOKENS), token_ids(ROWS, TOKENS)
+    other = torch.where(mask == 1, ids, (ids + 7) % config.vocab_size)
+    first, second = (model(tokens, attention_mask=mask).routing_loss for tokens in (ids, other))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, model(other).routing_loss), "counted as tokens, the padding would matter"
+
+
+def test_regulariser_works_against_collapse():
+    """Gradient descent on it alone spreads a collapsed soft router evenly."""
+    model = random_model(small_config(collapse_regulariser=1.0, **ROUTINGS["soft"])).train()
+    with torch.no_grad():
+        for layer in model.config.routed_layers:
+            model.model.layers[layer].router.score.bias.copy_(torch.tensor([4.0, -4.0]))
+    routers = [weight for name, weight in model.named_parameters() if ".router." in name]
+    optimizer = torch.optim.Adam(routers, lr=0.3)
+    for _ in range(40):
+        loss = model(token_ids(ROWS, TOKENS)).routing_loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    # The minimum is −log 2; Adam's steps leave a small remainder.
+    assert loss.item() == pytest.approx(-math.log(2), abs=0.01)
