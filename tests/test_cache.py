@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from chiar.cache import ChiarCache
 from chiar.errors import InputError
@@ -230,6 +230,16 @@ def test_a_frozen_gate_needs_a_cache(lively, ids, pool):
     model = lively({}, gate_pool=pool, gate_generation="prefill")
     with pytest.raises(InputError, match="cache"):
         greedy(model, ids, use_cache=False)
+
+
+@pools_seeing_the_future
+def test_a_frozen_gate_needs_a_cache_however_it_is_switched_off(lively, ids, pool):
+    model = lively({}, gate_pool=pool, gate_generation="prefill")
+    with pytest.raises(InputError, match="cache"):
+        model.generate(ids, generation_config=GenerationConfig(max_new_tokens=2, use_cache=False))
+    model.generation_config.use_cache = False
+    with pytest.raises(InputError, match="cache"):
+        greedy(model, ids)
 
 
 def test_a_gate_frozen_per_row_follows_its_beam(lively, ids, left_mask):

@@ -441,6 +441,18 @@ class TestInputs:
     def test_a_row_instead_of_a_batch(self, model, ids):
         self.refused("shape", model, ids[0])
 
+    def test_misspelt_arguments(self, model, ids):
+        self.refused("unknown argument 'atention_mask'. Did you mean 'attention_mask'", model, ids, atention_mask=ids)
+
+    def test_labels_need_every_logit(self, model, ids):
+        self.refused("logits_to_keep", model, ids, labels=ids, logits_to_keep=1)
+
+    def test_forced_routes(self, model, ids):
+        self.refused("layer 0 is not routed", model, ids, forced_routes={0: torch.zeros_like(ids)})
+        self.refused("expected int64", model, ids, forced_routes={1: torch.zeros_like(ids[:, 1:])})
+        self.refused("expected int64", model, ids, forced_routes={1: torch.zeros_like(ids).float()})
+        self.refused("below 2 operators", model, ids, forced_routes={1: torch.full_like(ids, 2)})
+
     def test_both_or_neither(self, model, ids):
         self.refused("exactly one of input_ids and inputs_embeds", model)
         embeddings = model.get_input_embeddings()(ids)

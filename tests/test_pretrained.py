@@ -151,6 +151,28 @@ class TestSaving:
         assert found.dtype == torch.bfloat16
         assert found.isfinite().all()
 
+    @pytest.mark.parametrize("cast", ["to", "half", "bfloat16", "double"])
+    def test_casting_keeps_basis_and_thresholds(self, lively, cast):
+        model = lively({})
+        basis, thresholds = model.model.basis.matrix_DD.clone(), model.model.layers[1].router.thresholds.clone()
+        model = model.to(torch.bfloat16) if cast == "to" else getattr(model, cast)()
+        assert model.lm_head.weight.dtype != torch.float32
+        assert model.model.basis.matrix_DD.dtype == model.model.layers[1].router.thresholds.dtype == torch.float32
+        assert torch.equal(model.model.basis.matrix_DD, basis)
+        assert torch.equal(model.model.layers[1].router.thresholds, thresholds)
+
+    def test_registering_for_an_auto_class_copies_no_source(self, lively, tmp_path):
+        ChiarConfig.register_for_auto_class()
+        ChiarForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+        lively({}).save_pretrained(tmp_path)
+        assert [path.name for path in tmp_path.rglob("*.py")] == ["chiar_shim.py"]
+
+    def test_a_folder_that_names_the_shim_holds_it(self, tmp_path):
+        """A configuration saved alone: its auto_map is of no use without the file."""
+        ChiarConfig().save_pretrained(tmp_path)
+        assert "chiar_shim" in (tmp_path / "config.json").read_text()
+        assert (tmp_path / "chiar_shim.py").exists()
+
 
 FRESH_PROCESS = """
 import json, sys
@@ -312,6 +334,16 @@ class TestLoss:
         assert plain.routing_loss is None
         assert regularised.routing_loss < 0
         assert torch.equal(regularised.loss, plain.loss + regularised.routing_loss)
+
+    def test_the_loss_under_accumulation(self, lively, ids):
+        """transformers' Trainer hands the token count of all micro-batches to a forward that takes **kwargs, unless
+        the model says it does not use it, and then leaves the division to the model."""
+        model = lively({})
+        if getattr(model, "accepts_loss_kwargs", True):
+            tokens = ROWS * (TOKENS - 1)
+            mean, share = (model(ids, labels=ids, **extra).loss for extra in ({}, {"num_items_in_batch": 4 * tokens}))
+            # A quarter, up to one fp32 rounding.
+            assert share.item() == pytest.approx(mean.item() / 4, rel=1e-6)
 
     def test_gradient_checkpointing_changes_nothing(self, lively, router_option, ids):
         _, mask = padded(ids, "right")

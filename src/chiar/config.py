@@ -1,12 +1,12 @@
 """ChiarConfig: every architectural choice of the paper, and of our reading of it, is one validated field."""
 
-from difflib import get_close_matches
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from transformers import PreTrainedConfig
 
-from chiar.errors import InputError, unknown_name
+from chiar.errors import InputError, refuse_misspelt, unknown_name
 from chiar.ops.white_noise import white_noise_entropy
 
 LAYER_TYPES = ("spectral", "routed", "attention")
@@ -40,6 +40,10 @@ AUTO_CLASSES = {
     "AutoModelForSequenceClassification": "ChiarForSequenceClassification",
 }
 SHIM_MODULE = "chiar_shim"
+SHIM = f"""# Lets transformers' Auto classes find the installed package: pip install chiar
+from chiar.config import ChiarConfig
+from chiar.modeling import {", ".join(name for name in AUTO_CLASSES.values() if name != "ChiarConfig")}
+"""
 
 
 class ChiarConfig(PreTrainedConfig):
@@ -125,10 +129,7 @@ class ChiarConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name in kwargs:
-            close = get_close_matches(name, ChiarConfig.__annotations__, n=1, cutoff=0.85)
-            if close:
-                raise InputError(f"unknown configuration field {name!r}. Did you mean {close[0]!r}?")
+        refuse_misspelt("configuration field", kwargs, ChiarConfig.__annotations__)
         self._check_types()
         self._fill_in_defaults()
         layer_types = self.layer_types
@@ -276,7 +277,7 @@ class ChiarConfig(PreTrainedConfig):
                 raise InputError(
                     f"{len(self.operators)} operators need {boundaries} threshold(s) a layer, got {list(values)}."
                 )
-            if not all(isinstance(v, int | float) and 0.0 <= v <= 1.0 for v in values):
+            if not all(_fits(v, float) and 0.0 <= v <= 1.0 for v in values):
                 raise InputError(f"thresholds are entropies between 0 and 1, got {list(values)}.")
             if list(values) != sorted(values):
                 raise InputError(f"thresholds of a layer must rise (τ_low, τ_high), got {list(values)}.")
@@ -291,6 +292,11 @@ class ChiarConfig(PreTrainedConfig):
             )
         if self.meta_router and self.layer_types[0] != "spectral":
             raise InputError(f"the MetaRouter gates a spectral layer 1, but layer 1 is {self.layer_types[0]!r}.")
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """As in transformers, plus the shim the `auto_map` of the saved file points to."""
+        super().save_pretrained(save_directory, **kwargs)
+        (Path(save_directory) / f"{SHIM_MODULE}.py").write_text(SHIM)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

@@ -8,6 +8,15 @@ class InputError(ValueError):
     """Something the user gave cannot be used; the message says what was wrong and what to do."""
 
 
+def refuse_misspelt(kind: str, received: Iterable[str], allowed: Iterable[str]) -> None:
+    """Where unknown keywords must be let through, still catch those that are nearly a known one."""
+    names = list(allowed)
+    for name in received:
+        close = get_close_matches(name, names, n=1, cutoff=0.85)
+        if close and name not in names:
+            raise InputError(f"unknown {kind} {name!r}. Did you mean {close[0]!r}?")
+
+
 def unknown_name(kind: str, received: object, allowed: Iterable[str]) -> InputError:
     """`kind` 'received' is unknown: the nearest valid name, then all of them."""
     names = list(allowed)

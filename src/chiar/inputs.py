@@ -29,6 +29,22 @@ def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, vocabul
             )
 
 
+def check_routes(routes: dict[int, Tensor] | None, config: ChiarConfig, shape: tuple[int, ...]) -> None:
+    """Raise InputError unless forced routes name routed layers and give an operator for every token."""
+    assert config.operators is not None
+    for layer, choice_BT in (routes or {}).items():
+        if layer not in config.routed_layers:
+            raise InputError(f"layer {layer} is not routed: routes can be forced in {config.routed_layers}.")
+        if tuple(choice_BT.shape) != shape or choice_BT.dtype != torch.int64:
+            raise InputError(
+                f"forced routes of layer {layer} are {choice_BT.dtype} {tuple(choice_BT.shape)}, "
+                f"expected int64 {shape}: an operator number for each token."
+            )
+        on_cpu = choice_BT.device.type == "cpu" and not torch.compiler.is_compiling()
+        if on_cpu and not 0 <= int(choice_BT.min()) <= int(choice_BT.max()) < len(config.operators):
+            raise InputError(f"forced routes of layer {layer} must be below {len(config.operators)} operators.")
+
+
 def make_context(
     config: ChiarConfig,
     basis_DD: Tensor,
@@ -54,11 +70,15 @@ def make_context(
         positions_BT = (real_BS.long().cumsum(1) - 1).clamp_min(0)[:, past:]
     else:
         positions_BT = torch.arange(past, past + T, device=x_BTD.device).expand(B, T)
-    if config.positions == "learned" and past + T > config.max_position_embeddings:
-        raise InputError(
-            f"{past + T} tokens, but the model has {config.max_position_embeddings} learned positions: "
-            "shorten the text or use a model with RoPE."
-        )
+    if config.positions == "learned":
+        # Padding takes no position, but counting what it leaves means looking at values.
+        looked_at = positions_BT.device.type == "cpu" and not torch.compiler.is_compiling()
+        needed = int(positions_BT.max()) + 1 if looked_at else past + T
+        if needed > config.max_position_embeddings:
+            raise InputError(
+                f"{needed} tokens, but the model has {config.max_position_embeddings} learned positions: "
+                "shorten the text or use a model with RoPE."
+            )
     rope = config.positions == "rope"
     return TokenContext(
         basis_DD=basis_DD,

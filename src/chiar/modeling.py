@@ -1,6 +1,6 @@
 """CHIAR-Former as transformers models, read top to bottom: decoder, language model, classifier."""
 
-from pathlib import Path
+import inspect
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from transformers import initialization as init
 from transformers.utils import logging
 
 from chiar.cache import ChiarCache, check_cache
-from chiar.config import AUTO_CLASSES, SHIM_MODULE, ChiarConfig
-from chiar.errors import InputError
-from chiar.inputs import check_tokens, make_context
+from chiar.config import ChiarConfig
+from chiar.errors import InputError, refuse_misspelt
+from chiar.inputs import check_routes, check_tokens, make_context
 from chiar.layers.block import Block, make_norm
 from chiar.layers.derived import DerivedBuffers
 from chiar.layers.meta_router import Gate, MetaRouter
@@ -32,11 +32,6 @@ from chiar.routing.collapse import collapse_loss
 from chiar.routing.trace import RoutingTrace, trace_layer
 
 logger = logging.get_logger(__name__)
-
-SHIM = f"""# Lets transformers' Auto classes find the installed package: pip install chiar
-from chiar.config import ChiarConfig
-from chiar.modeling import {", ".join(name for name in AUTO_CLASSES.values() if name != "ChiarConfig")}
-"""
 
 
 class ChiarPreTrainedModel(PreTrainedModel):
@@ -68,11 +63,6 @@ class ChiarPreTrainedModel(PreTrainedModel):
             init.normal_(module.omega_Dm, std=(2.0 * module.gamma) ** 0.5)
         elif isinstance(module, DerivedBuffers):
             module.rebuild()
-
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """As in transformers, plus the shim through which a process that never imported chiar can load the folder."""
-        super().save_pretrained(save_directory, **kwargs)
-        (Path(save_directory) / f"{SHIM_MODULE}.py").write_text(SHIM)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -135,9 +125,11 @@ class ChiarModel(ChiarPreTrainedModel):
         tokens unless `position_ids` are given.
         """
         config: ChiarConfig = self.config
-        if use_cache and self.gradient_checkpointing and self.training:
-            logger.warning_once("a checkpointed layer runs twice, so use_cache is off while training.")
-            use_cache = False
+        if kwargs:
+            refuse_misspelt("argument", kwargs, inspect.signature(ChiarModel.forward).parameters)
+        if (use_cache or past_key_values is not None) and self.gradient_checkpointing and self.training:
+            logger.warning_once("a checkpointed layer runs twice, so no cache is kept while training.")
+            use_cache, past_key_values = False, None
         if use_cache and past_key_values is None:
             past_key_values = ChiarCache(len(self.layers))
         if past_key_values is not None:
@@ -148,6 +140,7 @@ class ChiarModel(ChiarPreTrainedModel):
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         context = make_context(config, self.basis.matrix_DD, x_BTD, input_ids, attention_mask, position_ids, past)
         context.keep_entropy = output_routing
+        check_routes(forced_routes, config, tuple(x_BTD.shape[:2]))
         if self.embed_positions is not None:
             x_BTD = x_BTD + self.embed_positions(context.positions_BT)
         x_BTD = F.dropout(x_BTD, config.dropout, self.training)
@@ -233,13 +226,18 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         past_key_values: ChiarCache | None = None,
         inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
         labels: Tensor | None = None,
+        use_cache: bool | None = None,
         logits_to_keep: int = 0,
+        num_items_in_batch: int | Tensor | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> ChiarOutput | tuple:
-        """Arguments of ChiarModel, and `labels` (the ids themselves; −100 is ignored) for the next-token loss."""
+        """Arguments of ChiarModel, and `labels` (the ids themselves; −100 is ignored) for the next-token loss.
+
+        The loss is a mean over labels, or their sum divided by `num_items_in_batch` (transformers' Trainer counts
+        labels over all accumulated batches).
+        """
         # generate() reads this signature to learn what the model takes.
         decoded = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
@@ -248,16 +246,21 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
         logits_BTV = self.lm_head(states_BTD[:, -logits_to_keep:] if logits_to_keep else states_BTD)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(
-                logits_BTV[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten().to(logits_BTV.device)
-            )
+            if logits_to_keep:
+                raise InputError("labels need the logits of every token: leave logits_to_keep at 0.")
+            targets = labels[:, 1:].flatten().to(logits_BTV.device)
+            reduction = "mean" if num_items_in_batch is None else "sum"
+            loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), targets, reduction=reduction)
+            if num_items_in_batch is not None:
+                loss = loss / num_items_in_batch
         return finish(decoded, loss, logits_BTV, return_dict)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. A gate that sees the future needs `gate_generation="prefill"`, and its cache."""
         self.model.check_gate_can_generate()
         frozen = self.config.meta_router and self.config.gate_pool != "causal"
-        if frozen and kwargs.get("use_cache") is False:
+        settings = kwargs.get("generation_config") or self.generation_config
+        if frozen and kwargs.get("use_cache", settings.use_cache) is False:
             raise InputError("gate_generation='prefill' keeps the gate in the cache: generate with use_cache=True.")
         return super().generate(*args, **kwargs)
 
@@ -269,6 +272,8 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
 
 class ChiarForSequenceClassification(ChiarPreTrainedModel):
     """The decoder with a linear classifier over one state a row."""
+
+    accepts_loss_kwargs = False  # the loss is a mean over rows: Trainer divides by accumulation itself
 
     def __init__(self, config: ChiarConfig) -> None:
         super().__init__(config)
