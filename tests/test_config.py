@@ -28,7 +28,7 @@ def refused(match, build=ChiarConfig, **fields):
 
 
 class TestSizes:
-    # Trainable parameters, SPEC.md section 2.
+    # Trainable parameters of the published models.
     @pytest.mark.parametrize(
         ("preset", "routing", "parameters"),
         [
@@ -88,7 +88,7 @@ class TestDefaults:
         mean, _ = white_noise_entropy(width)
         assert config.thresholds is None
         assert config.layer_thresholds() == [(mean,)] * 2
-        # Three decimals, as SPEC.md section 3 gives them.
+        # To three decimals.
         assert mean == pytest.approx(expected, abs=5e-4)
 
     def test_default_thresholds_of_three_operators(self):

@@ -1,4 +1,4 @@
-"""The model of SPEC.md sections 1-3 in plain NumPy float64: slow, literal, forward only.
+"""The model of docs/architecture.md in plain NumPy float64: slow, literal, forward only.
 
 It shares no code with the package and is the second opinion the package is compared with.
 Suffixes name axes: B batch, T tokens, D width, K operators, V vocabulary; a TD array is one row of the batch.

@@ -12,7 +12,7 @@ LARGE = presets.get("v3-400m")
 
 
 def squares(count, *parts, layers=None):
-    """In units of D², as the SPEC and FINDINGS give them."""
+    """In units of D²."""
     return count.part(*parts, layers=layers) / LARGE.hidden_size**2
 
 
