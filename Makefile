@@ -15,8 +15,8 @@ test: lint
 	$(BIN)/pytest -n 2
 
 lint: $(STAMP)
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 
 setup: $(STAMP)
@@ -30,12 +30,13 @@ $(STAMP): pyproject.toml constraints.txt
 # The oldest supported transformers, in an environment of its own.
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/pip install --quiet --constraint constraints.txt transformers==5.17.0 --editable ".[dev]"
+	sed 's/^transformers==.*/transformers==5.17.0/' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install --quiet --constraint .venv-oldest/constraints.txt --editable ".[dev]"
 	.venv-oldest/bin/pytest -n 2
 
 # The diagrams in docs/figures, drawn from the presets.
 figures: $(STAMP)
-	for name in baseline-16m v1-16m v2-16m v3-400m; do $(BIN)/chiar diagram $$name docs/figures/$$name.svg; done
+	for name in baseline-16m v1-16m v2-16m v3-400m; do $(BIN)/chiar diagram $$name docs/figures/$$name.svg --overwrite; done
 
 clean:
 	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis

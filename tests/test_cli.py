@@ -88,7 +88,7 @@ def test_flops_prints_both_models_the_ratio_and_the_claim():
     _, output = run("flops", "v3-400m", "--length", "256,4096", "--fraction", "0.5", "--keys", "routed")
     for figure in ("35–40%", "62.5%", "15.6%", "51.5%", "4,096", "0.982"):
         assert figure in output
-    _, output = run("flops", "v3-400m", "--keys", "routed", "--json")
+    _, output = run("flops", "v3-400m", "--keys", "routed", "--json", "-")
     (record,) = json.loads(output)
     assert record["saved_free_transform"] == pytest.approx(0.156, abs=1e-3)
     assert sum(record["chiar"].values()) == pytest.approx(record["chiar_total"])
@@ -106,8 +106,8 @@ def test_flops_prints_both_models_the_ratio_and_the_claim():
         (["trace", "v3-16m", "--text", "a"], "--tokenizer"),
         (["trace", "no-such-model", "--text", "a"], "unknown preset or folder"),
         (["trace", "v2-tiny", "--text", "a" * 257], "257 tokens, but the model has 256 learned positions"),
-        (["calibrate", "v3-tiny"], "exactly one of --text"),
-        (["calibrate", "v3-tiny", "--text", "missing.txt"], "there is no file"),
+        (["calibrate", "v3-tiny"], "exactly one of --text-file"),
+        (["calibrate", "v3-tiny", "--text-file", "missing.txt"], "there is no file"),
         (["import-checkpoint", "missing.pt", "out"], "there is no file"),
         (["diagram", "v3-mini", "x.svg"], "Did you mean 'v3-tiny'"),
     ],
@@ -125,6 +125,7 @@ def test_trace_shows_and_stores_routes(tmp_path):
     assert code == 0
     assert "random weights" in output
     assert len(re.findall(r"^layer \d", output, re.MULTILINE)) == 4
+    assert "rbf" not in output
     trace = RoutingTrace.from_json(stored.read_text())
     assert trace.token_ids_BT.tolist() == [list(b"light and dark")]
     marks = "".join("░█"[k] for k in trace.layers[1].choice_BT[0].tolist())
@@ -133,29 +134,29 @@ def test_trace_shows_and_stores_routes(tmp_path):
 
 
 def test_calibrate_reports_and_writes_a_model(text_file, tmp_path):
-    code, output = run("calibrate", "v3-tiny", "--text", text_file, "--length", 64, "--out", tmp_path / "model")
+    code, output = run("calibrate", "v3-tiny", "--text-file", text_file, "--length", 64, "--out", tmp_path / "model")
     assert code == 0
     assert "KS from noise" in output
     thresholds = ChiarForCausalLM.from_pretrained(tmp_path / "model").config.thresholds
     report = json.loads((tmp_path / "model" / "calibration.json").read_text())
     assert thresholds == [layer["thresholds"][0] for layer in report["layers"]]
     assert "exists already" in refused(
-        "calibrate", "v3-tiny", "--text", text_file, "--length", 64, "--out", tmp_path / "model"
+        "calibrate", "v3-tiny", "--text-file", text_file, "--length", 64, "--out", tmp_path / "model"
     )
 
 
 def test_the_papers_calibration_from_a_baseline_to_a_routed_model(text_file, tmp_path):
-    run("calibrate", "v3-tiny", "--text", text_file, "--length", 64, "--out", tmp_path / "v3")
+    run("calibrate", "v3-tiny", "--text-file", text_file, "--length", 64, "--out", tmp_path / "v3")
     code, _ = run(
-        "calibrate", "baseline-tiny", "--text", text_file, "--length", 64, "--rule", "embeddings",
+        "calibrate", "baseline-tiny", "--text-file", text_file, "--length", 64, "--rule", "embeddings",
         "--apply-to", tmp_path / "v3", "--out", tmp_path / "calibrated",
     )  # fmt: skip
     assert code == 0
     first, second = ChiarForCausalLM.from_pretrained(tmp_path / "calibrated").config.thresholds
     assert first == second
-    assert "--out" in refused("calibrate", "baseline-tiny", "--text", text_file, "--apply-to", tmp_path / "v3")
+    assert "--out" in refused("calibrate", "baseline-tiny", "--text-file", text_file, "--apply-to", tmp_path / "v3")
     assert "no routed layers" in refused(
-        "calibrate", "baseline-tiny", "--text", text_file, "--rule", "embeddings", "--out", tmp_path / "x"
+        "calibrate", "baseline-tiny", "--text-file", text_file, "--rule", "embeddings", "--out", tmp_path / "x"
     )
     assert not (tmp_path / "x").exists()
 
@@ -165,19 +166,19 @@ def test_calibrate_reads_token_files(tmp_path):
     np.save(tmp_path / "ids.npy", ids.astype(np.int32))
     ids.astype("<u2").tofile(tmp_path / "ids.u16")
     outputs = [
-        run("calibrate", "v3-tiny", "--tokens", tmp_path / name, "--length", 64) for name in ("ids.npy", "ids.u16")
+        run("calibrate", "v3-tiny", "--token-file", tmp_path / name, "--length", 64) for name in ("ids.npy", "ids.u16")
     ]
     assert outputs[0] == outputs[1]
     assert outputs[0][0] == 0
     (tmp_path / "odd.u16").write_bytes(b"abc")
-    assert "odd number of bytes" in refused("calibrate", "v3-tiny", "--tokens", tmp_path / "odd.u16")
+    assert "odd number of bytes" in refused("calibrate", "v3-tiny", "--token-file", tmp_path / "odd.u16")
     (tmp_path / "bad.npy").write_bytes(b"abc")
-    assert "not a readable .npy" in refused("calibrate", "v3-tiny", "--tokens", tmp_path / "bad.npy")
+    assert "not a readable .npy" in refused("calibrate", "v3-tiny", "--token-file", tmp_path / "bad.npy")
     np.save(tmp_path / "floats.npy", np.zeros(9))
-    assert "expected one row of integers" in refused("calibrate", "v3-tiny", "--tokens", tmp_path / "floats.npy")
+    assert "expected one row of integers" in refused("calibrate", "v3-tiny", "--token-file", tmp_path / "floats.npy")
     np.array([300] * 64, dtype="<u2").tofile(tmp_path / "large.u16")
     assert "outside the vocabulary" in refused(
-        "calibrate", "v3-tiny", "--tokens", tmp_path / "large.u16", "--length", 64
+        "calibrate", "v3-tiny", "--token-file", tmp_path / "large.u16", "--length", 64
     )
 
 
@@ -188,7 +189,7 @@ def test_calibrate_reads_token_files(tmp_path):
 )
 def test_text_that_cannot_be_used(data, message, tmp_path):
     (tmp_path / "text").write_bytes(data)
-    assert message in refused("calibrate", "v3-tiny", "--text", tmp_path / "text")
+    assert message in refused("calibrate", "v3-tiny", "--text-file", tmp_path / "text")
 
 
 def test_import_checkpoint_states_what_it_assumed(tmp_path):
@@ -203,3 +204,81 @@ def test_import_checkpoint_states_what_it_assumed(tmp_path):
 def test_a_folder_without_a_model_is_named(tmp_path):
     assert "no config.json" in refused("trace", tmp_path, "--text", "a")
     shutil.rmtree(tmp_path)
+
+
+def test_diagram_never_replaces_a_file_unasked(tmp_path):
+    mine = tmp_path / "mine.svg"
+    mine.write_text("keep")
+    assert "exists already" in refused("diagram", "v3-tiny", mine)
+    assert mine.read_text() == "keep"
+    assert run("diagram", "v3-tiny", mine, "--overwrite")[0] == 0
+    assert mine.read_text().startswith("<svg")
+    assert "diagrams are SVG" in refused("diagram", "v3-tiny", tmp_path / "x.png")
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    run("import-checkpoint", GOLDEN / "threshold.pt", tmp_path / "model", "--tau", "0.79")
+    return tmp_path / "model"
+
+
+def test_damaged_model_folders_are_named(model_folder):
+    weights = model_folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert "cannot be loaded" in refused("trace", model_folder, "--text", "a")
+    (model_folder / "tokenizer.json").write_text("{broken")
+    weights.write_bytes(whole)
+    assert "tokenizer in" in refused("trace", model_folder, "--text", "a")
+    (model_folder / "config.json").write_text('{"model_type": "gpt2"}')
+    assert "holds a 'gpt2' model" in refused("flops", model_folder)
+    (model_folder / "config.json").write_text("{")
+    assert "is damaged" in refused("flops", model_folder)
+
+
+def test_thresholds_go_only_where_entropy_is_the_same_function(model_folder, text_file, tmp_path):
+    command = ["calibrate", "baseline-tiny", "--text-file", text_file, "--length", 64, "--rule", "embeddings"]
+    assert "differ in vocab_size" in refused(*command, "--apply-to", model_folder, "--out", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_existing_output_is_refused_before_any_work(text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("chiar.analysis.calibration_report.load_model", lambda *_: pytest.fail("worked first"))
+    assert "exists already" in refused("calibrate", "v3-tiny", "--text-file", text_file, "--out", text_file)
+
+
+def test_a_calibrated_model_keeps_the_tokenizer_it_was_given(text_file, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(
+        models.WordLevel({"[UNK]": 0} | {w: i + 1 for i, w in enumerate(sorted(set(TEXT.split())))}, "[UNK]")
+    )
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    (tmp_path / "words").mkdir()
+    words.save(str(tmp_path / "words" / "tokenizer.json"))
+    (tmp_path / "words" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    command = ["--text-file", text_file, "--length", 16, "--tokenizer", tmp_path / "words", "--out", tmp_path / "model"]
+    assert run("calibrate", "v3-tiny", *command)[0] == 0
+    _, output = run("trace", tmp_path / "model", "--text", "many scientists")
+    assert "m" in output
+    assert "         ms" in output  # two words, two tokens
+
+
+def test_a_terminal_without_unicode_is_served():
+    done = subprocess.run(
+        [CHIAR, "trace", "v3-tiny", "--text", "abc"], env={"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "layer 1" in done.stdout
+
+
+def test_version():
+    _, output = run("--version")
+    assert re.fullmatch(r"chiar \d+\.\d+\.\d+\n", output)
+
+
+def test_narrow_terminals_lose_no_digits(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    _, output = run("presets")
+    assert "404,159,488" in output
+    assert "baseline-400m" in output

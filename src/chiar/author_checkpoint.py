@@ -5,6 +5,7 @@ Nothing inside a file is ever executed: torch's restricted unpickler admits tens
 
 import pickle
 import re
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chiar.config import ChiarConfig
-from chiar.errors import InputError, unknown_name
+from chiar.config import CHOICES, ChiarConfig
+from chiar.errors import InputError, first_line, unknown_name
+from chiar.folders import check_file, check_new, new_folder
 
 # The published 400M threshold; the files do not carry one.
 PUBLISHED_TAU = {1024: 0.8954}
@@ -21,6 +23,7 @@ PUBLISHED_TAU = {1024: 0.8954}
 # it is larger by a further √2, so that bin's energy counts double in H; ε is added in both places of the entropy.
 FILTER_SCALE = 2.0
 ENTROPY_EPS = 1e-8
+ROUTINGS = CHOICES["routing"]
 ENTROPY_DC_WEIGHT = 2.0
 ROPE_BUFFER = re.compile(r"(layers\.\d+\.attn|attns\.\d+)\.rope\.(inv_freq|cos_cache|sin_cache)")
 
@@ -38,17 +41,16 @@ class Imported:
 
 def read_file(path: Path) -> dict[str, Any]:
     """The dictionary in a `.pt` file, or an InputError that says what is wrong with it."""
-    if not path.is_file():
-        raise InputError(f"there is no file {path}.")
+    check_file(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         forbidden = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"it asks for {forbidden[1]}" if forbidden else "it is not a checkpoint at all, or it is damaged"
         raise InputError(f"{path} is not a file of tensors and plain values, so it was not opened: {what}.") from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        reason = str(error).split("\n")[0]
-        raise InputError(f"{path} is not a readable checkpoint (truncated or damaged): {reason}") from error
+        raise InputError(f"{path} is not a readable checkpoint (truncated or damaged): {first_line(error)}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path} holds a {type(content).__name__}, expected a dictionary with the model's tensors.")
     return content
@@ -77,6 +79,10 @@ def convert(
 ) -> Imported:
     """Rename the author's tensors to ours, deriving the sizes from their shapes."""
     notes: list[str] = []
+    if routing not in (None, *ROUTINGS):
+        raise unknown_name("routing", routing, ROUTINGS)
+    if classifier_pool not in CHOICES["classifier_pool"]:
+        raise unknown_name("pool", classifier_pool, CHOICES["classifier_pool"])
     tensors = {name.removeprefix("backbone."): value for name, value in tensors.items()}
     heads = {name: tensors.pop(name) for name in list(tensors) if name.startswith("_cls_head_")}
     embedding = take_shape(tensors, "token_emb.weight", 2)
@@ -150,13 +156,15 @@ def find_routing(
     width: int,
     notes: list[str],
 ) -> dict[str, Any]:
+    if routing is not None and stored.get("routing_mode") not in (None, routing):
+        notes.append(f"the file says {stored['routing_mode']!r}, but {routing!r} was asked for (--routing).")
     routing = routing or stored.get("routing_mode")
     has_router = any(".router.gate_proj." in name for name in tensors)
     if routing is None and has_router:
         raise InputError("the file has router weights but does not say soft or hard: pass --routing soft or hard.")
     routing = routing or "threshold"
-    if routing not in ("threshold", "soft", "hard"):
-        raise unknown_name("routing", routing, ("threshold", "soft", "hard"))
+    if routing not in ROUTINGS:
+        raise unknown_name("routing", routing, ROUTINGS)
     if has_router != (routing != "threshold"):
         held = "has" if has_router else "has no"
         raise InputError(f"the file {held} router weights (layers.N.router.gate_proj), which contradicts {routing!r}.")
@@ -251,9 +259,9 @@ def import_checkpoint(path: Path, out: Path, **options: Any) -> Imported:
     """Convert the file and write a complete model folder to `out`, which must not exist or be empty."""
     from safetensors.torch import save_file
 
-    from chiar.folders import new_folder
     from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 
+    check_new(out)
     imported = convert(*read_tensors(read_file(path)), **options)
     kind = ChiarForSequenceClassification if "score.weight" in imported.tensors else ChiarForCausalLM
     with torch.device("meta"):

@@ -1,5 +1,6 @@
 """The `chiar` command: thin verbs over typed functions. Heavy imports happen inside the verbs."""
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,14 +17,47 @@ app = typer.Typer(
 )
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
-Keys = Annotated[str | None, typer.Option(help="all or routed: which tokens are keys (the model's own by default).")]
+Keys = Annotated[
+    str | None, typer.Option(metavar="all|routed", help="Which tokens are keys; the model's own choice by default.")
+]
+Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers as JSON to a new file, - to print.")]
 
 
 def show(renderable: Any) -> None:
+    """Print in full: a table wider than the terminal runs over rather than losing digits."""
     from rich.console import Console
+    from rich.measure import Measurement
 
-    # Away from a terminal rich would squeeze tables into 80 columns.
-    Console(width=None if sys.stdout.isatty() else 140).print(renderable)
+    console = Console()
+    needed = Measurement.get(console, console.options.update(width=400), renderable).maximum
+    Console(width=max(console.width, needed)).print(renderable)
+
+
+def version(wanted: bool) -> None:
+    if wanted:
+        from chiar import __version__
+
+        typer.echo(f"chiar {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def write_json(out: Path, text: str) -> None:
+    from chiar.folders import write_new
+
+    if str(out) == "-":
+        typer.echo(text)
+    else:
+        write_new(out, text)
+        typer.echo(f"wrote {out}")
 
 
 @app.command("presets")
@@ -60,7 +94,7 @@ def flops(
     fraction: Annotated[float, typer.Option(help="f: fraction of tokens routed layers send to attention.")] = 0.5,
     keys: Keys = None,
     light_ffn: Annotated[bool | None, typer.Option(help="Whether light tokens run the FFN of routed layers.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
+    json: Json = None,
 ) -> None:
     """Count forward FLOPs per token for CHIAR and its dense baseline, beside the paper's claims."""
     from chiar.analysis.flop_tables import flop_json, flop_tables
@@ -71,8 +105,8 @@ def flops(
     except ValueError:
         raise InputError(f"--length takes whole numbers separated by commas, got {length!r}.") from None
     config = load_config(model)
-    if json:
-        typer.echo(flop_json(config, lengths, fraction, keys, light_ffn))
+    if json is not None:
+        write_json(json, flop_json(config, lengths, fraction, keys, light_ffn))
         return
     for table in flop_tables(model, config, lengths, fraction, keys, light_ffn):
         show(table)
@@ -81,10 +115,14 @@ def flops(
 @app.command()
 def calibrate(
     model: ModelName,
-    text: Annotated[Path | None, typer.Option(help="UTF-8 text to calibrate on.")] = None,
-    tokens: Annotated[Path | None, typer.Option(help="Token ids: .npy, or raw little-endian uint16.")] = None,
+    text_file: Annotated[Path | None, typer.Option(metavar="FILE", help="UTF-8 text to calibrate on.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Token ids instead: .npy, or raw little-endian uint16.")
+    ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")] = None,
-    rule: Annotated[str, typer.Option(help="embeddings (the paper: one τ) or layers (a τ each).")] = "layers",
+    rule: Annotated[
+        str, typer.Option(metavar="embeddings|layers", help="One τ, as the paper, or one a layer.")
+    ] = "layers",
     fraction: Annotated[
         float | None, typer.Option(help="Fraction for attention, instead of the midpoint rule.")
     ] = None,
@@ -100,15 +138,18 @@ def calibrate(
     from chiar.analysis.calibration_report import run_calibration
 
     for table in run_calibration(
-        model, text, tokens, tokenizer, rule, fraction, rows, length, batch_size, apply_to, out
+        model, text_file, token_file, tokenizer, rule, fraction, rows, length, batch_size, apply_to, out
     ):
         show(table)
 
 
 @app.command("import-checkpoint")
 def import_checkpoint_command(
-    file: Annotated[Path, typer.Argument(help="A .pt file of the author's released code. Nothing in it is executed.")],
-    out: Annotated[Path, typer.Argument(help="New model folder.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="A .pt file of the author's code. It is never executed."),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New model folder.")],
     tau: Annotated[float | None, typer.Option(help="Threshold; the file has none (0.8954 at width 1024).")] = None,
     routing: Annotated[str | None, typer.Option(help="soft or hard, where the file does not say.")] = None,
     pool: Annotated[str, typer.Option(help="last or mean: how a classifier file pools tokens.")] = "last",
@@ -133,32 +174,43 @@ def trace(
     model: ModelName,
     text: Annotated[str, typer.Option(help="Text to route.")],
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Also write the trace as JSON to this new file.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of a preset's random weights.")] = 0,
+    json: Json = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")] = 0,
 ) -> None:
     """Route a text and show which operator each token took in each layer."""
-    from chiar.analysis.trace_view import run_trace
+    from chiar.analysis.trace_view import route_text, views
+    from chiar.folders import check_new
 
-    for view in run_trace(model, text, tokenizer, json, seed):
-        show(view)
+    if json is not None and str(json) != "-":
+        check_new(json)
+    routed = route_text(model, text, tokenizer, seed)
+    if json is not None:
+        write_json(json, routed.trace.to_json())
+    if json is None or str(json) != "-":
+        for view in views(routed):
+            show(view)
 
 
 @app.command()
 def diagram(
     model: Annotated[str, typer.Argument(metavar="PRESET", help="A preset or a model folder.")],
-    out: Annotated[Path, typer.Argument(help="SVG file to write.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New .svg file.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Draw the architecture of a configuration as SVG."""
     from chiar.analysis.diagram import draw
+    from chiar.folders import write_new
     from chiar.load import load_config
 
-    picture = draw(load_config(model), title=Path(model).name)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(picture)
+    if out.suffix != ".svg":
+        raise InputError(f"diagrams are SVG: name the file {out.with_suffix('.svg').name}.")
+    write_new(out, draw(load_config(model), title=Path(model).name), overwrite)
     typer.echo(f"wrote {out}")
 
 
 def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows ? instead of failing
     try:
         app()
     except InputError as error:

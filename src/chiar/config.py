@@ -40,7 +40,7 @@ AUTO_CLASSES = {
     "AutoModelForSequenceClassification": "ChiarForSequenceClassification",
 }
 SHIM_MODULE = "chiar_shim"
-SHIM = f"""# Lets transformers' Auto classes find the installed package: pip install chiar
+SHIM = f"""# Lets transformers' Auto classes find the chiar package, which must be installed.
 from chiar.config import ChiarConfig
 from chiar.modeling import {", ".join(name for name in AUTO_CLASSES.values() if name != "ChiarConfig")}
 """
@@ -296,7 +296,7 @@ class ChiarConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """As in transformers, plus the shim the `auto_map` of the saved file points to."""
         super().save_pretrained(save_directory, **kwargs)
-        (Path(save_directory) / f"{SHIM_MODULE}.py").write_text(SHIM)
+        (Path(save_directory) / f"{SHIM_MODULE}.py").write_text(SHIM, encoding="utf-8")
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

@@ -8,6 +8,11 @@ class InputError(ValueError):
     """Something the user gave cannot be used; the message says what was wrong and what to do."""
 
 
+def first_line(error: BaseException) -> str:
+    """A library's error in one line; its type where it says nothing."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
 def refuse_misspelt(kind: str, received: Iterable[str], allowed: Iterable[str]) -> None:
     """Where unknown keywords must be let through, still catch those that are nearly a known one."""
     names = list(allowed)

@@ -1,19 +1,29 @@
 """Models by folder or preset name, for the command line."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from chiar import presets
 from chiar.config import ChiarConfig
-from chiar.errors import InputError, unknown_name
+from chiar.errors import InputError, first_line, unknown_name
 
 
 def load_config(name: str) -> ChiarConfig:
     """A preset's configuration or a folder's."""
-    if (Path(name) / "config.json").is_file():
+    path = Path(name) / "config.json"
+    if path.is_file():
+        try:
+            kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+        except (ValueError, AttributeError) as error:
+            raise InputError(f"{path} is damaged: {first_line(error)}") from error
+        if kind != ChiarConfig.model_type:
+            raise InputError(f"{name} holds a {kind!r} model, not a CHIAR-Former.")
         return ChiarConfig.from_pretrained(name)
     if Path(name).exists():
         raise InputError(f"{name} is not a model folder: it has no config.json.")
+    if "/" in name:
+        raise InputError(f"there is no folder {name}.")
     if name not in presets.NAMES:
         raise unknown_name("preset or folder", name, presets.NAMES)
     return presets.get(name)
@@ -22,6 +32,7 @@ def load_config(name: str) -> ChiarConfig:
 def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
     """A language model and its folder; a preset gives random weights and no folder."""
     import torch
+    from safetensors import SafetensorError
     from transformers.utils import logging
 
     from chiar.modeling import ChiarForCausalLM
@@ -29,7 +40,10 @@ def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
     logging.disable_progress_bar()
     config = load_config(name)
     if Path(name).is_dir():
-        return ChiarForCausalLM.from_pretrained(name).eval(), Path(name)
+        try:
+            return ChiarForCausalLM.from_pretrained(name).eval(), Path(name)
+        except (SafetensorError, RuntimeError) as error:
+            raise InputError(f"the weights in {name} cannot be loaded: {first_line(error)}") from error
     torch.manual_seed(seed)
     return ChiarForCausalLM(config).eval(), None
 

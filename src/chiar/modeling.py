@@ -28,7 +28,7 @@ from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import EntropyRouter
 from chiar.layers.spectral import SpectralBasis, SpectralFilter
 from chiar.outputs import ChiarModelOutput, ChiarOutput
-from chiar.routing.collapse import collapse_loss
+from chiar.routing.collapse import collapse_loss, mean_over_tokens, operator_use
 from chiar.routing.trace import RoutingTrace, trace_layer
 
 logger = logging.get_logger(__name__)
@@ -115,11 +115,13 @@ class ChiarModel(ChiarPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         output_routing: bool = False,
+        output_use: bool = False,
         forced_routes: dict[int, Tensor] | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> ChiarModelOutput | tuple:
         """`output_routing` returns a RoutingTrace; `forced_routes` maps a routed layer to a (B, T) choice of operator.
+        `output_use` returns only averages of the routes and the gate, cheap enough for every training step.
 
         `attention_mask` is 1 for real tokens and 0 for padding, (B, cached + new tokens). Positions count real
         tokens unless `position_ids` are given.
@@ -150,6 +152,7 @@ class ChiarModel(ChiarPreTrainedModel):
         if keep_attentions and context.attention_implementation != "eager":
             raise InputError("attention weights are only kept with attn_implementation='eager'.")
         hidden_states, attentions, traces, routes = [], [], [], []
+        mean_gate = None
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, Block)
             if keep_hidden:
@@ -173,7 +176,10 @@ class ChiarModel(ChiarPreTrainedModel):
                 y_BTD = gate * y_BTD + (1 - gate) * x_BTD
             if output_routing:
                 traces.append(trace_layer(i, layer, x_BTD, route, entropy_BT, gate_BT1))
-            routes.append(route)
+            if route is not None:
+                routes.append(route)
+            if gate_BT1 is not None and output_use:
+                mean_gate = mean_over_tokens(gate_BT1.detach(), context.real_BT)[0]
             attentions.append(weights)
             x_BTD = y_BTD
         x_BTD = self.norm(x_BTD)
@@ -187,6 +193,9 @@ class ChiarModel(ChiarPreTrainedModel):
             real_BT = torch.ones(x_BTD.shape[:2], dtype=torch.bool) if context.real_BT is None else context.real_BT
             pool = config.gate_pool if self.meta_router is not None else None
             trace = RoutingTrace(traces, real_BT.to(x_BTD.device), input_ids, pool, config.routed_layers)
+        use_LK = None
+        if output_use:
+            use_LK = operator_use(routes, context.real_BT, len(config.operators or ()), x_BTD.device)
         output = ChiarModelOutput(
             last_hidden_state=x_BTD,
             past_key_values=past_key_values,
@@ -194,6 +203,8 @@ class ChiarModel(ChiarPreTrainedModel):
             attentions=tuple(attentions) if keep_attentions else None,
             routing=trace,
             routing_loss=collapse_loss(routes, context.real_BT, config.collapse_regulariser),
+            routing_use=use_LK,
+            mean_gate=mean_gate,
         )
         return output if return_dict is not False else output.to_tuple()
 

@@ -11,6 +11,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "400m": {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 28},
     "1b": {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 20},
 }
+CLASSIFIER_FIELDS = ("num_labels", "id2label", "label2id", "problem_type")
 FAMILIES = ("baseline", "v1", "v2", "v3")
 # The paper trained v1 and v2 at 16M only; v2's learned positions and v1's RBF were dropped before scaling up.
 NAMES = (
@@ -37,6 +38,9 @@ def get(name: str, **changes: Any) -> ChiarConfig:
     """The configuration of preset `name`, with any field changed: get("v3-16m", gate_pool="causal")."""
     if name not in NAMES:
         raise unknown_name("preset", name, NAMES)
+    for field in changes:
+        if field not in (*ChiarConfig.__annotations__, *CLASSIFIER_FIELDS):
+            raise unknown_name("configuration field", field, ChiarConfig.__annotations__)
     family, size = name.split("-")
     end_of_text = SIZES[size].get("vocab_size", 50257) - 1
     fields = {

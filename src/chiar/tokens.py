@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chiar.errors import InputError
+from chiar.errors import InputError, first_line
+from chiar.folders import check_file
 
 BYTE_VOCABULARIES = (256, 257)
 
@@ -18,11 +19,14 @@ def encode(text: str, config: Any, folder: Path | None, tokenizer: Path | None =
     if source is not None and any((source / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(source)
-        ids = loaded(text, add_special_tokens=False)["input_ids"]
+        try:
+            loaded = AutoTokenizer.from_pretrained(source)
+            ids = loaded(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
+            raise InputError(f"the tokenizer in {source} cannot be used: {first_line(error)}") from error
         return ids, [loaded.decode([i]) for i in ids]
     if tokenizer is not None:
-        raise InputError(f"{tokenizer} has no tokenizer.json or vocab.json.")
+        raise InputError(f"{tokenizer} is not a tokenizer folder: it has no tokenizer.json or vocab.json.")
     if config.vocab_size in BYTE_VOCABULARIES:
         data = text.encode()
         return list(data), [chr(byte) if 32 <= byte < 127 else "·" for byte in data]
@@ -33,8 +37,7 @@ def encode(text: str, config: Any, folder: Path | None, tokenizer: Path | None =
 
 def read_token_file(path: Path) -> np.ndarray:
     """Ids from a NumPy file (.npy) or raw little-endian uint16 (anything else)."""
-    if not path.is_file():
-        raise InputError(f"there is no file {path}.")
+    check_file(path)
     if path.suffix == ".npy":
         try:
             ids = np.load(path, allow_pickle=False)
@@ -49,8 +52,7 @@ def read_token_file(path: Path) -> np.ndarray:
 
 
 def read_text_file(path: Path) -> str:
-    if not path.is_file():
-        raise InputError(f"there is no file {path}.")
+    check_file(path)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -1,6 +1,7 @@
 """Calibration from the command line: read a stream, report the entropies, write a calibrated model."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,20 @@ import numpy as np
 from rich.progress import Progress
 from rich.table import Table
 
+from chiar.config import ChiarConfig
 from chiar.errors import InputError
-from chiar.folders import new_folder
+from chiar.folders import check_new, new_folder
 from chiar.load import load_model
 from chiar.routing.calibration import PERCENTILES, Calibration, LayerReport, calibrate
 from chiar.tokens import batches, encode, read_text_file, read_token_file
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
+
 
 def run_calibration(
     name: str,
-    text: Path | None,
-    tokens: Path | None,
+    text_file: Path | None,
+    token_file: Path | None,
     tokenizer: Path | None,
     rule: str,
     fraction: float | None,
@@ -28,17 +32,19 @@ def run_calibration(
     batch_size: int,
     apply_to: Path | None,
     out: Path | None,
-) -> list[Table]:
-    if (text is None) == (tokens is None):
-        raise InputError("give the stream to calibrate on as exactly one of --text FILE and --tokens FILE.")
+) -> list[Table | str]:
+    if (text_file is None) == (token_file is None):
+        raise InputError("give the stream to calibrate on as exactly one of --text-file and --token-file.")
     if apply_to is not None and out is None:
         raise InputError("--apply-to needs --out: the calibrated model goes to a new folder.")
+    if out is not None:
+        check_new(out)
     model, folder = load_model(name)
-    if tokens is not None:
-        ids = read_token_file(tokens)
+    if token_file is not None:
+        ids = read_token_file(token_file)
     else:
-        assert text is not None
-        ids = np.array(encode(read_text_file(text), model.config, folder, tokenizer)[0], dtype=np.int64)
+        assert text_file is not None
+        ids = np.array(encode(read_text_file(text_file), model.config, folder, tokenizer)[0], dtype=np.int64)
     stream = batches(ids, rows, length, batch_size)
     if apply_to is None:
         target, target_folder = model, folder
@@ -48,17 +54,23 @@ def run_calibration(
             raise InputError(
                 "--apply-to goes with --rule embeddings: per-layer thresholds belong to the model measured."
             )
-        if target.config.hidden_size != model.config.hidden_size:
-            raise InputError(
-                f"thresholds of width {model.config.hidden_size} route everything one way at width "
-                f"{target.config.hidden_size}: calibrate a model of the same width."
-            )
+        check_comparable(model.config, target.config)
     if out is not None and not target.config.routed_layers:
         raise InputError("the model to write has no routed layers: name one that has with --apply-to.")
     found = with_progress(model, stream, rule, fraction, len(target.config.operators))
     if out is not None:
-        write(target, target_folder, found, out)
-    return tables(found, name)
+        write(target, target_folder, tokenizer, found, out)
+    return [*tables(found, name), *([f"wrote {out}"] if out is not None else [])]
+
+
+def check_comparable(measured: ChiarConfig, target: ChiarConfig) -> None:
+    """One model's thresholds mean something in another only if H is the same function of the same kind of vector."""
+    for field in ("hidden_size", "vocab_size", "basis", "basis_seed", "entropy_eps", "entropy_dc_weight"):
+        ours, theirs = getattr(measured, field), getattr(target, field)
+        if ours != theirs:
+            raise InputError(f"the two models differ in {field} ({ours!r}, {theirs!r}), so thresholds do not carry.")
+    if target.router != "entropy":
+        raise InputError(f"the model to write has router={target.router!r}, which has no thresholds.")
 
 
 def with_progress(model: Any, stream: list, rule: str, fraction: float | None, operators: int) -> Calibration:
@@ -67,15 +79,15 @@ def with_progress(model: Any, stream: list, rule: str, fraction: float | None, o
         return calibrate(model, stream, rule, fraction, operators, progress=lambda n: bar.advance(task, n))
 
 
-def write(target: Any, folder: Path | None, found: Calibration, out: Path) -> None:
+def write(target: Any, folder: Path | None, tokenizer: Path | None, found: Calibration, out: Path) -> None:
     target.model.set_thresholds(found.thresholds(len(target.config.routed_layers)))
     with new_folder(out) as aside:
         target.save_pretrained(aside)
-        (aside / "calibration.json").write_text(json.dumps(found.to_dict(), indent=2))
-        if folder is not None and (folder / "tokenizer.json").is_file():
-            from transformers import AutoTokenizer
-
-            AutoTokenizer.from_pretrained(folder).save_pretrained(aside)
+        (aside / "calibration.json").write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
+        for name in TOKENIZER_FILES:
+            for source in (tokenizer, folder):
+                if source is not None and (source / name).is_file() and not (aside / name).exists():
+                    shutil.copy(source / name, aside / name)
 
 
 def tables(found: Calibration, name: str) -> list[Table]:
@@ -87,7 +99,7 @@ def tables(found: Calibration, name: str) -> list[Table]:
         "split (light … dark)",
         "KS from noise",
         "shift (σ of noise)",
-        title=f"{name}: spectral entropy by rule '{found.rule}', {found.rounds} pass(es); "
+        title=f"{name}: spectral entropy by rule '{found.rule}', read {found.rounds} time(s); "
         f"white noise of this width {found.noise_mean:.4f} ± {found.noise_deviation:.4f}",
         title_justify="left",
         box=None,

@@ -1,9 +1,11 @@
 """A routing trace as text: one line a layer, one column a token, light or dark."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 from rich.text import Text
 
 from chiar.errors import InputError
@@ -11,52 +13,71 @@ from chiar.load import load_model
 from chiar.routing.trace import LayerTrace, RoutingTrace
 from chiar.tokens import encode
 
-# Readable without colour (the marks differ) and with either common colour blindness (blue against orange).
-MARKS = {"spectral": ("░", "bold black on bright_yellow"), "rbf": ("▒", "magenta"), "attention": ("█", "blue")}
-COLUMNS = 72
+# Readable without colour (the marks differ) and with either common colour blindness (blue against yellow).
+MARKS = {"spectral": ("░", "black on bright_yellow"), "rbf": ("▒", "magenta"), "attention": ("█", "blue")}
+COLUMNS = 68
 
 
-def run_trace(name: str, text: str, tokenizer: Path | None, json: Path | None, seed: int) -> list[Any]:
-    if json is not None and json.exists():
-        raise InputError(f"{json} exists already and is left as it is: choose another name.")
+@dataclass
+class RoutedText:
+    """A text, the pieces its tokens stand for, and what the model did with them."""
+
+    heading: str
+    pieces: list[str]
+    trace: RoutingTrace
+
+
+def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> RoutedText:
     model, folder = load_model(name, seed)
     ids, pieces = encode(text, model.config, folder, tokenizer)
     if not ids:
         raise InputError("the text is empty: there is nothing to route.")
     with torch.no_grad():
-        routing = model(torch.tensor([ids]), output_routing=True).routing
-    if json is not None:
-        json.write_text(routing.to_json())
-    note = "" if folder else f" (preset with random weights, seed {seed}: the routes show the mechanism, not a skill)"
-    legend = Text.assemble(f"{name}{note}: ", *(Text(f"{m} {op}  ", style=s) for op, (m, s) in MARKS.items()))
-    return [legend, *view(routing, pieces)]
+        trace = model(torch.tensor([ids]), output_routing=True).routing
+    note = "" if folder else f", random weights (seed {seed}): the routes show the mechanism, not a skill"
+    return RoutedText(f"{name}{note}", pieces, trace)
 
 
-def view(routing: RoutingTrace, pieces: list[str]) -> list[Text]:
+def views(routed: RoutedText) -> list[Any]:
+    used = {name for layer in routed.trace.layers for name in layer.operators}
+    legend = Text("  ").join(Text(f"{mark} {name}", style) for name, (mark, style) in MARKS.items() if name in used)
+    return [Text(routed.heading), legend, *grid(routed.trace, routed.pieces), summary(routed.trace)]
+
+
+def grid(trace: RoutingTrace, pieces: list[str]) -> list[Text]:
     """The first row of the batch; a token is shown by its first character."""
-    columns = [(piece.strip() or " ")[0] for piece in pieces]
+    columns = [column(piece) for piece in pieces]
     lines = []
     for start in range(0, len(columns), COLUMNS):
         part = slice(start, start + COLUMNS)
         lines.append(Text(" " * 10 + "".join(columns[part])))
-        for layer in routing.layers:
+        for layer in trace.layers:
             line = Text(f"layer {layer.index + 1:<3} ")
             for choice in layer.choice_BT[0, part].tolist():
-                mark, style = MARKS[layer.operators[choice]]
-                line.append(mark, style=style)
-            if start == 0:
-                line.append("  " + summary(routing, layer))
+                line.append(*MARKS[layer.operators[choice]])
             lines.append(line)
     return lines
 
 
-def summary(routing: RoutingTrace, layer: LayerTrace) -> str:
-    parts = [layer.kind, f"f = {routing.attention_fraction(layer.index):.2f}"]
+def column(piece: str) -> str:
+    first = (piece.strip() or " ")[0]
+    return first if first.isprintable() else "·"
+
+
+def summary(trace: RoutingTrace) -> Table:
+    table = Table("layer", "kind", "f", "H", "τ", "g", box=None)
+    for layer in trace.layers:
+        table.add_row(str(layer.index + 1), layer.kind, *numbers(trace, layer))
+    return table
+
+
+def numbers(trace: RoutingTrace, layer: LayerTrace) -> tuple[str, str, str, str]:
+    entropy = threshold = gate = "–"
     if layer.entropy_BT is not None:
-        seen = layer.entropy_BT[routing.real_BT]
-        parts.append(f"H {seen.min():.3f}–{seen.max():.3f}")
+        seen = layer.entropy_BT[trace.real_BT]
+        entropy = f"{seen.min():.3f}–{seen.max():.3f}"
     if layer.thresholds is not None:
-        parts.append("τ " + ", ".join(f"{t:.4f}" for t in layer.thresholds))
+        threshold = ", ".join(f"{t:.4f}" for t in layer.thresholds)
     if layer.gate_BT is not None:
-        parts.append(f"g {layer.gate_BT[routing.real_BT].mean():.3f} (pool: {routing.gate_pool})")
-    return "  ".join(parts)
+        gate = f"{layer.gate_BT[trace.real_BT].mean():.3f} (pool: {trace.gate_pool})"
+    return f"{trace.attention_fraction(layer.index):.2f}", entropy, threshold, gate

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 class DerivedBuffers(nn.Module):
     """A module whose buffers are computed, never saved, and stay in fp32.
 
-    `model.to(torch.bfloat16)` casts ordinary buffers; a threshold of 0.8954 would become 0.8945, a quarter of a
+    `model.to(torch.bfloat16)` casts ordinary buffers; a threshold of 0.8954 would become 0.8945, a fifth of a
     standard deviation away at width 1024. These are computed again instead, on whatever device they moved to.
     """
 

@@ -1,20 +1,31 @@
-"""The paper's regulariser against routing collapse."""
+"""How much each operator is used, and the paper's regulariser against routing collapse."""
 
 import torch
 from torch import Tensor
 
-from chiar.layers.routers import Route
+from chiar.layers.routers import Route, one_hot
 
 
-def collapse_loss(routes: list[Route | None], real_BT: Tensor | None, strength: float) -> Tensor | None:
+def mean_over_tokens(values_BTK: Tensor, real_BT: Tensor | None) -> Tensor:
+    """The mean over real tokens."""
+    if real_BT is None:
+        return values_BTK.mean((0, 1))
+    real_BT1 = real_BT[..., None].to(values_BTK.dtype)
+    return (values_BTK * real_BT1).sum((0, 1)) / real_BT1.sum().clamp_min(1)
+
+
+def operator_use(routes: list[Route], real_BT: Tensor | None, operators: int, device: torch.device) -> Tensor:
+    """(layers, K): the fraction of real tokens each operator of each routed layer got."""
+    use = [mean_over_tokens(one_hot(route.choice_BT, operators), real_BT) for route in routes]
+    return torch.stack(use) if use else torch.zeros(0, operators, device=device)
+
+
+def collapse_loss(routes: list[Route], real_BT: Tensor | None, strength: float) -> Tensor | None:
     """−λ · (entropy of mean operator use), averaged over routed layers; it has a gradient where routers do."""
-    used = [route for route in routes if route is not None]
-    if strength == 0.0 or not used:
+    if strength == 0.0 or not routes:
         return None
     terms = []
-    for route in used:
+    for route in routes:
         use_BTK = route.weights_BTK.detach() if route.probabilities_BTK is None else route.probabilities_BTK
-        use_NK = use_BTK.flatten(0, 1) if real_BT is None else use_BTK[real_BT]
-        mean_K = use_NK.mean(0)
-        terms.append(torch.special.entr(mean_K.clamp_min(1e-12)).sum())
+        terms.append(torch.special.entr(mean_over_tokens(use_BTK, real_BT).clamp_min(1e-12)).sum())
     return -strength * torch.stack(terms).mean()

@@ -1,6 +1,7 @@
 """Counted floating-point operations of a forward pass, per token, by layer, operator and route.
 
 A multiply-add is 2 FLOPs. Counted: every matrix product (projections, scores, DCT, router, gate, output projection).
+The DCT for H and the two of the filter are counted apart, as the code runs them; post-norm layers could share one.
 Excluded: norms, activations, softmax, biases, residual sums, dropout, the embedding look-up, the row reduction that
 turns a spectrum into H, all of order D a token, and the gate where it is computed once a batch or row. Training costs
 about three times as much, in the same proportions.
@@ -70,7 +71,7 @@ def count_flops(
     if len(fractions) != len(routed):
         raise InputError(f"{len(fractions)} fractions for {len(routed)} routed layers.")
     if not all(0.0 <= f <= 1.0 for f in fractions):
-        raise InputError(f"fractions lie between 0 and 1, got {fractions}.")
+        raise InputError(f"fractions lie between 0 and 1, got {fraction}.")
 
     assert config.layer_types is not None and config.operators is not None
     costs: list[Cost] = []

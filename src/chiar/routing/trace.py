@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chiar.errors import InputError
+from chiar.errors import InputError, first_line
 from chiar.layers.block import Block
 from chiar.layers.routers import EntropyRouter, Route, one_hot
 
@@ -110,9 +110,12 @@ class RoutingTrace:
                 for key, value in record.items()
             }
 
-        fields = tensors({key: value for key, value in data.items() if key != "format"})
-        fields["layers"] = [LayerTrace(**tensors(layer)) for layer in data["layers"]]
-        return cls(**fields)
+        try:
+            fields = tensors({key: value for key, value in data.items() if key != "format"})
+            fields["layers"] = [LayerTrace(**tensors(layer)) for layer in data["layers"]]
+            return cls(**fields)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"this routing trace is damaged: {first_line(error)}") from error
 
     @classmethod
     def from_json(cls, text: str) -> "RoutingTrace":

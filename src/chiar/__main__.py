@@ -1,0 +1,5 @@
+"""python -m chiar"""
+
+from chiar.cli import main
+
+main()
