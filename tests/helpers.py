@@ -52,7 +52,9 @@ def token_ids(rows: int = 2, tokens: int = 8, seed: int = 0, vocabulary: int = V
 
 
 def mixed_routes(config: ChiarConfig, rows: int = 2, tokens: int = 8, seed: int = 0) -> dict[int, torch.Tensor]:
-    """Forced routes in which every operator appears in every row of every routed layer."""
+    """Forced routes in which every operator appears in every row of every routed layer; soft routing takes none."""
+    if config.routing == "soft":
+        return {}
     generator, count = torch.Generator().manual_seed(seed), len(config.operators)
     cycle = torch.arange(tokens) % count
     return {

@@ -160,7 +160,7 @@ def test_routing_by_form(routing, operators, form, keys, padding):
 
 @pytest.mark.parametrize("form", **ids_of(FORMS))
 @pytest.mark.parametrize("operators", **ids_of({"two": {}, "three": THREE}))
-@pytest.mark.parametrize("routing", ["threshold", "hard", "soft"])
+@pytest.mark.parametrize("routing", ["threshold", "hard"])
 def test_forced_routes(routing, operators, form):
     check_same(padding="right", forced=True, keys="routed", routing=routing, **operators, **form)
 

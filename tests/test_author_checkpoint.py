@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from chiar import ChiarForCausalLM, ChiarForSequenceClassification
 from chiar.author_checkpoint import PUBLISHED_TAU, convert, import_checkpoint, read_file, read_tensors
 from chiar.errors import InputError
+from chiar.ops.basis import basis_matrix
+from chiar.ops.spectral_entropy import spectral_entropy
 from transcription import Options, forward
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -175,7 +177,7 @@ def damage(kind):
         return data, r"norm\.weight has dtype"
     if kind == "odd heads":
         for i in (1, 2, 3):
-            tensors[f"layers.{i}.attn.rope.inv_freq"] = torch.zeros(5)
+            tensors[f"layers.{i}.attn.rope.inv_freq"] = 10000.0 ** -(torch.arange(0, 10, 2) / 10)
         return data, r"does not divide the width"
     if kind == "no rope":
         data["model"] = {name: value for name, value in tensors.items() if ".rope." not in name}
@@ -183,6 +185,27 @@ def damage(kind):
     if kind == "contradiction":
         data["cfg"]["routing_mode"] = "soft"
         return data, r"contradicts 'soft'"
+    if kind == "other rope":
+        tensors["layers.2.attn.rope.inv_freq"] *= 0.5
+        return data, r"layers\.2\.attn\.rope\.inv_freq is not RoPE with base 10000"
+    if kind == "rope of no dimension":
+        tensors["layers.1.attn.rope.inv_freq"] = torch.tensor(1.0)
+        return data, r"inv_freq has shape \(\), expected 1 dimensions"
+    if kind == "empty rope":
+        tensors["layers.1.attn.rope.inv_freq"] = torch.zeros(0)
+        return data, r"inv_freq of shape \(0,\) is empty"
+    if kind == "sparse":
+        tensors["norm.weight"] = torch.eye(32).to_sparse()[0]
+        return data, r"norm\.weight is not an ordinary dense tensor"
+    if kind == "terabytes":
+        tensors["token_emb.weight"] = torch.zeros(1).expand(10**11, 32)
+        return data, r"larger than what the file stores"
+    if kind == "not a number":
+        tensors["norm.weight"][3] = float("nan")
+        return data, r"norm\.weight holds values that are not finite"
+    if kind == "far layer":
+        tensors["layers.30000000.x"] = torch.zeros(1)
+        return data, r"nothing of layers\.4"
     if kind == "a list":
         return [1, 2], r"holds a list"
     assert kind == "empty"
@@ -190,6 +213,7 @@ def damage(kind):
 
 
 KINDS = ["missing tensor", "extra tensor", "wrong shape", "missing layer", "untied output", "no embedding"]
+KINDS += ["other rope", "rope of no dimension", "empty rope", "sparse", "terabytes", "not a number", "far layer"]
 KINDS += ["not a tensor", "integers", "odd heads", "no rope", "contradiction", "a list", "empty"]
 
 
@@ -234,6 +258,25 @@ def test_truncated_files_are_refused(keep, tmp_path):
     path.write_bytes(whole[: int(keep * len(whole))])
     with pytest.raises(InputError, match=r"not opened|not a readable checkpoint"):
         read_file(path)
+
+
+def test_epsilon_is_the_released_codes():
+    """The golden states are too large to show it: on a small vector ε moves H visibly."""
+    config = convert(*read_tensors(content("threshold")), tau=TAU).config
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)) * 1e-4
+    basis = basis_matrix("dct", 32)
+    energy = (x @ basis.T).square()
+    energy[:, 0] *= 2
+    p = energy / (energy.sum(-1, keepdim=True) + 1e-8)
+    expected = -(p * (p + 1e-8).log()).sum(-1) / np.log(32)
+    found = spectral_entropy(x, basis, config.entropy_eps, config.entropy_dc_weight)
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert (found - spectral_entropy(x, basis, 0.0, config.entropy_dc_weight)).abs().max() > 1e-3
+
+
+def test_the_routing_a_file_names_cannot_be_overruled(tmp_path):
+    with pytest.raises(InputError, match="the file says 'soft'"):
+        import_checkpoint(GOLDEN / "soft.pt", tmp_path / "model", routing="hard")
 
 
 def test_missing_file_and_existing_folder(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from chiar import ChiarForCausalLM, RoutingTrace
@@ -86,7 +87,7 @@ def test_presets_prints_the_exact_counts():
 
 def test_flops_prints_both_models_the_ratio_and_the_claim():
     _, output = run("flops", "v3-400m", "--length", "256,4096", "--fraction", "0.5", "--keys", "routed")
-    for figure in ("35–40%", "62.5%", "15.6%", "51.5%", "4,096", "0.982"):
+    for figure in ("35–40%", "62.5%", "15.6%", "51.5%", "4,096", "0.946", "dark (attention)"):
         assert figure in output
     _, output = run("flops", "v3-400m", "--keys", "routed", "--json", "-")
     (record,) = json.loads(output)
@@ -230,6 +231,10 @@ def test_damaged_model_folders_are_named(model_folder):
     (model_folder / "tokenizer.json").write_text("{broken")
     weights.write_bytes(whole)
     assert "tokenizer in" in refused("trace", model_folder, "--text", "a")
+    tensors = load_file(weights)
+    del tensors["model.norm.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert "no weights for model.norm.weight" in refused("trace", model_folder, "--text", "a")
     (model_folder / "config.json").write_text('{"model_type": "gpt2"}')
     assert "holds a 'gpt2' model" in refused("flops", model_folder)
     (model_folder / "config.json").write_text("{")

@@ -329,11 +329,20 @@ class TestLoss:
 
     def test_the_collapse_regulariser_is_added(self, lively, ids):
         option = {"router": "learned", "routing": "soft"}
-        plain = lively(option)(ids, labels=ids)
-        regularised = lively(option, collapse_regulariser=0.5)(ids, labels=ids)
+        plain, model = lively(option)(ids, labels=ids), lively(option, collapse_regulariser=0.5)
+        regularised = model.train()(ids, labels=ids)
         assert plain.routing_loss is None
         assert regularised.routing_loss < 0
         assert torch.equal(regularised.loss, plain.loss + regularised.routing_loss)
+        evaluated = model.eval()(ids, labels=ids)
+        assert torch.equal(evaluated.loss, plain.loss), "exp(loss) must be a perplexity"
+
+    def test_accumulated_regularisers_count_once(self, lively, ids):
+        model = lively({"router": "learned", "routing": "soft"}, collapse_regulariser=0.5).train()
+        labels = ROWS * (TOKENS - 1)
+        whole = model(ids, labels=ids).loss
+        parts = [model(ids, labels=ids, num_items_in_batch=4 * labels).loss for _ in range(4)]
+        assert torch.allclose(sum(parts), whole)
 
     def test_the_loss_under_accumulation(self, lively, ids):
         """transformers' Trainer hands the token count of all micro-batches to a forward that takes **kwargs, unless

@@ -253,6 +253,7 @@ def test_regulariser_is_minus_the_entropy_of_mean_use(routing, operators, paddin
     mask = torch.ones(ROWS, TOKENS, dtype=torch.long) if padding is None else padding_mask(padding, ROWS, TOKENS)
     ids = token_ids(ROWS, TOKENS)
     labels = ids.masked_fill(mask == 0, -100)
+    model.train()
     output = model(ids, attention_mask=None if padding is None else mask, labels=labels, output_routing=True)
     entropies = []
     for layer in model.config.routed_layers:

@@ -64,10 +64,21 @@ def read_tensors(content: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise InputError(f"the checkpoint's entry {name!r} is a {type(value).__name__}, expected a tensor.")
-        if not value.dtype.is_floating_point:
-            raise InputError(f"tensor {name} has dtype {value.dtype}, expected floating point.")
+        check_tensor(name, value)
     stored = content.get("cfg")
     return dict(tensors), stored if isinstance(stored, dict) else {}
+
+
+def check_tensor(name: str, value: Tensor) -> None:
+    """Refuse what is not plainly numbers in memory: a stride of 0 can claim terabytes, a sparse tensor anything."""
+    if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+        raise InputError(f"tensor {name} is not an ordinary dense tensor.")
+    if not value.dtype.is_floating_point:
+        raise InputError(f"tensor {name} has dtype {value.dtype}, expected floating point.")
+    if value.numel() == 0 or value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise InputError(f"tensor {name} of shape {tuple(value.shape)} is empty or larger than what the file stores.")
+    if not bool(value.isfinite().all()):
+        raise InputError(f"tensor {name} holds values that are not finite.")
 
 
 def convert(
@@ -132,9 +143,9 @@ def find_layer_types(tensors: dict[str, Tensor]) -> list[str]:
 
 def layer_numbers(tensors: dict[str, Tensor], prefix: str) -> list[int]:
     found = {int(match[1]) for name in tensors if (match := re.match(rf"{prefix}\.(\d+)\.", name))}
-    missing = sorted(set(range(max(found) + 1)) - found) if found else []
-    if missing:
-        raise InputError(f"missing tensors: the file has {prefix}.{max(found)} but nothing of {prefix}.{missing[0]}.")
+    for number in range(len(found)):
+        if number not in found:
+            raise InputError(f"missing tensors: the file has {prefix}.{max(found)} but nothing of {prefix}.{number}.")
     return sorted(found)
 
 
@@ -143,9 +154,15 @@ def find_rope(tensors: dict[str, Tensor]) -> tuple[int, int]:
     frequencies = next((name for name in sorted(tensors) if name.endswith("rope.inv_freq")), None)
     if frequencies is None:
         raise InputError("missing tensor: no *.rope.inv_freq, from which the number of heads follows.")
+    head_size = 2 * take_shape(tensors, frequencies, 1)[0]
+    for name in tensors:
+        if name.endswith("rope.inv_freq"):
+            exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+            value = tensors[name].float()
+            if value.shape != exponents.shape or not torch.allclose(value, 10000.0**-exponents, rtol=1e-4):
+                raise InputError(f"{name} is not RoPE with base 10000 for heads of {head_size}.")
     cache = frequencies.replace("inv_freq", "cos_cache")
-    length = tensors[cache].shape[0] if cache in tensors else 256
-    return 2 * tensors[frequencies].shape[0], length
+    return head_size, take_shape(tensors, cache, 2)[0] if cache in tensors else 256
 
 
 def find_routing(
@@ -157,7 +174,9 @@ def find_routing(
     notes: list[str],
 ) -> dict[str, Any]:
     if routing is not None and stored.get("routing_mode") not in (None, routing):
-        notes.append(f"the file says {stored['routing_mode']!r}, but {routing!r} was asked for (--routing).")
+        raise InputError(
+            f"the file says {stored['routing_mode']!r}: leave --routing out, it is for files that do not say."
+        )
     routing = routing or stored.get("routing_mode")
     has_router = any(".router.gate_proj." in name for name in tensors)
     if routing is None and has_router:

@@ -8,7 +8,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 
-class LayerMemory(DynamicLayer):
+class LayerState(DynamicLayer):
     """Named tensors of one layer, all with the batch first: keys, values, key marks, RBF features, gate sums."""
 
     is_croppable = False
@@ -47,10 +47,10 @@ class LayerMemory(DynamicLayer):
 
 
 class ChiarCache(Cache):
-    """One LayerMemory a layer. Its length is the number of tokens seen: a spectral layer stores no keys at all."""
+    """One LayerState a layer. Its length is the number of tokens seen: a spectral layer stores no keys at all."""
 
     def __init__(self, layers: int) -> None:
-        super().__init__(layers=[LayerMemory() for _ in range(layers)])
+        super().__init__(layers=[LayerState() for _ in range(layers)])
         self.seen = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

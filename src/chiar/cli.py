@@ -27,8 +27,12 @@ def show(renderable: Any) -> None:
     """Print in full: a table wider than the terminal runs over rather than losing digits."""
     from rich.console import Console
     from rich.measure import Measurement
+    from rich.table import Table
 
     console = Console()
+    if isinstance(renderable, Table) and renderable.title:  # rich would fold a title to the width of its table
+        console.print(renderable.title, soft_wrap=True, highlight=False)
+        renderable.title = None
     needed = Measurement.get(console, console.options.update(width=400), renderable).maximum
     Console(width=max(console.width, needed)).print(renderable)
 
@@ -91,7 +95,7 @@ def presets_command() -> None:
 def flops(
     model: Annotated[str, typer.Argument(metavar="PRESET", help="A preset or a model folder.")],
     length: Annotated[str, typer.Option(help="Sequence length T; several separated by commas sweep.")] = "256",
-    fraction: Annotated[float, typer.Option(help="f: fraction of tokens routed layers send to attention.")] = 0.5,
+    fraction: Annotated[float | None, typer.Option(help="f: share of tokens sent to attention; ½ by default.")] = None,
     keys: Keys = None,
     light_ffn: Annotated[bool | None, typer.Option(help="Whether light tokens run the FFN of routed layers.")] = None,
     json: Json = None,

@@ -70,7 +70,7 @@ class ChiarConfig(PreTrainedConfig):
     """threshold (entropy, random and static routers), hard or soft (the learned router)."""
     thresholds: float | list | None = None
     """τ: one number for all routed layers or one per routed layer (pairs [τ_low, τ_high] with three operators).
-    Until calibration: what white noise of this width would give."""
+    Until calibration: what white noise of this width would give. A built model changes them with `set_thresholds`."""
     hard_estimator: str = "both"
     """Gradient of hard routing: both (the paper's straight-through) or selected (only the chosen operator runs)."""
     random_key: str = "token"

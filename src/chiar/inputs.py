@@ -32,6 +32,8 @@ def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, vocabul
 def check_routes(routes: dict[int, Tensor] | None, config: ChiarConfig, shape: tuple[int, ...]) -> None:
     """Raise InputError unless forced routes name routed layers and give an operator for every token."""
     assert config.operators is not None
+    if routes and config.routing == "soft":
+        raise InputError("routes cannot be forced under soft routing: it blends all operators.")
     for layer, choice_BT in (routes or {}).items():
         if layer not in config.routed_layers:
             raise InputError(f"layer {layer} is not routed: routes can be forced in {config.routed_layers}.")

@@ -41,9 +41,12 @@ def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
     config = load_config(name)
     if Path(name).is_dir():
         try:
-            return ChiarForCausalLM.from_pretrained(name).eval(), Path(name)
+            model, info = ChiarForCausalLM.from_pretrained(name, output_loading_info=True)
         except (SafetensorError, RuntimeError) as error:
             raise InputError(f"the weights in {name} cannot be loaded: {first_line(error)}") from error
+        if info["missing_keys"]:
+            raise InputError(f"{name} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
+        return model.eval(), Path(name)
     torch.manual_seed(seed)
     return ChiarForCausalLM(config).eval(), None
 

@@ -1,6 +1,7 @@
 """CHIAR-Former as transformers models, read top to bottom: decoder, language model, classifier."""
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,15 +22,16 @@ from chiar.cache import ChiarCache, check_cache
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, refuse_misspelt
 from chiar.inputs import check_routes, check_tokens, make_context
-from chiar.layers.block import Block, make_norm
+from chiar.layers.block import Block, LayerOutput, make_norm
+from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.derived import DerivedBuffers
 from chiar.layers.meta_router import Gate, MetaRouter
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import EntropyRouter
 from chiar.layers.spectral import SpectralBasis, SpectralFilter
 from chiar.outputs import ChiarModelOutput, ChiarOutput
-from chiar.routing.collapse import collapse_loss, mean_over_tokens, operator_use
-from chiar.routing.trace import RoutingTrace, trace_layer
+from chiar.routing.collapse import collapse_loss
+from chiar.routing.trace import LayerTrace, RoutingTrace, trace_layer
 
 logger = logging.get_logger(__name__)
 
@@ -39,7 +41,6 @@ class ChiarPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules = ["Block"]  # noqa: RUF012 (transformers reads it as a class attribute)
 
     def _init_weights(self, module: nn.Module) -> None:
         """N(0, 0.02), biases 0, norms and spectral filters 1; derived buffers are computed again."""
@@ -60,7 +61,7 @@ class ChiarPreTrainedModel(PreTrainedModel):
         elif isinstance(module, SpectralFilter):
             init.ones_(module.weight)
         elif isinstance(module, RBFMixing):
-            init.normal_(module.omega_Dm, std=(2.0 * module.gamma) ** 0.5)
+            init.normal_(module.omega_Dm, std=module.std)
         elif isinstance(module, DerivedBuffers):
             module.rebuild()
 
@@ -115,13 +116,11 @@ class ChiarModel(ChiarPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         output_routing: bool = False,
-        output_use: bool = False,
         forced_routes: dict[int, Tensor] | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> ChiarModelOutput | tuple:
         """`output_routing` returns a RoutingTrace; `forced_routes` maps a routed layer to a (B, T) choice of operator.
-        `output_use` returns only averages of the routes and the gate, cheap enough for every training step.
 
         `attention_mask` is 1 for real tokens and 0 for padding, (B, cached + new tokens). Positions count real
         tokens unless `position_ids` are given.
@@ -151,62 +150,75 @@ class ChiarModel(ChiarPreTrainedModel):
         keep_attentions = config.output_attentions if output_attentions is None else output_attentions
         if keep_attentions and context.attention_implementation != "eager":
             raise InputError("attention weights are only kept with attn_implementation='eager'.")
-        hidden_states, attentions, traces, routes = [], [], [], []
-        mean_gate = None
+        hidden_states, attentions, routes, traces = [], [], [], []
         for i, layer in enumerate(self.layers):
-            assert isinstance(layer, Block)
             if keep_hidden:
                 hidden_states.append(x_BTD)
             memory = None if past_key_values is None else past_key_values.layers[i]
             forced_BT = None if forced_routes is None else forced_routes.get(i)
-            gate_BT1, shut = None, False
-            if i == 0 and self.meta_router is not None:
-                gate_BT1 = self.meta_router(x_BTD, context, memory)
-                shut = not output_routing and self.meta_router.shut(gate_BT1)
-            if shut:
-                y_BTD, route, entropy_BT, weights = x_BTD, None, None, None
-            elif self.gradient_checkpointing and self.training:
-                y_BTD, route, entropy_BT, weights = self._gradient_checkpointing_func(
-                    layer.__call__, x_BTD, context, memory, forced_BT
-                )
-            else:
-                y_BTD, route, entropy_BT, weights = layer(x_BTD, context, memory, forced_BT)
-            if gate_BT1 is not None:
-                gate = gate_BT1.to(x_BTD.dtype)
-                y_BTD = gate * y_BTD + (1 - gate) * x_BTD
+            run = self._run_gated if i == 0 and self.meta_router is not None else self._run
+            done = run(layer, x_BTD, context, memory, forced_BT)
+            x_BTD = done.y_BTD
+            attentions.append(done.attention_weights)
+            if done.route is not None:
+                routes.append(done.route)
             if output_routing:
-                traces.append(trace_layer(i, layer, x_BTD, route, entropy_BT, gate_BT1))
-            if route is not None:
-                routes.append(route)
-            if gate_BT1 is not None and output_use:
-                mean_gate = mean_over_tokens(gate_BT1.detach(), context.real_BT)[0]
-            attentions.append(weights)
-            x_BTD = y_BTD
+                traces.append(trace_layer(i, layer, done))
         x_BTD = self.norm(x_BTD)
         if keep_hidden:
             hidden_states.append(x_BTD)
         if past_key_values is not None:
             past_key_values.seen += x_BTD.shape[1]
-
-        trace = None
-        if output_routing:
-            real_BT = torch.ones(x_BTD.shape[:2], dtype=torch.bool) if context.real_BT is None else context.real_BT
-            pool = config.gate_pool if self.meta_router is not None else None
-            trace = RoutingTrace(traces, real_BT.to(x_BTD.device), input_ids, pool, config.routed_layers)
-        use_LK = None
-        if output_use:
-            use_LK = operator_use(routes, context.real_BT, len(config.operators or ()), x_BTD.device)
         output = ChiarModelOutput(
             last_hidden_state=x_BTD,
             past_key_values=past_key_values,
             hidden_states=tuple(hidden_states) if keep_hidden else None,
             attentions=tuple(attentions) if keep_attentions else None,
-            routing=trace,
+            routing=self._trace(traces, context) if output_routing else None,
             routing_loss=collapse_loss(routes, context.real_BT, config.collapse_regulariser),
-            routing_use=use_LK,
-            mean_gate=mean_gate,
         )
         return output if return_dict is not False else output.to_tuple()
+
+    def _run(
+        self,
+        layer: nn.Module,
+        x_BTD: Tensor,
+        context: TokenContext,
+        memory: LayerMemory | None,
+        forced_BT: Tensor | None,
+    ) -> LayerOutput:
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(layer.__call__, x_BTD, context, memory, forced_BT)
+        return layer(x_BTD, context, memory, forced_BT)
+
+    def _run_gated(
+        self,
+        layer: nn.Module,
+        x_BTD: Tensor,
+        context: TokenContext,
+        memory: LayerMemory | None,
+        forced_BT: Tensor | None,
+    ) -> LayerOutput:
+        """Layer 1 under the MetaRouter: g · layer(x) + (1 − g) · x."""
+        assert self.meta_router is not None
+        gate_BT1 = self.meta_router(x_BTD, context, memory)
+        if self.meta_router.shut(gate_BT1) and not context.keep_entropy:
+            return LayerOutput(x_BTD, gate_BT1=gate_BT1)
+        output = self._run(layer, x_BTD, context, memory, forced_BT)
+        gate = gate_BT1.to(x_BTD.dtype)
+        return replace(output, y_BTD=gate * output.y_BTD + (1 - gate) * x_BTD, gate_BT1=gate_BT1)
+
+    def _trace(self, traces: list[LayerTrace], context: TokenContext) -> RoutingTrace:
+        real_BT = context.real_BT
+        if real_BT is None:
+            real_BT = torch.ones_like(traces[0].choice_BT, dtype=torch.bool)
+        pool = self.config.gate_pool if self.meta_router is not None else None
+        return RoutingTrace(traces, real_BT, context.token_ids_BT, pool)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
+        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise InputError("use_reentrant=True would lose the gradient of the collapse regulariser: leave it off.")
+        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)
 
     def check_gate_can_generate(self) -> None:
         """Tokens decoded one by one cannot know a mean over tokens that are not there yet."""
@@ -246,8 +258,8 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
     ) -> ChiarOutput | tuple:
         """Arguments of ChiarModel, and `labels` (the ids themselves; −100 is ignored) for the next-token loss.
 
-        The loss is a mean over labels, or their sum divided by `num_items_in_batch` (transformers' Trainer counts
-        labels over all accumulated batches).
+        The loss is a mean over labels, in training with the collapse regulariser; with `num_items_in_batch` it is this
+        batch's share of a mean over that many labels (transformers' Trainer counts all accumulated batches).
         """
         # generate() reads this signature to learn what the model takes.
         decoded = self.model(
@@ -260,11 +272,12 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
             if logits_to_keep:
                 raise InputError("labels need the logits of every token: leave logits_to_keep at 0.")
             targets = labels[:, 1:].flatten().to(logits_BTV.device)
-            reduction = "mean" if num_items_in_batch is None else "sum"
-            loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), targets, reduction=reduction)
+            loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), targets)
+            if self.training and decoded.routing_loss is not None:
+                loss = loss + decoded.routing_loss
             if num_items_in_batch is not None:
-                loss = loss / num_items_in_batch
-        return finish(decoded, loss, logits_BTV, return_dict)
+                loss = loss * (targets != -100).sum() / num_items_in_batch
+        return to_output(decoded, loss, logits_BTV, return_dict)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. A gate that sees the future needs `gate_generation="prefill"`, and its cache."""
@@ -288,6 +301,8 @@ class ChiarForSequenceClassification(ChiarPreTrainedModel):
 
     def __init__(self, config: ChiarConfig) -> None:
         super().__init__(config)
+        if config.problem_type == "multi_label_classification":
+            raise InputError("problem_type='multi_label_classification' is not supported: a row has one label.")
         self.num_labels = config.num_labels
         self.model = ChiarModel(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels)
@@ -311,7 +326,9 @@ class ChiarForSequenceClassification(ChiarPreTrainedModel):
                 loss = F.mse_loss(logits[:, 0].float(), labels.float())
             else:
                 loss = F.cross_entropy(logits.float(), labels)
-        return finish(decoded, loss, logits, return_dict)
+            if self.training and decoded.routing_loss is not None:
+                loss = loss + decoded.routing_loss
+        return to_output(decoded, loss, logits, return_dict)
 
     def _pool(self, states_BTD: Tensor, attention_mask: Tensor | None) -> Tensor:
         B, T, _ = states_BTD.shape
@@ -324,11 +341,9 @@ class ChiarForSequenceClassification(ChiarPreTrainedModel):
         return states_BTD[torch.arange(B, device=states_BTD.device), last_B]
 
 
-def finish(
+def to_output(
     decoded: ChiarModelOutput, loss: Tensor | None, logits: Tensor, return_dict: bool | None
 ) -> ChiarOutput | tuple:
-    if loss is not None and decoded.routing_loss is not None:
-        loss = loss + decoded.routing_loss
     output = ChiarOutput(
         loss=loss,
         logits=logits,

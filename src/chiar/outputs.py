@@ -19,9 +19,6 @@ class ChiarModelOutput(ModelOutput):
     attentions: tuple[Tensor | None, ...] | None = None
     routing: RoutingTrace | None = None
     routing_loss: Tensor | None = None
-    routing_use: Tensor | None = None
-    """(routed layers, K): fraction of real tokens each operator got."""
-    mean_gate: Tensor | None = None
 
 
 @dataclass

@@ -11,7 +11,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "400m": {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 28},
     "1b": {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 20},
 }
-CLASSIFIER_FIELDS = ("num_labels", "id2label", "label2id", "problem_type")
+# Settings of any transformers model that are not stored as fields.
+GENERAL_FIELDS = ("num_labels", "attn_implementation", "output_attentions")
 FAMILIES = ("baseline", "v1", "v2", "v3")
 # The paper trained v1 and v2 at 16M only; v2's learned positions and v1's RBF were dropped before scaling up.
 NAMES = (
@@ -39,7 +40,7 @@ def get(name: str, **changes: Any) -> ChiarConfig:
     if name not in NAMES:
         raise unknown_name("preset", name, NAMES)
     for field in changes:
-        if field not in (*ChiarConfig.__annotations__, *CLASSIFIER_FIELDS):
+        if field not in (*ChiarConfig.__dataclass_fields__, *GENERAL_FIELDS):
             raise unknown_name("configuration field", field, ChiarConfig.__annotations__)
     family, size = name.split("-")
     end_of_text = SIZES[size].get("vocab_size", 50257) - 1
@@ -49,6 +50,8 @@ def get(name: str, **changes: Any) -> ChiarConfig:
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
     }
+    if "routing" in changes and "router" not in changes:
+        fields.pop("router", None)
     if "layer_types" in changes and "num_hidden_layers" not in changes:
         fields.pop("num_hidden_layers")
     if "num_hidden_layers" in changes and family == "baseline" and "layer_types" not in changes:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
 from chiar.ops.spectral_entropy import spectral_entropy
-from chiar.routing.calibration import StreamingQuantiles, calibrate, noise_quantiles
+from chiar.routing.calibration import calibrate, cut, noise_quantiles
+from chiar.routing.quantiles import StreamingQuantiles
 
 BIN = 1 / StreamingQuantiles.BINS
 
@@ -153,6 +154,68 @@ def test_training_mode_is_given_back():
 def test_bad_input(preset, arguments, message):
     with pytest.raises(InputError, match=message):
         calibrate(ChiarForCausalLM(presets.get(preset)), stream(), **arguments)
+
+
+def test_the_papers_percentiles_exactly():
+    """On a ramp the p-th percentile is p."""
+    ramp = StreamingQuantiles()
+    ramp.add(torch.linspace(0, 1, 100_001))
+    assert cut(ramp, 2, None) == [pytest.approx(0.33, abs=1e-4), pytest.approx(0.67, abs=1e-4)]
+    assert cut(ramp, 1, None) == [pytest.approx(0.5, abs=1e-4)]
+    assert cut(ramp, 1, 0.2) == [pytest.approx(0.8, abs=1e-4)]
+    assert cut(ramp, 2, 0.2) == [pytest.approx(0.4, abs=1e-4), pytest.approx(0.8, abs=1e-4)]
+    assert ramp.deviation() == pytest.approx(12**-0.5, abs=1e-4)
+
+
+def test_the_report_says_where_entropies_lie_and_on_which_side_of_noise():
+    """Embeddings that are pure tones have H far below noise; all but pure noise, none of it."""
+    model = ChiarForCausalLM(presets.get("baseline-tiny", basis="identity"))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.eye(257, 32) + torch.eye(257, 32).roll(1, 1))
+    ids = torch.arange(32).repeat(8, 1)
+    (low,) = calibrate(model, [{"input_ids": ids}], rule="embeddings").layers
+    # Two equal coefficients of 32: H = log 2 / log 32 = 0.2.
+    assert low.percentiles == {p: pytest.approx(0.2, abs=1e-4) for p in (5, 33, 50, 67, 95)}
+    assert low.shift_from_noise < -5
+    assert low.distance_from_noise == 1
+    torch.nn.init.normal_(model.model.embed_tokens.weight, generator=torch.Generator().manual_seed(0))
+    (white,) = calibrate(model, stream(rows=200), rule="embeddings").layers
+    assert abs(white.shift_from_noise) < 0.3
+    assert white.percentiles[5] < white.percentiles[50] < white.percentiles[95]
+
+
+def test_embedding_rule_reports_the_split_of_every_routed_layer():
+    baseline = spread(ChiarForCausalLM(presets.get("baseline-tiny")))
+    target = spread(ChiarForCausalLM(presets.get("v3-tiny", gate_pool="causal")))
+    found = calibrate(baseline, stream(), rule="embeddings", target=target)
+    assert [layer.layer for layer in found.layers] == [None, 1, 2]
+    assert target.config.thresholds is None
+    target.model.set_thresholds(found.thresholds(2))
+    ids = torch.cat([batch["input_ids"] for batch in stream()])
+    with torch.no_grad():
+        routing = target(ids, output_routing=True).routing
+    for layer in found.layers[1:]:
+        assert layer.split[-1] == pytest.approx(routing.attention_fraction(layer.layer), abs=0.005)
+
+
+def test_what_does_not_settle_is_said():
+    model = spread(ChiarForCausalLM(presets.get("v3-tiny", gate_pool="causal", thresholds=0.0)))
+    assert not calibrate(model, stream(), passes=1).converged
+    found = calibrate(model, stream())
+    assert found.converged
+    assert 1 < found.passes <= 6
+
+
+def test_one_shot_iterators_are_refused():
+    with pytest.raises(InputError, match="re-iterable"):
+        calibrate(ChiarForCausalLM(presets.get("v3-tiny")), iter(stream()))
+
+
+def test_ids_outside_the_vocabulary_are_refused_by_both_rules():
+    model, bad = ChiarForCausalLM(presets.get("v3-tiny")), [{"input_ids": torch.tensor([[1, 400]])}]
+    for rule in ("embeddings", "layers"):
+        with pytest.raises(InputError, match="outside the vocabulary"):
+            calibrate(model, bad, rule=rule)
 
 
 def test_an_empty_stream_is_an_error():

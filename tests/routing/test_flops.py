@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
-from chiar.routing.flops import compare_flops, count_dense_execution, count_flops
+from chiar.routing.flops import compare_flops, count_dense_execution, count_flops, route_costs
 
 LARGE = presets.get("v3-400m")
 
@@ -55,9 +55,48 @@ def test_light_and_dark_shares_add_up():
     )
     nothing = count_flops(LARGE, 512, 0.0, "routed")
     assert nothing.part("projections", "scores", layers=routed) == 0
-    # One product for the entropy of every token, two for the filter of light ones.
+    # One product for the entropy of every token, one for the filter (a D×D matrix) of light ones.
     assert squares(nothing, "router", layers=[1]) == 2
-    assert squares(nothing, "spectral", layers=[1]) == 4
+    assert squares(nothing, "spectral", layers=[1]) == 2
+
+
+@pytest.mark.parametrize(("fraction", "speedups"), [(0.5, (1.06, 1.15, 1.42)), (0.25, (1.12, 1.24, 1.64))])
+def test_bounds_on_the_speedup_with_matrix_products(fraction, speedups):
+    for length, expected in zip((256, 2048, 8192), speedups, strict=True):
+        savings = compare_flops(LARGE, length, fraction, "routed")
+        assert savings.baseline.total / savings.chiar.total == pytest.approx(expected, abs=0.006)
+
+
+@pytest.mark.parametrize("keys", ["all", "routed"])
+@pytest.mark.parametrize("light_ffn", [True, False])
+def test_routes_weighted_by_their_shares_make_the_layer(keys, light_ffn):
+    fraction = 0.3
+    routes = route_costs(LARGE, 512, fraction, keys, light_ffn)
+    layer = count_flops(LARGE, 512, fraction, keys, light_ffn).layer(1)
+    assert (1 - fraction) * routes["spectral"] + fraction * routes["attention"] == pytest.approx(layer)
+    assert routes["spectral"] < routes["attention"]
+
+
+def test_static_layers_decide_for_themselves():
+    config = presets.get("v3-400m", router="static")
+    count = count_flops(config, 256, keys="routed")
+    assert squares(count, "projections", layers=[1]) == 8
+    assert squares(count, "projections", layers=[2]) == 0
+    with pytest.raises(InputError, match="leave the fraction out"):
+        count_flops(config, 256, 0.5)
+    everywhere = presets.get("v3-400m", router="static", static_operators=["attention"] * 26)
+    assert compare_flops(everywhere, 256).attention_in_routed_layers == 0
+
+
+def test_the_random_routers_own_fraction_is_used():
+    config = presets.get("v3-400m", router="random", random_fraction=0.25)
+    assert count_flops(config, 256).total == count_flops(config, 256, 0.25).total
+
+
+def test_soft_routing_runs_every_operator_and_every_path():
+    soft = presets.get("v1-tiny", routing="soft", light_ffn=False)
+    ffn = count_flops(soft, 24).part("ffn", layers=[1])
+    assert ffn == count_dense_execution(soft, 24).part("ffn", layers=[1]) == 2 * 16 * 32**2
 
 
 def test_fractions_may_differ_by_layer():

@@ -57,10 +57,12 @@ def run_calibration(
         check_comparable(model.config, target.config)
     if out is not None and not target.config.routed_layers:
         raise InputError("the model to write has no routed layers: name one that has with --apply-to.")
-    found = with_progress(model, stream, rule, fraction, len(target.config.operators))
+    found = with_progress(model, stream, rule, fraction, target)
     if out is not None:
         write(target, target_folder, tokenizer, found, out)
-    return [*tables(found, name), *([f"wrote {out}"] if out is not None else [])]
+    notes = [] if found.converged else ["warning: the splits were still moving in the last pass: read more rows."]
+    notes += [f"wrote {out}"] if out is not None else []
+    return [*tables(found, name), *notes]
 
 
 def check_comparable(measured: ChiarConfig, target: ChiarConfig) -> None:
@@ -73,10 +75,10 @@ def check_comparable(measured: ChiarConfig, target: ChiarConfig) -> None:
         raise InputError(f"the model to write has router={target.router!r}, which has no thresholds.")
 
 
-def with_progress(model: Any, stream: list, rule: str, fraction: float | None, operators: int) -> Calibration:
+def with_progress(model: Any, stream: list, rule: str, fraction: float | None, target: Any) -> Calibration:
     with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("reading tokens", total=None)
-        return calibrate(model, stream, rule, fraction, operators, progress=lambda n: bar.advance(task, n))
+        return calibrate(model, stream, rule, fraction, target, progress=lambda n: bar.advance(task, n))
 
 
 def write(target: Any, folder: Path | None, tokenizer: Path | None, found: Calibration, out: Path) -> None:
@@ -99,7 +101,7 @@ def tables(found: Calibration, name: str) -> list[Table]:
         "split (light … dark)",
         "KS from noise",
         "shift (σ of noise)",
-        title=f"{name}: spectral entropy by rule '{found.rule}', read {found.rounds} time(s); "
+        title=f"{name}: spectral entropy by rule '{found.rule}', read {found.passes} time(s); "
         f"white noise of this width {found.noise_mean:.4f} ± {found.noise_deviation:.4f}",
         title_justify="left",
         box=None,

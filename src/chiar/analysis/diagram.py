@@ -106,7 +106,8 @@ def draw(config: ChiarConfig, title: str) -> str:
         draw_layer(canvas, config, kind, name, gated)
         first += count
     canvas.step("final norm", height=34)
-    canvas.box(CENTRE - 160, canvas.y, 320, 34, "output projection (tied to the embedding)", "plain")
+    tied = "output projection (tied to the embedding)" if config.tie_word_embeddings else "output projection"
+    canvas.box(CENTRE - 160, canvas.y, 320, 34, tied, "plain")
     canvas.y += 34
     return canvas.svg(f"Architecture of {title}")
 
@@ -134,7 +135,8 @@ def draw_layer(canvas: Canvas, config: ChiarConfig, kind: str, name: str, gated:
         canvas.step(LABELS[kind], kind)
     routed = kind == "routed"
     label = "feed-forward, shared by the operators" if routed else "feed-forward"
-    note = "D → 4D → D, GELU" if config.light_ffn or not routed else "light tokens skip it"
+    hidden = "4D" if config.intermediate_size == 4 * config.hidden_size else str(config.intermediate_size)
+    note = f"D → {hidden} → D, GELU" if config.light_ffn or not routed else "light tokens skip it"
     canvas.box(CENTRE - 160, canvas.y, 320, 44, label, "plain", note)
     canvas.y += 44
     if gated:

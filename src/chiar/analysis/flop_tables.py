@@ -5,14 +5,14 @@ import json
 from rich.table import Table
 
 from chiar.config import ChiarConfig
-from chiar.routing.flops import PARTS, Savings, compare_flops
+from chiar.routing.flops import PARTS, Savings, compare_flops, operator_shares, route_costs
 
 PAPER_TOTAL = "35–40%"
 PAPER_ATTENTION = "62.5%"
 
 
 def savings_by_length(
-    config: ChiarConfig, lengths: list[int], fraction: float, keys: str | None, light_ffn: bool | None
+    config: ChiarConfig, lengths: list[int], fraction: float | None, keys: str | None, light_ffn: bool | None
 ) -> list[tuple[Savings, Savings]]:
     """For each length: with the DCT as matrix products, and with the DCT free."""
     return [
@@ -25,13 +25,22 @@ def savings_by_length(
 
 
 def flop_tables(
-    name: str, config: ChiarConfig, lengths: list[int], fraction: float, keys: str | None, light_ffn: bool | None
+    name: str, config: ChiarConfig, lengths: list[int], fraction: float | None, keys: str | None, light_ffn: bool | None
 ) -> list[Table]:
     rows = savings_by_length(config, lengths, fraction, keys, light_ffn)
-    setting = (
-        f"f = {fraction:g}, keys {keys or config.keys}, light FFN {'on' if is_light(config, light_ffn) else 'off'}"
-    )
-    return [part_table(name, setting, rows[0][0]), length_table(rows)]
+    ffn = "on" if is_light(config, light_ffn) else "off"
+    setting = f"{describe_fraction(config, fraction)}, keys {keys or config.keys}, light FFN {ffn}"
+    tables = [part_table(name, setting, rows[0][0]), length_table(rows)]
+    if config.routed_layers:
+        tables.insert(1, route_table(route_costs(config, lengths[0], fraction, keys, light_ffn), lengths[0]))
+    return tables
+
+
+def describe_fraction(config: ChiarConfig, fraction: float | None) -> str:
+    if config.routing == "soft" or config.router == "static" or not config.routed_layers:
+        return f"{config.routing} routing" if config.routing == "soft" else "fixed layers"
+    shares = operator_shares(config, fraction)
+    return f"f = {shares[0]['attention']:g}"
 
 
 def is_light(config: ChiarConfig, light_ffn: bool | None) -> bool:
@@ -52,6 +61,14 @@ def part_table(name: str, setting: str, savings: Savings) -> Table:
         if ours or theirs:
             table.add_row(part, f"{ours / 1e6:,.2f}", f"{theirs / 1e6:,.2f}")
     table.add_row("total", f"{savings.chiar.total / 1e6:,.2f}", f"{savings.baseline.total / 1e6:,.2f}")
+    return table
+
+
+def route_table(costs: dict[str, float], length: int) -> Table:
+    table = Table("route", "MFLOPs", box=None, title=f"one token in a routed layer, T = {length}", title_justify="left")
+    for operator, flops in costs.items():
+        label = {"spectral": "light (spectral)", "attention": "dark (attention)"}.get(operator, operator)
+        table.add_row(label, f"{flops / 1e6:,.3f}")
     return table
 
 
@@ -85,7 +102,7 @@ def length_table(rows: list[tuple[Savings, Savings]]) -> Table:
 
 
 def flop_json(
-    config: ChiarConfig, lengths: list[int], fraction: float, keys: str | None, light_ffn: bool | None
+    config: ChiarConfig, lengths: list[int], fraction: float | None, keys: str | None, light_ffn: bool | None
 ) -> str:
     records = [
         {

@@ -3,6 +3,7 @@
 This is dense execution, the definition of truth: every operator runs on every token and the route selects.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,6 +57,21 @@ def blend(parts: list[Tensor], weights_BTK: Tensor | None) -> Tensor:
     return mixed
 
 
+@dataclass
+class LayerOutput:
+    """What a layer gives back: its output, and what it did to get there."""
+
+    y_BTD: Tensor
+    route: Route | None = None
+    """The decision of a routed layer."""
+    entropy_BT: Tensor | None = None
+    """H of the layer's input, where computed."""
+    attention_weights: Tensor | None = None
+    """Of eager attention."""
+    gate_BT1: Tensor | None = None
+    """The MetaRouter's g, on layer 1."""
+
+
 class Block(nn.Module):
     """A spectral or attention layer has one operator, a routed layer several and a router that chooses."""
 
@@ -83,14 +99,13 @@ class Block(nn.Module):
         context: TokenContext,
         memory: LayerMemory | None = None,
         forced_BT: Tensor | None = None,
-    ) -> tuple[Tensor, Route | None, Tensor | None, Tensor | None]:
-        """Returns the layer's output, its route (routed layers), H of its input if computed, attention weights."""
+    ) -> LayerOutput:
         entropy_BT = self.entropy(x_BTD, context)
         route = self.choose(x_BTD, entropy_BT, context, forced_BT)
         outputs, attention_weights = self.run_operators(x_BTD, context, route, memory)
         combine = self.combine_pre_norm if self.pre_norm else self.combine_post_norm
         y_BTD = combine(x_BTD, outputs, None if route is None else route.weights_BTK)
-        return y_BTD, route, entropy_BT, attention_weights
+        return LayerOutput(y_BTD, route, entropy_BT, attention_weights)
 
     def entropy(self, x_BTD: Tensor, context: TokenContext) -> Tensor | None:
         read = self.router is not None and self.router_reads_entropy

@@ -38,7 +38,9 @@ class MetaRouter(nn.Module):
 
     def shut(self, gate_BT1: Tensor) -> bool:
         """Whether the hard gate leaves nothing of the layer. Looks at values, so only where a bound is set."""
-        return self.skip_below is not None and not self.training and not bool(gate_BT1.any())
+        if self.skip_below is None or self.training or torch.compiler.is_compiling():
+            return False
+        return not bool(gate_BT1.any())
 
     def _pooled(self, x_BTD: Tensor, context: TokenContext, memory: LayerMemory | None) -> Tensor:
         count = torch.ones_like(x_BTD[..., :1])

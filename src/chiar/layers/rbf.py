@@ -19,13 +19,9 @@ class RBFMixing(nn.Module):
 
     def __init__(self, width: int, features: int, gamma: float) -> None:
         super().__init__()
-        self.features, self.gamma = features, gamma
-        self.register_buffer("omega_Dm", torch.empty(width, features))
+        self.features, self.std = features, math.sqrt(2.0 * gamma)
+        self.register_buffer("omega_Dm", self.std * torch.randn(width, features))
         self.out = nn.Linear(2 * features, width)
-        self.draw()
-
-    def draw(self) -> None:
-        self.omega_Dm.normal_(std=math.sqrt(2.0 * self.gamma))
 
     def forward(
         self,

@@ -5,8 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-BASES = ("dct", "identity", "random")
-
 
 def dct_matrix(width: int) -> Tensor:
     """The orthonormal type-II DCT as a matrix C: C[k, n] = s_k cos(π (n + ½) k / D); its inverse is Cᵀ."""

@@ -1,6 +1,6 @@
 """Where to cut: thresholds from the entropies a model really produces."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,60 +8,14 @@ import torch
 from torch import Tensor
 
 from chiar.errors import InputError, unknown_name
+from chiar.inputs import check_tokens
 from chiar.ops.spectral_entropy import spectral_entropy
-from chiar.ops.white_noise import white_noise_entropy
+from chiar.routing.quantiles import StreamingQuantiles
 
 RULES = ("embeddings", "layers")
 PERCENTILES = (5, 33, 50, 67, 95)
-
-
-class StreamingQuantiles:
-    """Quantiles of numbers in [0, 1] from a fixed histogram: 512 KiB whatever the stream, exact to 1/65,536.
-
-    At width 1024 the bulk of H spans some 600 bins. Histograms of parts of a stream add up, in any order.
-    """
-
-    BINS = 1 << 16
-
-    def __init__(self) -> None:
-        self.counts = torch.zeros(self.BINS, dtype=torch.int64)
-
-    def add(self, values: Tensor) -> None:
-        bins = (values.detach().double().cpu().flatten() * self.BINS).long().clamp(0, self.BINS - 1)
-        self.counts += torch.bincount(bins, minlength=self.BINS)
-
-    def merge(self, other: "StreamingQuantiles") -> None:
-        self.counts += other.counts
-
-    @property
-    def total(self) -> int:
-        return int(self.counts.sum())
-
-    def quantile(self, q: float) -> float:
-        """The value below which a fraction q lies, linear inside a bin."""
-        if self.total == 0:
-            raise InputError("no entropies were seen: the token stream is empty.")
-        cumulative = self.counts.cumsum(0)
-        target = max(q * self.total, 1e-9)
-        index = min(int(torch.searchsorted(cumulative, target)), self.BINS - 1)
-        inside = float(self.counts[index])
-        below = float(cumulative[index]) - inside
-        return (index + ((target - below) / inside if inside else 0.0)) / self.BINS
-
-    def fraction_above(self, threshold: float) -> float:
-        index = min(int(threshold * self.BINS), self.BINS - 1)
-        above = float(self.counts[index + 1 :].sum())
-        within = float(self.counts[index]) * (index + 1 - threshold * self.BINS)
-        return (above + within) / max(self.total, 1)
-
-    def mean(self) -> float:
-        centres = (torch.arange(self.BINS, dtype=torch.float64) + 0.5) / self.BINS
-        return float((self.counts * centres).sum()) / max(self.total, 1)
-
-    def distance(self, other: "StreamingQuantiles") -> float:
-        """Kolmogorov–Smirnov: the largest gap between the two distribution functions, 0 (same) to 1 (disjoint)."""
-        ours, theirs = self.counts.cumsum(0) / self.total, other.counts.cumsum(0) / other.total
-        return float((ours - theirs).abs().max())
+Batches = Iterable[dict[str, Tensor]]
+Progress = Callable[[int], None]
 
 
 @dataclass
@@ -78,7 +32,7 @@ class LayerReport:
     distance_from_noise: float
     """Kolmogorov–Smirnov distance to white noise of the same width."""
     shift_from_noise: float
-    """(mean − white-noise mean) / white-noise standard deviation."""
+    """(mean − white noise's mean) / white noise's standard deviation."""
 
 
 @dataclass
@@ -87,20 +41,26 @@ class Calibration:
 
     rule: str
     layers: list[LayerReport]
-    """One entry for the embeddings, or one a routed layer."""
+    """The embeddings first, under that rule; then the routed layers, with the split they get."""
     noise_mean: float
     noise_deviation: float
-    rounds: int = 1
+    passes: int = 1
+    """How often the stream was read."""
+    converged: bool = True
+    """Whether every split of the rule `layers` was stable in the last pass."""
 
     def thresholds(self, routed_layers: int) -> list:
         """As `ChiarConfig.thresholds` stores them: a number a routed layer, or a pair with three operators."""
-        found = [layer.thresholds for layer in self.layers]
         if self.rule == "embeddings":
-            found = found * routed_layers
-        return plain(found)
+            return plain([self.layers[0].thresholds] * routed_layers)
+        return plain([layer.thresholds for layer in self.layers])
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def plain(thresholds: list[list[float]]) -> list:
+    return [values[0] if len(values) == 1 else values for values in thresholds]
 
 
 def cut(quantiles: StreamingQuantiles, boundaries: int, fraction: float | None) -> list[float]:
@@ -125,9 +85,8 @@ def noise_quantiles(width: int, eps: float, dc_weight: float, samples: int = 163
 
 
 def report(
-    layer: int | None, seen: StreamingQuantiles, thresholds: list[float], config: Any, noise: StreamingQuantiles
+    layer: int | None, seen: StreamingQuantiles, thresholds: list[float], noise: StreamingQuantiles
 ) -> LayerReport:
-    mean, deviation = white_noise_entropy(config.hidden_size)
     above = [1.0, *(seen.fraction_above(t) for t in thresholds), 0.0]
     return LayerReport(
         layer=layer,
@@ -137,111 +96,121 @@ def report(
         thresholds=thresholds,
         split=[above[k] - above[k + 1] for k in range(len(above) - 1)],
         distance_from_noise=seen.distance(noise),
-        shift_from_noise=(seen.mean() - mean) / deviation,
+        shift_from_noise=(seen.mean() - noise.mean()) / noise.deviation(),
     )
 
 
 @torch.no_grad()
 def calibrate(
     model: Any,
-    batches: Iterable[dict[str, Tensor]],
+    batches: Batches,
     rule: str = "layers",
     fraction: float | None = None,
-    operators: int | None = None,
-    rounds: int = 4,
+    target: Any = None,
+    passes: int = 6,
     tolerance: float = 0.01,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Calibration:
-    """Thresholds for `model` from batches of {"input_ids", optionally "attention_mask"}, which are read several times.
+    """Thresholds for `target` (`model` itself by default) from batches of {"input_ids", optionally "attention_mask"}.
 
-    "embeddings" is the paper's rule: H of the token embeddings, one τ for all layers; it also takes a baseline, and
-    `operators` is then the number of operators of the model the thresholds are for.
+    "embeddings" is the paper's rule: H of `model`'s token embeddings, one τ for all layers; `model` may be a baseline.
     "layers" cuts each routed layer at quantiles of the states it really sees. Those depend on the thresholds of the
-    layers before, so the stream is read again, up to `rounds` times, until every split is stable within `tolerance`.
-    The model itself is left as it was: apply the result with `set_thresholds`.
+    layers before, so the stream is read again, at most `passes` times, until no split moves by more than `tolerance`.
+    `batches` must be something that can be iterated again, such as a list; memory does not grow with it. The models are
+    left as they were: apply the result with `set_thresholds`.
     """
     if rule not in RULES:
         raise unknown_name("rule", rule, RULES)
     if fraction is not None and not 0.0 < fraction < 1.0:
         raise InputError(f"fraction must lie strictly between 0 and 1, got {fraction}.")
+    if isinstance(batches, Iterator):
+        raise InputError("the batches are read several times: give a list or another re-iterable, not an iterator.")
     decoder = getattr(model, "model", model)
-    config, batches = decoder.config, list(batches)
-    boundaries = (operators or len(config.operators)) - 1
+    receiver = decoder if target is None else getattr(target, "model", target)
+    config = decoder.config
     noise = noise_quantiles(config.hidden_size, config.entropy_eps, config.entropy_dc_weight)
-    mean, deviation = white_noise_entropy(config.hidden_size)
-    was_training = decoder.training
+    modes = {part: part.training for part in (decoder, receiver)}
+    before = receiver.config.thresholds
     decoder.eval()
+    receiver.eval()
     try:
         if rule == "embeddings":
-            seen = embedding_quantiles(decoder, batches, progress)
-            thresholds = cut(seen, boundaries, fraction)
-            reports = [report(None, seen, thresholds, config, noise)]
-            return Calibration(rule, reports, mean, deviation)
-        return calibrate_layers(decoder, batches, fraction, rounds, tolerance, noise, progress)
+            return calibrate_embeddings(decoder, receiver, batches, fraction, noise, progress)
+        return calibrate_layers(decoder, batches, fraction, passes, tolerance, noise, progress)
     finally:
-        decoder.train(was_training)
+        receiver.set_thresholds(before)
+        for part, training in modes.items():
+            part.train(training)
 
 
-def embedding_quantiles(
-    decoder: Any, batches: list[dict[str, Tensor]], progress: Callable[[int], None] | None
-) -> StreamingQuantiles:
+def calibrate_embeddings(
+    decoder: Any,
+    receiver: Any,
+    batches: Batches,
+    fraction: float | None,
+    noise: StreamingQuantiles,
+    progress: Progress | None,
+) -> Calibration:
     config, seen = decoder.config, StreamingQuantiles()
     for batch in batches:
         ids = batch["input_ids"]
+        check_tokens(ids, None, decoder.embed_tokens.num_embeddings)
         x_BTD = decoder.embed_tokens(ids.to(decoder.device))
         entropy_BT = spectral_entropy(x_BTD, decoder.basis.matrix_DD, config.entropy_eps, config.entropy_dc_weight)
         mask = batch.get("attention_mask")
         seen.add(entropy_BT if mask is None else entropy_BT[mask.bool().to(entropy_BT.device)])
         if progress:
             progress(ids.numel())
-    return seen
+    thresholds = cut(seen, len(receiver.config.operators) - 1, fraction)
+    reports = [report(None, seen, thresholds, noise)]
+    routed = receiver.config.routed_layers if receiver.config.router == "entropy" else []
+    if routed:
+        receiver.set_thresholds(plain([thresholds] * len(routed)))
+        measured = layer_quantiles(receiver, batches, progress)
+        reports += [report(layer, measured[layer], thresholds, noise) for layer in routed]
+    return Calibration("embeddings", reports, noise.mean(), noise.deviation(), passes=1 + bool(routed))
 
 
 def calibrate_layers(
     decoder: Any,
-    batches: list[dict[str, Tensor]],
+    batches: Batches,
     fraction: float | None,
-    rounds: int,
+    passes: int,
     tolerance: float,
     noise: StreamingQuantiles,
-    progress: Callable[[int], None] | None,
+    progress: Progress | None,
 ) -> Calibration:
     config = decoder.config
-    routed, before = config.routed_layers, config.thresholds
-    if not routed:
+    if not config.routed_layers:
         raise InputError("the model has no routed layers: use rule 'embeddings' to take τ from a baseline.")
     if config.router != "entropy":
         raise InputError(f"router={config.router!r} has no thresholds to calibrate: only the entropy router does.")
     boundaries = len(config.operators) - 1
-    try:
-        done = 0
-        while True:
-            seen = {layer: StreamingQuantiles() for layer in routed}
-            for batch in batches:
-                inputs = {name: value.to(decoder.device) for name, value in batch.items()}
-                trace = decoder(**inputs, output_routing=True).routing
-                for layer in routed:
-                    seen[layer].add(trace.layers[layer].entropy_BT[trace.real_BT])
-                if progress:
-                    progress(batch["input_ids"].numel())
-            done += 1
-            used = [list(values) for values in config.layer_thresholds()]
-            wanted = [cut(seen[layer], boundaries, fraction) for layer in routed]
-            moved = max(
-                abs(seen[layer].fraction_above(old) - seen[layer].fraction_above(new))
-                for layer, olds, news in zip(routed, used, wanted, strict=True)
-                for old, new in zip(olds, news, strict=True)
-            )
-            if (done > 1 and moved <= tolerance) or done > rounds:
-                break
-            decoder.set_thresholds(plain(wanted))
-    finally:
-        decoder.set_thresholds(before)
+    for done in range(1, passes + 1):
+        seen = layer_quantiles(decoder, batches, progress)
+        used = [list(values) for values in config.layer_thresholds()]
+        wanted = [cut(quantiles, boundaries, fraction) for quantiles in seen.values()]
+        moved = max(
+            abs(quantiles.fraction_above(old) - quantiles.fraction_above(new))
+            for quantiles, olds, news in zip(seen.values(), used, wanted, strict=True)
+            for old, new in zip(olds, news, strict=True)
+        )
+        if moved <= tolerance or done == passes:
+            break
+        decoder.set_thresholds(plain(wanted))
     # The thresholds that were in force while the last pass was measured, so that the split shown is the split had.
-    mean, deviation = white_noise_entropy(config.hidden_size)
-    reports = [report(layer, seen[layer], used[i], config, noise) for i, layer in enumerate(routed)]
-    return Calibration("layers", reports, mean, deviation, rounds=done)
+    reports = [report(layer, seen[layer], values, noise) for layer, values in zip(seen, used, strict=True)]
+    return Calibration("layers", reports, noise.mean(), noise.deviation(), done, converged=moved <= tolerance)
 
 
-def plain(thresholds: list[list[float]]) -> list:
-    return [values[0] if len(values) == 1 else values for values in thresholds]
+def layer_quantiles(decoder: Any, batches: Batches, progress: Progress | None) -> dict[int, StreamingQuantiles]:
+    """The entropies each routed layer sees under the thresholds in force."""
+    seen = {layer: StreamingQuantiles() for layer in decoder.config.routed_layers}
+    for batch in batches:
+        inputs = {name: value.to(decoder.device) for name, value in batch.items()}
+        trace = decoder(**inputs, output_routing=True).routing
+        for layer, quantiles in seen.items():
+            quantiles.add(trace.layers[layer].entropy_BT[trace.real_BT])
+        if progress:
+            progress(batch["input_ids"].numel())
+    return seen

@@ -1,9 +1,9 @@
-"""How much each operator is used, and the paper's regulariser against routing collapse."""
+"""The paper's regulariser against routing collapse."""
 
 import torch
 from torch import Tensor
 
-from chiar.layers.routers import Route, one_hot
+from chiar.layers.routers import Route
 
 
 def mean_over_tokens(values_BTK: Tensor, real_BT: Tensor | None) -> Tensor:
@@ -12,12 +12,6 @@ def mean_over_tokens(values_BTK: Tensor, real_BT: Tensor | None) -> Tensor:
         return values_BTK.mean((0, 1))
     real_BT1 = real_BT[..., None].to(values_BTK.dtype)
     return (values_BTK * real_BT1).sum((0, 1)) / real_BT1.sum().clamp_min(1)
-
-
-def operator_use(routes: list[Route], real_BT: Tensor | None, operators: int, device: torch.device) -> Tensor:
-    """(layers, K): the fraction of real tokens each operator of each routed layer got."""
-    use = [mean_over_tokens(one_hot(route.choice_BT, operators), real_BT) for route in routes]
-    return torch.stack(use) if use else torch.zeros(0, operators, device=device)
 
 
 def collapse_loss(routes: list[Route], real_BT: Tensor | None, strength: float) -> Tensor | None:

@@ -1,7 +1,6 @@
 """Counted floating-point operations of a forward pass, per token, by layer, operator and route.
 
 A multiply-add is 2 FLOPs. Counted: every matrix product (projections, scores, DCT, router, gate, output projection).
-The DCT for H and the two of the filter are counted apart, as the code runs them; post-norm layers could share one.
 Excluded: norms, activations, softmax, biases, residual sums, dropout, the embedding look-up, the row reduction that
 turns a spectrum into H, all of order D a token, and the gate where it is computed once a batch or row. Training costs
 about three times as much, in the same proportions.
@@ -10,7 +9,7 @@ about three times as much, in the same proportions.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chiar.config import ChiarConfig
+from chiar.config import CHOICES, ChiarConfig
 from chiar.errors import InputError, unknown_name
 
 PARTS = ("router", "spectral", "rbf", "projections", "scores", "ffn", "gate", "logits")
@@ -48,49 +47,86 @@ class FlopCount:
 def count_flops(
     config: ChiarConfig,
     length: int,
-    fraction: float | Sequence[float] = 0.5,
+    fraction: float | Sequence[float] | None = None,
     keys: str | None = None,
     light_ffn: bool | None = None,
     transform: str = "gemm",
 ) -> FlopCount:
     """What routing has to compute when each token runs only its own operator.
 
-    `fraction` is f, for all routed layers or one a layer; with three operators the rest is shared evenly. Under soft
-    routing every operator runs on every token. `transform="free"` leaves out the DCT, as when weights absorb it.
+    `fraction` is f, for all routed layers or one a layer; with three operators the rest is shared evenly. When not
+    given it is the random router's own, else ½. A static router's layers decide for themselves, and under soft routing
+    every operator runs on every token. `transform="free"` leaves out the DCT, as when weights absorb it.
     """
     if length < 1:
         raise InputError(f"length must be at least 1, got {length}.")
     if transform not in TRANSFORMS:
         raise unknown_name("transform", transform, TRANSFORMS)
     keys = config.keys if keys is None else keys
-    if keys not in ("all", "routed"):
-        raise unknown_name("keys", keys, ("all", "routed"))
+    if keys not in CHOICES["keys"]:
+        raise unknown_name("keys", keys, CHOICES["keys"])
     light_ffn = config.light_ffn if light_ffn is None else light_ffn
-    routed = config.routed_layers
-    fractions = [fraction] * len(routed) if isinstance(fraction, int | float) else list(fraction)
-    if len(fractions) != len(routed):
-        raise InputError(f"{len(fractions)} fractions for {len(routed)} routed layers.")
-    if not all(0.0 <= f <= 1.0 for f in fractions):
-        raise InputError(f"fractions lie between 0 and 1, got {fraction}.")
+    shares_of = dict(zip(config.routed_layers, operator_shares(config, fraction), strict=True))
 
-    assert config.layer_types is not None and config.operators is not None
+    assert config.layer_types is not None
     costs: list[Cost] = []
     for i, kind in enumerate(config.layer_types):
-        if kind == "routed":
-            f = fractions[routed.index(i)]
-            rest = (1.0 - f) / (len(config.operators) - 1)
-            shares = {name: f if name == "attention" else rest for name in config.operators}
-            if config.routing == "soft":
-                shares = dict.fromkeys(config.operators, 1.0)
-            key_shares = shares if keys == "routed" else dict.fromkeys(shares, 1.0)
-            dark = 1.0 if light_ffn or config.routing == "soft" else 1.0 - shares["spectral"]
-            router = router_cost(config, transform)
-        else:
-            shares = key_shares = {kind: 1.0}
-            dark, router = 1.0, 0.0
+        shares = shares_of.get(i, {kind: 1.0})
+        key_shares = shares if keys == "routed" else {name: float(share > 0) for name, share in shares.items()}
+        ffn_runs = 1.0
+        if kind == "routed" and not light_ffn:
+            ffn_runs = sum(share for name, share in shares.items() if name != "spectral")
+        router = router_cost(config, transform) if kind == "routed" else 0.0
         visible = {name: visible_pairs(length, shares[name], key_shares[name]) for name in shares}
-        costs += layer_costs(config, i, shares, key_shares, visible, dark, router, transform)
+        # The filter Cᵀ diag(w) C is one D×D matrix.
+        filter_cost = 2.0 * config.hidden_size**2 if transform == "gemm" else 0.0
+        costs += layer_costs(config, i, shares, key_shares, visible, ffn_runs, router, filter_cost)
     return FlopCount(tuple(costs), length)
+
+
+def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | None) -> list[dict[str, float]]:
+    """For each routed layer, the share of tokens each operator runs on."""
+    assert config.operators is not None
+    count, others = len(config.routed_layers), len(config.operators) - 1
+    if config.routing == "soft":
+        return [dict.fromkeys(config.operators, 1.0)] * count
+    if config.router == "static":
+        if fraction is not None:
+            raise InputError("a static router's layers decide f: leave the fraction out.")
+        return [{name: float(name == chosen) for name in config.operators} for chosen in config.static_operators or []]
+    if fraction is None:
+        fraction = config.random_fraction if config.router == "random" else 0.5
+    fractions = [fraction] * count if isinstance(fraction, int | float) else list(fraction)
+    if len(fractions) != count:
+        raise InputError(f"{len(fractions)} fractions for {count} routed layers.")
+    if not all(0.0 <= f <= 1.0 for f in fractions):
+        raise InputError(f"fractions lie between 0 and 1, got {fraction}.")
+    return [{name: f if name == "attention" else (1.0 - f) / others for name in config.operators} for f in fractions]
+
+
+def route_costs(
+    config: ChiarConfig,
+    length: int,
+    fraction: float | Sequence[float] | None = None,
+    keys: str | None = None,
+    light_ffn: bool | None = None,
+    transform: str = "gemm",
+) -> dict[str, float]:
+    """FLOPs of one token in the first routed layer, by the operator it takes. Keys it gives to others are its cost."""
+    assert config.operators is not None
+    keys, light_ffn = keys or config.keys, config.light_ffn if light_ffn is None else light_ffn
+    shares = operator_shares(config, fraction)[0]
+    layer, filter_cost = config.routed_layers[0], 2.0 * config.hidden_size**2 if transform == "gemm" else 0.0
+    result = {}
+    for taken in config.operators:
+        runs = {name: float(name == taken) for name in config.operators}
+        gives_keys = dict.fromkeys(runs, 1.0) if keys == "all" else runs
+        visible = {name: visible_pairs(length, runs[name], shares[name] if keys == "routed" else 1.0) for name in runs}
+        ffn_runs = 1.0 if light_ffn else float(taken != "spectral")
+        router = router_cost(config, transform)
+        costs = layer_costs(config, layer, runs, gives_keys, visible, ffn_runs, router, filter_cost)
+        result[taken] = sum(cost.flops for cost in costs)
+    return result
 
 
 def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
@@ -106,7 +142,9 @@ def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
         ffn_runs = len(names) - 1 if kind == "routed" and not config.light_ffn else 1
         router = router_cost(config, "gemm") if kind == "routed" else 0.0
         visible = dict.fromkeys(names, float(length))
-        costs += layer_costs(config, i, every, every, visible, float(ffn_runs), router, "gemm")
+        # As the reference runs it: to the spectrum and back.
+        filter_cost = 4.0 * config.hidden_size**2
+        costs += layer_costs(config, i, every, every, visible, float(ffn_runs), router, filter_cost)
     return FlopCount(tuple(costs), length)
 
 
@@ -131,16 +169,16 @@ def layer_costs(
     shares: dict[str, float],
     key_shares: dict[str, float],
     visible: dict[str, float],
-    ffn_share: float,
+    ffn_runs: float,
     router: float,
-    transform: str,
+    filter_cost: float,
 ) -> list[Cost]:
     """`shares`: tokens an operator runs on; `key_shares`: tokens that give it keys; `visible`: score pairs a token."""
     D, features = config.hidden_size, config.rbf_features
     assert config.intermediate_size is not None
-    costs = {"router": router, "ffn": ffn_share * 4 * D * config.intermediate_size}
+    costs = {"router": router, "ffn": ffn_runs * 4 * D * config.intermediate_size}
     if "spectral" in shares:
-        costs["spectral"] = shares["spectral"] * 4 * D * D if transform == "gemm" else 0.0
+        costs["spectral"] = shares["spectral"] * filter_cost
     if "attention" in shares:
         query, key = shares["attention"], key_shares["attention"]
         costs["projections"] = query * 4 * D * D + key * 4 * D * D
@@ -181,7 +219,7 @@ class Savings:
 def compare_flops(
     config: ChiarConfig,
     length: int,
-    fraction: float | Sequence[float] = 0.5,
+    fraction: float | Sequence[float] | None = None,
     keys: str | None = None,
     light_ffn: bool | None = None,
     transform: str = "gemm",

@@ -1,14 +1,14 @@
 """Routing as data: what each layer did with each token."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chiar.errors import InputError, first_line
-from chiar.layers.block import Block
+from chiar.layers.block import Block, LayerOutput
 from chiar.layers.routers import EntropyRouter, Route, one_hot
 
 FORMAT = "chiar-routing-trace/1"
@@ -34,17 +34,12 @@ class LayerTrace:
     thresholds: list[float] | None = None
 
 
-def trace_layer(
-    index: int,
-    layer: Block,
-    x_BTD: Tensor,
-    route: Route | None,
-    entropy_BT: Tensor | None,
-    gate_BT1: Tensor | None,
-) -> LayerTrace:
-    """What `layer` did with its input x; a layer without a router sends every token to its one operator."""
+def trace_layer(index: int, layer: nn.Module, output: LayerOutput) -> LayerTrace:
+    """What `layer` did; a layer without a router sends every token to its one operator."""
+    assert isinstance(layer, Block)
+    route, entropy_BT, gate_BT1 = output.route, output.entropy_BT, output.gate_BT1
     if route is None:
-        choice_BT = torch.zeros(x_BTD.shape[:2], dtype=torch.long, device=x_BTD.device)
+        choice_BT = torch.zeros(output.y_BTD.shape[:2], dtype=torch.long, device=output.y_BTD.device)
         route = Route(choice_BT, one_hot(choice_BT, 1))
     return LayerTrace(
         index=index,
@@ -68,7 +63,10 @@ class RoutingTrace:
     """False marks padding."""
     token_ids_BT: Tensor | None = None
     gate_pool: str | None = None
-    routed_layers: list[int] = field(default_factory=list)
+
+    @property
+    def routed_layers(self) -> list[int]:
+        return [layer.index for layer in self.layers if layer.kind == "routed"]
 
     def attention_fraction(self, layer: int) -> float:
         """The fraction f of real tokens layer `layer` sends to attention."""
