@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from chiar.data.cli import data_app
 from chiar.errors import InputError
 
 app = typer.Typer(
@@ -15,6 +16,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="CHIAR-Former: language models that send each token to a spectral filter (light) or to attention (dark).",
 )
+
+app.add_typer(data_app, name="data")
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
 Keys = Annotated[

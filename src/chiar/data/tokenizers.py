@@ -1,0 +1,214 @@
+"""The three tokenizers are one: byte-level BPE.
+
+GPT-2's has 50,000 merges, a trained one has as many as were asked for, and bytes has none and no splitting into words.
+Ids are dense, the last one is the end of text. Text never produces that id, also not by spelling it out.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chiar.data.byte_alphabet import CHARACTER_OF_BYTE, bytes_of
+from chiar.errors import InputError
+
+END_OF_TEXT = "<|endoftext|>"
+KINDS = ("gpt2", "bpe", "bytes")
+# Where GPT-2's pattern always starts a new word: at a space, newline, tab or carriage return after a character that is
+# no space. What lies between two such places is encoded on its own, once, and remembered. Rarer kinds of space start
+# no new piece, because Python and the tokenizers library disagree about some of them.
+PIECES = re.compile(r"\s*\S+(?:[^\S \n\t\r]\s*\S*)*|\s+")
+# GPT-2's pattern for text that is all ASCII, where Python's own regular expressions are equal to it. A new piece is
+# mostly made of words that are not new.
+ASCII_WORDS = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
+REMEMBERED_PIECES = 400_000
+REMEMBERED_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """`vocabulary` in GPT-2's byte alphabet, by id, without the end of text; `merges` in order of priority."""
+
+    kind: str
+    vocabulary: tuple[str, ...]
+    merges: tuple[tuple[str, str], ...]
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.vocabulary) + 1
+
+    @property
+    def end_of_text(self) -> int:
+        return len(self.vocabulary)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
+
+    @property
+    def splits_words(self) -> bool:
+        return self.kind != "bytes"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of what the tokenizer does, not of its files: libraries write the same tokenizer in several ways."""
+        definition = {
+            "family": "byte-level-bpe",
+            "pattern": "gpt2" if self.splits_words else None,
+            "vocabulary": self.vocabulary,
+            "merges": self.merges,
+            "end_of_text": [END_OF_TEXT, self.end_of_text],
+        }
+        return hashlib.sha256(json.dumps(definition, separators=(",", ":")).encode()).hexdigest()
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """What each id stands for; nothing for the end of text."""
+        return [*map(bytes_of, self.vocabulary), b""]
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids of each text, as `AutoTokenizer.from_pretrained` of the saved folder gives them; nothing is added."""
+        if not self.splits_words:
+            return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
+        ids_of = self._pieces.__getitem__
+        return [np.frombuffer(b"".join(map(ids_of, PIECES.findall(text))), self.dtype) for text in texts]
+
+    def decode_bytes(self, ids: np.ndarray) -> bytes:
+        return b"".join(map(self.token_bytes.__getitem__, ids.tolist()))
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def describe(self) -> dict[str, Any]:
+        """The tokenizer's entry in a manifest."""
+        return {
+            "kind": self.kind,
+            "fingerprint": self.fingerprint,
+            "vocab_size": self.vocab_size,
+            "end_of_text": self.end_of_text,
+        }
+
+    def save(self, folder: Path) -> None:
+        """A folder for `AutoTokenizer.from_pretrained`, and for `Tokenizer.open`."""
+        from tokenizers import AddedToken
+
+        folder.mkdir(parents=True, exist_ok=True)
+        model = self._model()
+        # An id of its own that text cannot spell: see split_special_tokens below.
+        model.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+        assert model.token_to_id(END_OF_TEXT) == self.end_of_text
+        model.save(str(folder / "tokenizer.json"))
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": END_OF_TEXT,
+            "bos_token": END_OF_TEXT,
+            "split_special_tokens": True,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 10**30,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def open(cls, folder: Path) -> "Tokenizer":
+        """From a folder with a tokenizer.json that is byte-level BPE as described above."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise InputError(f"{folder} has no tokenizer.json.")
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            model, before = stored["model"], stored["pre_tokenizer"]
+            plain = not any((stored["normalizer"], model.get("dropout"), model.get("ignore_merges")))
+            if not plain or (model["type"], before["type"], before["add_prefix_space"]) != ("BPE", "ByteLevel", False):
+                raise InputError(f"{path} is not plain byte-level BPE, the only family of tokenizers known here.")
+            merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+            kind = "bytes" if not before["use_regex"] else "gpt2" if len(merges) == 50_000 else "bpe"
+            opened = cls.checked(kind, model["vocab"], merges, str(path))
+            if kind == "bytes" and opened != cls.of_bytes():
+                raise InputError(f"{path} does not split words and yet is not the tokenizer of bytes.")
+            return opened
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{path} is not a readable tokenizer: {error!r}.") from error
+
+    @classmethod
+    def checked(cls, kind: str, vocab: dict[str, int], merges: Iterable[Any], where: str) -> "Tokenizer":
+        """From a vocabulary as libraries store it, where the end of text may or may not be an entry."""
+        entries = sorted((number, token) for token, number in vocab.items() if token != END_OF_TEXT)
+        dense = [number for number, _ in entries] == list(range(len(entries)))
+        if not dense or vocab.get(END_OF_TEXT, len(entries)) != len(entries):
+            raise InputError(f"{where}: ids must run from 0 without gaps, with {END_OF_TEXT} last.")
+        vocabulary = tuple(token for _, token in entries)
+        pairs = tuple((str(first), str(second)) for first, second in merges)
+        if not set(CHARACTER_OF_BYTE.values()) <= set(vocabulary):
+            raise InputError(f"{where} does not hold all 256 bytes: it is not a byte-level vocabulary.")
+        missing = next((f"{a} {b}" for a, b in pairs if not {a, b, a + b} <= vocab.keys()), None)
+        if missing is not None:
+            raise InputError(f"{where} has a merge {missing!r} that the vocabulary does not know.")
+        return cls(kind, vocabulary, pairs)
+
+    @classmethod
+    def of_bytes(cls) -> "Tokenizer":
+        """257 entries: ids are byte values, 256 is the end of text."""
+        return cls("bytes", tuple(CHARACTER_OF_BYTE[byte] for byte in range(256)), ())
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Byte-level BPE with at most `vocab_size` entries; the same texts give the same tokenizer, in any order."""
+        from tokenizers import Tokenizer as Model
+        from tokenizers import models, pre_tokenizers, trainers
+
+        if vocab_size < 257:
+            raise InputError(f"--vocab-size must be at least 257 (256 bytes and the end of text), got {vocab_size}.")
+        model = Model(models.BPE())
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size - 1,
+            min_frequency=2,
+            show_progress=False,
+            initial_alphabet=sorted(CHARACTER_OF_BYTE.values()),
+        )
+        model.train_from_iterator(texts, trainer)
+        trained = json.loads(model.to_str())["model"]
+        merges = (m.split(" ") if isinstance(m, str) else m for m in trained["merges"])
+        return cls.checked("bpe", trained["vocab"], merges, "the trained tokenizer")
+
+    @cached_property
+    def _pieces(self) -> "_Pieces":
+        return _Pieces(self._model(), self.dtype)
+
+    def _model(self) -> Any:
+        from tokenizers import Tokenizer as Model
+        from tokenizers import decoders, models, pre_tokenizers
+
+        vocab = {token: number for number, token in enumerate(self.vocabulary)}
+        model = Model(models.BPE(vocab=vocab, merges=list(self.merges)))
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.splits_words)
+        model.decoder = decoders.ByteLevel()
+        return model
+
+
+class _Pieces(dict[str, bytes]):
+    """Ids of the pieces of text seen so far: text repeats itself, and encoding costs ten times a look at this."""
+
+    def __init__(self, model: Any, dtype: np.dtype) -> None:
+        self.model = model
+        self.dtype = dtype
+
+    def __missing__(self, piece: str) -> bytes:
+        words = ASCII_WORDS.findall(piece) if piece.isascii() else []
+        if len(words) > 1:
+            ids = b"".join(map(self.__getitem__, words))
+        else:
+            ids = np.array(self.model.encode(piece, add_special_tokens=False).ids, self.dtype).tobytes()
+        if len(piece) <= REMEMBERED_LENGTH:
+            if len(self) >= REMEMBERED_PIECES:
+                self.clear()
+            self[piece] = ids
+        return ids

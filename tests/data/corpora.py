@@ -1,0 +1,55 @@
+"""Small corpora in the layouts their publishers use, for the tests of data."""
+
+import hashlib
+import random
+from pathlib import Path
+
+from chiar.data.tokenizer_choice import TokenizerChoice
+
+BYTES = TokenizerChoice("bytes")
+WORDS = [
+    "the",
+    "of",
+    "many",
+    "light",
+    "dark",
+    "filter",
+    "attention",
+    "carbon",
+    "naïve",
+    "漢字",
+    "don't",
+    "42",
+    ",",
+    ".",
+]
+
+
+def sentence(seed: int, words: int = 12) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=words))
+
+
+def article(title: str, seed: int) -> str:
+    """As in WikiText: a blank line, the title, sections and a line that only looks like a title."""
+    body = f" {sentence(seed)} \n = = Section of {title} = = \n \n {sentence(seed + 1)} \n = x = \n {sentence(seed)} \n"
+    return f" \n = {title} = \n \n{body}"
+
+
+def wikitext_folder(folder: Path, form: str = "tokens", articles: int = 5) -> dict[str, list[str]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {}
+    for number, split in enumerate(("train", "valid", "test")):
+        texts[split] = [article(f"{split} {n}", 100 * number + n) for n in range(articles)]
+        (folder / f"wiki.{split}.{form}").write_text("".join(texts[split]), encoding="utf-8")
+    return texts
+
+
+def text_file(path: Path, documents: int = 200, words: int = 12) -> Path:
+    path.write_text("\n\n".join(sentence(n, words) for n in range(documents)) + "\n", encoding="utf-8")
+    return path
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every file below a folder with its hash: two folders are byte-identical if these are equal."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
