@@ -47,7 +47,8 @@ class EntropyRouter(DerivedBuffers):
     ) -> Route:
         assert entropy_BT is not None
         choice_BT = (entropy_BT[..., None] > self.thresholds).sum(-1) if forced_BT is None else forced_BT
-        return Route(choice_BT, one_hot(choice_BT, len(self.values) + 1))
+        # Only the buffer is read: a compiled graph must not depend on the numbers.
+        return Route(choice_BT, one_hot(choice_BT, self.thresholds.shape[0] + 1))
 
 
 class LearnedRouter(nn.Module):
