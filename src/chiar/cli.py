@@ -2,6 +2,7 @@
 
 import io
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,8 @@ import typer
 
 from chiar.data.cli import data_app
 from chiar.errors import InputError
+from chiar.evaluation.cli import compare, evaluate
+from chiar.training.cli import train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,6 +21,9 @@ app = typer.Typer(
 )
 
 app.add_typer(data_app, name="data")
+app.command("train")(train)
+app.command("eval")(evaluate)
+app.command("compare")(compare)
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
 Keys = Annotated[
@@ -216,10 +222,15 @@ def diagram(
 
 
 def main() -> None:
+    guarded(app)
+
+
+def guarded(command: Callable[[], Any]) -> None:
+    """Run a command; what the user can mend becomes one sentence and exit code 2."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows ? instead of failing
     try:
-        app()
+        command()
     except InputError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)

@@ -116,11 +116,13 @@ class ChiarModel(ChiarPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         output_routing: bool = False,
+        output_routes: bool = False,
         forced_routes: dict[int, Tensor] | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> ChiarModelOutput | tuple:
         """`output_routing` returns a RoutingTrace; `forced_routes` maps a routed layer to a (B, T) choice of operator.
+        `output_routes` returns only the routes and the gate as they were used, for losses and averages in training.
 
         `attention_mask` is 1 for real tokens and 0 for padding, (B, cached + new tokens). Positions count real
         tokens unless `position_ids` are given.
@@ -151,6 +153,7 @@ class ChiarModel(ChiarPreTrainedModel):
         if keep_attentions and context.attention_implementation != "eager":
             raise InputError("attention weights are only kept with attn_implementation='eager'.")
         hidden_states, attentions, routes, traces = [], [], [], []
+        gate_BT1 = None
         for i, layer in enumerate(self.layers):
             if keep_hidden:
                 hidden_states.append(x_BTD)
@@ -159,6 +162,7 @@ class ChiarModel(ChiarPreTrainedModel):
             run = self._run_gated if i == 0 and self.meta_router is not None else self._run
             done = run(layer, x_BTD, context, memory, forced_BT)
             x_BTD = done.y_BTD
+            gate_BT1 = done.gate_BT1 if i == 0 else gate_BT1
             attentions.append(done.attention_weights)
             if done.route is not None:
                 routes.append(done.route)
@@ -176,6 +180,8 @@ class ChiarModel(ChiarPreTrainedModel):
             attentions=tuple(attentions) if keep_attentions else None,
             routing=self._trace(traces, context) if output_routing else None,
             routing_loss=collapse_loss(routes, context.real_BT, config.collapse_regulariser),
+            routes=tuple(routes) if output_routes else None,
+            gate_BT1=gate_BT1 if output_routes else None,
         )
         return output if return_dict is not False else output.to_tuple()
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from chiar.cache import ChiarCache
+from chiar.layers.routers import Route
 from chiar.routing.trace import RoutingTrace
 
 
@@ -19,6 +20,10 @@ class ChiarModelOutput(ModelOutput):
     attentions: tuple[Tensor | None, ...] | None = None
     routing: RoutingTrace | None = None
     routing_loss: Tensor | None = None
+    routes: tuple[Route, ...] | None = None
+    """The routed layers' decisions as they were used, with their gradients."""
+    gate_BT1: Tensor | None = None
+    """The MetaRouter's g."""
 
 
 @dataclass

@@ -1,0 +1,76 @@
+"""`chiar eval` and `chiar compare`. Heavy imports happen inside the verbs."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a training run (its best model).")],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="A prepared corpus.")],
+    split: Annotated[str, typer.Option(help="Split of the corpus.")] = "test",
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens a row; the model's trained length.")] = None,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Slide a window by so many tokens, instead of blocks side by side.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Read at most so many blocks, windows or documents.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 16,
+    precision: Annotated[str, typer.Option(metavar="fp32|bf16", help="Of the matrix products.")] = "fp32",
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")] = "auto",
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the report as JSON to a new file, - to print only it."),
+    ] = None,
+) -> None:
+    """Measure perplexity or accuracy, routed fractions and counted FLOPs of a model on a prepared corpus."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from chiar.cli import show, write_json
+    from chiar.evaluation.harness import evaluate as run_evaluation
+    from chiar.evaluation.report import report_tables
+    from chiar.folders import check_new
+
+    if json is not None and str(json) != "-":
+        check_new(json)
+    with Progress(transient=True, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("evaluating", total=None)
+        report = run_evaluation(
+            model,
+            data,
+            split,
+            length=length,
+            stride=stride,
+            rows=rows,
+            batch_size=batch_size,
+            precision=precision,
+            device=device,
+            progress=lambda done, total: bar.update(task, advance=done, total=total),
+        )
+    if json is None or str(json) != "-":
+        if report.run is not None:
+            typer.echo(f"{report.run} is a training run: its best model is evaluated.")
+        for table in report_tables(report):
+            typer.echo(table) if isinstance(table, str) else show(table)
+    if json is not None:
+        write_json(json, report.to_json())
+
+
+def compare(
+    reports: Annotated[
+        list[Path],
+        typer.Argument(metavar="REPORT|RUN...", help="Reports of chiar eval --json, or training runs."),
+    ],
+    baseline: Annotated[str | None, typer.Option(metavar="NAME", help="What gaps refer to; the first one.")] = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Show reports of different corpora or lengths too, marked.")
+    ] = False,
+) -> None:
+    """Put evaluations and training runs side by side: perplexity, gap to a baseline, FLOPs, routing, speed."""
+    from chiar.cli import show
+    from chiar.evaluation.compare import compare as put_side_by_side
+
+    for table in put_side_by_side(reports, baseline, anyway):
+        typer.echo(table) if isinstance(table, str) else show(table)

@@ -1,0 +1,213 @@
+"""A model and a corpus by their folders, checked against each other, measured, and written up as one report."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chiar.data.shards import Corpus
+from chiar.data.tokenizers import Tokenizer
+from chiar.errors import InputError, first_line, unknown_name
+from chiar.evaluation.classification import choose_documents, measure_classification
+from chiar.evaluation.perplexity import count_windows, measure_perplexity
+from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, RoutingUse
+from chiar.load import load_config, load_model
+from chiar.routing.flops import baseline_of, count_flops
+
+PRECISIONS = ("fp32", "bf16")
+DEVICES = ("auto", "cpu", "cuda")
+
+Progress = Callable[[int, int], None]
+"""Told how many rows were done now, and how many there are."""
+
+
+def evaluate(
+    model: str,
+    data: Path | str,
+    split: str = "test",
+    *,
+    length: int | None = None,
+    stride: int | None = None,
+    rows: int | None = None,
+    batch_size: int = 16,
+    precision: str = "fp32",
+    device: str = "auto",
+    progress: Progress = lambda done, total: None,
+) -> EvaluationReport:
+    """Perplexity on a language corpus, accuracy on a classification corpus.
+
+    `model` is a model folder, a training run (its best model is taken) or a preset. `length` is the model's trained
+    one by default; `rows` limits blocks, windows or documents.
+    """
+    for name, value in (("length", length), ("stride", stride), ("rows", rows), ("batch size", batch_size)):
+        if value is not None and value < 1:
+            raise InputError(f"the {name} must be at least 1, got {value}.")
+    if precision not in PRECISIONS:
+        raise unknown_name("precision", precision, PRECISIONS)
+    target = choose_device(device)
+    folder, run = resolve_model(model)
+    corpus = Corpus.open(data)
+    config = load_config(folder)
+    remarks = check_tokenizer(folder, config, corpus)
+    trained = config.max_position_embeddings
+    length = length or trained
+    if length > trained and config.positions == "learned":
+        raise InputError(f"the model has {trained} learned positions, so --length can be {trained} at most: {length}.")
+    opened = corpus.split(split)
+    classifies = corpus.kind == ClassScores.kind
+    if classifies and stride is not None:
+        raise InputError(f"--stride is for language corpora, and {data} is a classification corpus.")
+    loaded = load_classifier(folder) if classifies else load_language_model(folder)
+    loaded.to(target)
+    settings: dict[str, Any] = {"rows": rows, "batch_size": batch_size, "precision": precision}
+    if classifies:
+        total = len(choose_documents(opened, rows))
+        scores: LanguageScores | ClassScores
+        scores, routing, seen = measure_classification(
+            loaded, corpus, opened, length=length, advance=lambda done: progress(done, total), **settings
+        )
+    else:
+        total = count_windows(opened.tokens - 1, length, stride or length, rows)
+        scores, routing = measure_perplexity(
+            loaded, corpus, opened, length=length, stride=stride, advance=lambda done: progress(done, total), **settings
+        )
+        seen = length
+    ours, baseline = counted(config, routing, seen, classifies)
+    return EvaluationReport(
+        model=folder,
+        run=run,
+        corpus=corpus.name,
+        fingerprint=corpus.fingerprint,
+        split=split,
+        length=length,
+        stride=stride,
+        device=describe_device(target),
+        scores=scores,
+        routing=routing,
+        flops=ours,
+        baseline_flops=baseline,
+        flops_length=seen,
+        remarks=[*corpus.remarks, *remarks, *explain(config, corpus, length, stride, rows, batch_size)],
+        **settings,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    if name not in DEVICES:
+        raise unknown_name("device", name, DEVICES)
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("there is no CUDA device here: use --device cpu.")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def describe_device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def resolve_model(name: str) -> tuple[str, str | None]:
+    """The folder to load, and the training run it belongs to if one was named."""
+    best = Path(name) / "best"
+    if (best / "config.json").is_file():
+        return str(best), name
+    if (Path(name) / "metrics.jsonl").is_file() and not (Path(name) / "config.json").is_file():
+        raise InputError(f"{name} is a training run without a best model yet: let it reach its first evaluation.")
+    return name, None
+
+
+def check_tokenizer(folder: str, config: Any, corpus: Corpus) -> list[str]:
+    """InputError where the corpus was not prepared for this model; a remark where that cannot be told."""
+    if corpus.vocab_size > config.vocab_size:
+        raise InputError(
+            f"{corpus.folder} has a vocabulary of {corpus.vocab_size} ({corpus.tokenizer_kind}), more than the "
+            f"{config.vocab_size} entries of {folder}: prepare the corpus with the model's tokenizer."
+        )
+    if not Path(folder).is_dir():
+        return [f"{folder} is a preset with random weights."]
+    places = [place for place in (Path(folder), Path(folder) / "tokenizer") if (place / "tokenizer.json").is_file()]
+    if not places:
+        return [f"{folder} has no tokenizer: that the ids of {corpus.name} are those it was trained on is not checked."]
+    try:
+        own = Tokenizer.open(places[0]).fingerprint
+    except InputError as error:
+        return [f"the tokenizers of model and corpus were not compared: {error}"]
+    if own != corpus.tokenizer_fingerprint:
+        raise InputError(
+            f"{corpus.folder} was prepared with another tokenizer ({corpus.tokenizer_kind}, {corpus.vocab_size} "
+            f"entries) than the one in {folder}: prepare it again with that one."
+        )
+    return []
+
+
+def architecture(folder: str) -> str | None:
+    """The class whose weights a folder says it holds."""
+    path = Path(folder) / "config.json"
+    names = json.loads(path.read_text(encoding="utf-8")).get("architectures") if path.is_file() else None
+    return names[0] if names else None
+
+
+def load_language_model(folder: str) -> Any:
+    if architecture(folder) == "ChiarForSequenceClassification":
+        raise InputError(f"{folder} is a classifier: evaluate it on a classification corpus.")
+    return load_model(folder)[0]
+
+
+def load_classifier(folder: str) -> Any:
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    from chiar.modeling import ChiarForSequenceClassification
+
+    if not Path(folder).is_dir() or architecture(folder) == "ChiarForCausalLM":
+        raise InputError(f"{folder} is a language model without a classifier: it has no classes to choose from.")
+    logging.disable_progress_bar()
+    try:
+        model, info = ChiarForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    except (SafetensorError, RuntimeError, OSError) as error:
+        raise InputError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
+    if info["missing_keys"]:
+        raise InputError(f"{folder} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
+    return model
+
+
+def counted(config: Any, routing: RoutingUse, length: int, classifies: bool) -> tuple[float, float]:
+    """FLOPs per token of the model and of attention everywhere; a classifier has no logits over the vocabulary."""
+    fractions = None if config.router == "static" else [layer.fraction for layer in routing.layers]
+    counts = count_flops(config, length, fractions), count_flops(baseline_of(config), length)
+    ours, baseline = (count.total - (count.part("logits") if classifies else 0.0) for count in counts)
+    return ours, baseline
+
+
+def explain(
+    config: Any, corpus: Corpus, length: int, stride: int | None, rows: int | None, batch_size: int
+) -> list[str]:
+    """What a reader must know to read the figures rightly."""
+    remarks = []
+    pool = config.gate_pool if config.meta_router else "causal"
+    if pool == "batch":
+        remarks.append(
+            f"gate_pool 'batch': g is a mean over all {batch_size} rows evaluated together, later tokens included, so "
+            "the figures depend on the batch size and are not those of a causal model."
+        )
+    elif pool == "sequence":
+        remarks.append(
+            "gate_pool 'sequence': g is a mean over the whole row, later tokens included, so the figures depend on how "
+            "the text is cut into rows and are not those of a causal model."
+        )
+    if config.routed_layers and config.routing == "soft":
+        remarks.append("soft routing runs every operator on every token: f counts the tokens attention weighs most in.")
+    elif config.routed_layers and len(config.operators) > 2:
+        remarks.append("counted FLOPs share the tokens not sent to attention evenly between spectral and rbf.")
+    if length > config.max_position_embeddings:
+        remarks.append(f"longer than the {config.max_position_embeddings} tokens the model was trained on.")
+    if stride is not None and stride < length:
+        remarks.append(
+            f"counted FLOPs are those of a token of a window; with stride {stride} each token is computed "
+            f"{length / stride:.3g} times."
+        )
+    if rows is not None:
+        remarks.append(f"only {rows} rows of the split were read.")
+    return remarks

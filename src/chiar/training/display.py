@@ -1,0 +1,56 @@
+"""What a person sees of a run: a live line in a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+
+class Display:
+    """One line a record; in a terminal also a bar with the time left."""
+
+    def __init__(self, steps: int, first: int, quiet: bool = False) -> None:
+        self.steps, self.first, self.quiet = steps, first, quiet
+        self.began = time.perf_counter()
+        self.bar: Any = None
+        if not quiet and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = [TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+            self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self.task = self.bar.add_task("training", total=steps, completed=first)
+            self.bar.start()
+
+    def advance(self, step: int) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step)
+
+    def say(self, text: str) -> None:
+        if self.quiet:
+            return
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, flush=True)
+
+    def record(self, record: dict[str, Any]) -> None:
+        parts = [f"step {record['step']}/{self.steps}", f"loss {record['loss']:.4f}", f"rate {record['rate']:.2e}"]
+        if "tokens_per_second" in record:
+            parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+        if record.get("use"):
+            dark = [row[-1] for row in record["use"]]
+            parts.append(f"f {sum(dark) / len(dark):.2f}")
+        parts += [f"g({name}) {value:.3f}" for name, value in record.get("gate", {}).items()]
+        parts += [f"valid({name}) {value:.4f}" for name, value in record.get("validation", {}).items()]
+        done = record["step"] - self.first
+        if self.bar is None and done:
+            left = (time.perf_counter() - self.began) / done * (self.steps - record["step"])
+            parts.append(f"{timedelta(seconds=round(left))} left")
+        self.say("  ".join(parts))
+        if "sample" in record:
+            self.say(f"  sample: {record['sample']!r}")
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()

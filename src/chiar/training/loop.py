@@ -1,0 +1,240 @@
+"""A run from beginning to end: open the folder, resume or start, step, measure, save."""
+
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from chiar.config import ChiarConfig
+from chiar.errors import InputError
+from chiar.training import checkpoint
+from chiar.training.display import Display
+from chiar.training.distributed import Processes, start
+from chiar.training.run_folder import Metrics, RunFolder, command_line, commit, versions
+from chiar.training.settings import TrainSettings
+from chiar.training.trainer import Trainer
+
+# What may differ when a run is resumed: how long it is, and how it is shown.
+MAY_CHANGE = ("steps", "compile", "keep", "log_every", "transformers_version")
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on; the message says why and what is kept."""
+
+
+def train(
+    config: ChiarConfig,
+    settings: TrainSettings,
+    out: Path,
+    resume: bool = False,
+    device: str = "auto",
+    quiet: bool = False,
+) -> dict[str, Any] | None:
+    """Train to `settings.steps`, writing to the run folder `out`. Returns the last record."""
+    from chiar.data import Corpus
+
+    settings.validate()
+    processes = start(device)
+    try:
+        corpora = [Corpus.open(Path(path)) for path in settings.data]
+        check_run(config, settings, corpora)
+        if settings.deterministic:
+            torch.use_deterministic_algorithms(True)
+        torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
+        folder = RunFolder(out)
+        found = open_run(folder, config, settings, corpora, resume, processes)
+        trainer = Trainer(config, settings, corpora, processes)
+        display = Display(settings.steps, found.state["step"] if found else 0, quiet or not processes.main)
+        if found is not None:
+            trainer.restore(found)
+            for complaint in found.complaints:
+                display.say(f"warning: {complaint}")
+            display.say(f"resuming after step {trainer.step} of {settings.steps}")
+        metrics = Metrics(folder.metrics_path, found.state["metrics_bytes"] if found else 0) if processes.main else None
+        try:
+            return Run(trainer, folder, metrics, display).go()
+        finally:
+            display.close()
+            if metrics is not None:
+                metrics.close()
+    finally:
+        processes.close()
+
+
+def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Any]) -> None:
+    if corpora[0].kind != "language":
+        raise InputError(f"the first corpus must be a language corpus, {corpora[0].name} is not.")
+    for corpus in corpora[1:]:
+        corpora[0].require_same_tokenizer(corpus)
+    names = [corpus.name for corpus in corpora]
+    if len(set(names)) < len(names):
+        raise InputError(f"two corpora have the same name ({', '.join(names)}): their metrics could not be told apart.")
+    needed = corpora[0].vocab_size
+    if needed > config.vocab_size:
+        raise InputError(f"the corpus has {needed} token ids, the model only {config.vocab_size}: set vocab_size.")
+    if settings.recalibrate_every and (config.router != "entropy" or not config.routed_layers):
+        raise InputError("recalibrate_every needs routed layers with the entropy router.")
+    if config.positions == "learned" and settings.length > config.max_position_embeddings:
+        raise InputError(f"length {settings.length} exceeds the {config.max_position_embeddings} learned positions.")
+
+
+def open_run(
+    folder: RunFolder,
+    config: ChiarConfig,
+    settings: TrainSettings,
+    corpora: list[Any],
+    resume: bool,
+    processes: Processes,
+) -> checkpoint.Found | None:
+    """Create the folder, or check that it is the same run and find its newest sound checkpoint."""
+    record = {
+        "command": command_line(),
+        "config": config.to_dict(),
+        "settings": settings.to_dict(),
+        "versions": versions(),
+        "commit": commit(),
+        "data": {corpus.name: corpus.fingerprint for corpus in corpora},
+        "processes": processes.count,
+    }
+    if not resume:
+        if processes.main:
+            folder.create(record)
+        processes.barrier()
+        return None
+    stored, record = folder.read(), json.loads(json.dumps(record))
+    for part in ("config", "settings", "data"):
+        for key in sorted(set(stored[part]) | set(record[part])):
+            if key not in MAY_CHANGE and stored[part].get(key) != record[part].get(key):
+                raise InputError(
+                    f"{folder.path} was started with {part} {key} = {stored[part].get(key)!r}, "
+                    f"not {record[part].get(key)!r}: resume it with the same."
+                )
+    if processes.main:
+        for leftover in checkpoint.partials(folder.checkpoints):
+            shutil.rmtree(leftover)
+    processes.barrier()
+    return checkpoint.find(folder.checkpoints)
+
+
+class Run:
+    """The loop around the steps."""
+
+    def __init__(self, trainer: Trainer, folder: RunFolder, metrics: Metrics | None, display: Display) -> None:
+        self.trainer, self.folder, self.metrics, self.display = trainer, folder, metrics, display
+        self.settings = trainer.settings
+
+    def go(self) -> dict[str, Any] | None:
+        trainer, settings, record = self.trainer, self.settings, None
+        self.marked_step, self.marked_time = trainer.step, time.perf_counter()
+        while trainer.step < settings.steps:
+            measured = trainer.train_step()
+            step, last = trainer.step, trainer.step == settings.steps
+            self.display.advance(step)
+            evaluates = step % settings.evaluate_every == 0 or last
+            if step % settings.log_every == 0 or evaluates or step == 1:
+                record = self.measure(measured)
+                if evaluates:
+                    self.evaluate(record)
+                if self.metrics is not None:
+                    self.metrics.write(record)
+                    self.display.record(record)
+            if settings.recalibrate_every and step % settings.recalibrate_every == 0:
+                self.display.say(f"thresholds set to {trainer.recalibrate()}")
+            if step % settings.save_every == 0 or last:
+                self.save()
+        return record
+
+    def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
+        record = self.trainer.summary(measured)
+        bad = int(self.trainer.first_bad_step)
+        if bad >= 0 or not math.isfinite(record["loss"]):
+            self.stop_at(bad if bad >= 0 else self.trainer.step - 1)
+        now = time.perf_counter()
+        tokens = (self.trainer.step - self.marked_step) * self.settings.batch * self.settings.length
+        record["tokens_per_second"] = round(tokens / (now - self.marked_time), 1)
+        self.marked_step, self.marked_time = self.trainer.step, now
+        if self.trainer.processes.device.type == "cuda":
+            record["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
+        return record
+
+    def evaluate(self, record: dict[str, Any]) -> None:
+        trainer = self.trainer
+        record["validation"] = trainer.evaluate()
+        value = record["validation"][trainer.names[0]]
+        if trainer.best is None or value < trainer.best["loss"]:
+            trainer.best = {"step": trainer.step, "loss": value}
+            if trainer.processes.main:
+                self.export()
+        if self.settings.sample and trainer.processes.main:
+            record["sample"] = self.sample()
+        self.marked_step, self.marked_time = trainer.step, time.perf_counter()
+
+    def save(self) -> None:
+        trainer = self.trainer
+        if int(trainer.first_bad_step) >= 0:
+            self.stop_at(int(trainer.first_bad_step))
+        target = self.folder.checkpoints / checkpoint.step_name(trainer.step)
+        written = self.metrics.bytes if self.metrics is not None else 0
+        try:
+            checkpoint.save(target, trainer.tensors(), trainer.state(written), trainer.processes)
+        except OSError as error:
+            raise TrainingStopped(
+                f"the checkpoint of step {trainer.step} could not be written ({error.strerror}): earlier ones are kept."
+            ) from error
+        if trainer.processes.main:
+            checkpoint.point(self.folder.checkpoints / "latest", target)
+            best = int(trainer.best["step"]) if trainer.best else None
+            checkpoint.retain(self.folder.checkpoints, self.settings.keep, best)
+
+    def export(self) -> None:
+        """The best weights so far as a folder from_pretrained opens, with tokenizer and thresholds."""
+        trainer = self.trainer
+        target = self.folder.exports / checkpoint.step_name(trainer.step)
+        shutil.rmtree(target, ignore_errors=True)
+        with trainer.averaged():
+            trainer.model.language.save_pretrained(target)
+        shutil.copytree(trainer.corpora[0].folder / "tokenizer", target, dirs_exist_ok=True)
+        if trainer.model.heads:
+            save_file(
+                {k: v.contiguous() for k, v in trainer.model.heads.state_dict().items()}, target / "heads.safetensors"
+            )
+        checkpoint.point(self.folder.best, target)
+        for other in self.folder.exports.iterdir():
+            if other != target:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def sample(self, new_tokens: int = 48) -> str:
+        """The prompt continued greedily. A gate that sees the future is frozen at the prompt for this."""
+        language = self.trainer.model.language
+        tokenizer = self.trainer.corpora[0].tokenizer()
+        ids = torch.tensor([tokenizer.encode_batch([self.settings.sample])[0].tolist()], device=language.device)
+        before, language.config.gate_generation = language.config.gate_generation, "prefill"
+        language.eval()
+        room = new_tokens
+        if language.config.positions == "learned":
+            room = min(room, language.config.max_position_embeddings - ids.shape[1])
+        out = language.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, do_sample=False)
+        language.config.gate_generation = before
+        language.train()
+        return tokenizer.decode(out[0].cpu().numpy())
+
+    def stop_at(self, step: int) -> None:
+        """The loss or gradient of `step` was not finite: keep its batches, say so, stop."""
+        trainer = self.trainer
+        path = self.folder.path / f"not-finite-{checkpoint.step_name(step + 1)}.safetensors"
+        if trainer.processes.main:
+            tensors = {}
+            for slot in range(trainer.schedule.slots):
+                for batch in trainer.schedule.batches(step, slot):
+                    tensors[f"slot{slot}.{trainer.names[batch.corpus]}.ids"] = batch.ids
+                    tensors[f"slot{slot}.{trainer.names[batch.corpus]}.targets"] = batch.targets
+            save_file(tensors, path)
+        raise TrainingStopped(
+            f"the gradient of step {step + 1} is not finite: its batches are in {path.name}, "
+            "and the last good checkpoint is kept."
+        )

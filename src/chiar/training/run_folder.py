@@ -1,0 +1,96 @@
+"""A run on disk: what it was told, what it measured, what it learned."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from chiar.errors import InputError
+
+RUN, METRICS = "run.json", "metrics.jsonl"
+
+
+def versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    import chiar
+
+    found = {"chiar": chiar.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    found |= {"python": platform.python_version(), "system": platform.platform()}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the source tree chiar runs from, with a + if it was changed; None outside a repository."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10)
+        changed = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "") if head.returncode == 0 else None
+
+
+class RunFolder:
+    """RUN/run.json, metrics.jsonl, checkpoints/step-*, best → exports/step-*."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.exports = path / "exports"
+        self.best = path / "best"
+        self.metrics_path = path / METRICS
+
+    def create(self, record: dict[str, Any]) -> None:
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise InputError(f"{self.path} exists already: add --resume to continue it, or choose another folder.")
+        self.path.mkdir(parents=True, exist_ok=True)
+        aside = self.path / f".{RUN}.new"
+        aside.write_text(json.dumps(record, indent=1))
+        os.replace(aside, self.path / RUN)
+
+    def read(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / RUN).read_text())
+        except FileNotFoundError:
+            raise InputError(f"{self.path} is not a training run: it has no {RUN}.") from None
+        except ValueError as error:
+            raise InputError(f"{self.path / RUN} is damaged: {error}") from error
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        if not self.metrics_path.is_file():
+            raise InputError(f"{self.path} has no {METRICS}.")
+        return [json.loads(line) for line in self.metrics_path.read_text().splitlines() if line.strip()]
+
+
+class Metrics:
+    """Appends one JSON object a line; on resume what lies behind the checkpoint is cut off."""
+
+    def __init__(self, path: Path, keep_bytes: int = 0) -> None:
+        path.touch()
+        os.truncate(path, min(keep_bytes, path.stat().st_size))
+        self.file = path.open("a")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+
+    @property
+    def bytes(self) -> int:
+        """How much is written, for the checkpoint; synced so that it is really there."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        return self.file.tell()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def command_line() -> str:
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -1,0 +1,75 @@
+"""One model for every task of a run: the language model, and a linear head for each classification corpus."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from chiar.layers.routers import one_hot
+from chiar.modeling import ChiarForCausalLM
+from chiar.routing.collapse import mean_over_tokens
+
+
+@dataclass
+class TaskResult:
+    """The loss of one micro-batch and what its tokens did."""
+
+    loss: Tensor
+    use_LK: Tensor
+    """Fraction of tokens each operator of each routed layer got."""
+    gate: Tensor
+    """Mean g (0 without a MetaRouter)."""
+
+
+class TaskModel(nn.Module):
+    """Classification goes through the whole decoder: the head reads the state of a row's last real token."""
+
+    def __init__(self, language: ChiarForCausalLM, labels: dict[str, int]) -> None:
+        super().__init__()
+        self.language = language
+        width = language.config.hidden_size
+        self.heads = nn.ModuleDict({name: nn.Linear(width, count) for name, count in labels.items()})
+
+    def forward(self, ids_BT: Tensor, targets: Tensor, mask_BT: Tensor | None, head: str | None) -> TaskResult:
+        decoded = self.language.model(ids_BT, attention_mask=mask_BT, output_routes=True)
+        states_BTD = decoded.last_hidden_state
+        if head is None:
+            logits = self.language.lm_head(states_BTD).flatten(0, 1)
+        else:
+            assert mask_BT is not None
+            last_B = mask_BT.sum(1) - 1
+            logits = self.heads[head](states_BTD[torch.arange(len(ids_BT), device=ids_BT.device), last_B])
+        loss = F.cross_entropy(logits.float(), targets.flatten())
+        if decoded.routing_loss is not None:
+            loss = loss + decoded.routing_loss
+        real_BT = None if mask_BT is None else mask_BT.bool()
+        operators = len(self.language.config.operators)
+        use = [mean_over_tokens(one_hot(route.choice_BT, operators), real_BT) for route in decoded.routes]
+        use_LK = torch.stack(use) if use else loss.new_zeros(0, operators)
+        gate = loss.new_zeros(())
+        if decoded.gate_BT1 is not None:
+            gate = mean_over_tokens(decoded.gate_BT1.detach(), real_BT)[0]
+        return TaskResult(loss + self._untouched(head), use_LK, gate)
+
+    def _untouched(self, head: str | None) -> Tensor | float:
+        """Zero times the parameters this task does not use, so that every process reduces every gradient."""
+        if not self.heads:
+            return 0.0
+        parameters = [p for name, module in self.heads.items() if name != head for p in module.parameters()]
+        if head is not None and not self.language.config.tie_word_embeddings:
+            parameters += list(self.language.lm_head.parameters())
+        return 0.0 * sum((p.sum() for p in parameters), torch.zeros((), device=self.language.device))
+
+
+def build(config: Any, labels: dict[str, int], seed: int) -> TaskModel:
+    """The model with the weights of `seed`, the same in every process."""
+    torch.manual_seed(seed)
+    language = ChiarForCausalLM(config)
+    model = TaskModel(language, labels)
+    for head in model.heads.values():
+        assert isinstance(head, nn.Linear)
+        nn.init.normal_(head.weight, std=config.initializer_range)
+        nn.init.zeros_(head.bias)
+    return model

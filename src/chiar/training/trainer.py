@@ -1,0 +1,174 @@
+"""The state of a run and one step of it: the same code for one process and for many."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chiar.config import ChiarConfig
+from chiar.routing.calibration import calibrate
+from chiar.training import checkpoint
+from chiar.training.batches import Batch, ClassificationRows, LanguageRows, Rows, Schedule, slot_seed
+from chiar.training.distributed import Processes, replicate
+from chiar.training.optim import learning_rate, make_optimizer, set_learning_rate
+from chiar.training.settings import TrainSettings
+from chiar.training.tasks import TaskModel, build
+
+
+def open_rows(corpus: Any, split: str, length: int) -> Rows:
+    kind = ClassificationRows if corpus.kind == "classification" else LanguageRows
+    return kind(corpus.split(split), length)
+
+
+class Trainer:
+    """Model, optimiser and data of a run. `step` counts finished optimiser steps."""
+
+    def __init__(self, config: ChiarConfig, settings: TrainSettings, corpora: list[Any], processes: Processes) -> None:
+        self.config, self.settings, self.corpora, self.processes = config, settings, corpora, processes
+        self.names = [corpus.name for corpus in corpora]
+        self.rows = [open_rows(corpus, "train", settings.length) for corpus in corpora]
+        self.schedule = Schedule(settings, self.rows)
+        self.accumulation = settings.accumulation(processes.count)
+        labels = {c.name: len(c.labels) for c in corpora if c.kind == "classification"}
+        self.model: TaskModel = build(config, labels, settings.seed).to(processes.device)
+        if settings.gradient_checkpointing:
+            self.model.language.model.gradient_checkpointing_enable()
+        self.optimizer = make_optimizer(self.model, settings, processes.device)
+        self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()} if settings.ema else {}
+        self.step = 0
+        self.best: dict[str, float] | None = None
+        self.first_bad_step = torch.full((), -1, device=processes.device)
+        """The first step whose gradient was not finite; kept on the device so that no step waits for it."""
+        self.parallel = replicate(self.model, processes)
+        self.forward: Callable[..., Any] = torch.compile(self.parallel) if settings.compile else self.parallel
+
+    def train_step(self) -> dict[str, Any]:
+        """One optimiser step: accumulate, clip, update. Returns what was measured, still on the device."""
+        settings, processes = self.settings, self.processes
+        rate = learning_rate(settings, self.step)
+        set_learning_rate(self.optimizer, rate)
+        self.parallel.train()
+        losses: dict[int, list[Tensor]] = {}
+        gates: dict[int, list[Tensor]] = {}
+        use: list[Tensor] = []
+        for turn in range(self.accumulation):
+            slot = turn * processes.count + processes.rank
+            torch.manual_seed(slot_seed(settings.seed, self.step, slot))
+            batches = self.schedule.batches(self.step, slot)
+            for number, batch in enumerate(batches):
+                last = turn == self.accumulation - 1 and number == len(batches) - 1
+                result = self._backward(batch, sync=last)
+                losses.setdefault(batch.corpus, []).append(result.loss.detach())
+                if self.config.meta_router:
+                    gates.setdefault(batch.corpus, []).append(result.gate)
+                use.append(result.use_LK)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip or math.inf)
+        bad = (self.first_bad_step < 0) & ~norm.isfinite()
+        self.first_bad_step = torch.where(bad, self.step, self.first_bad_step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for name, parameter in self.model.named_parameters() if self.average else ():
+            self.average[name].lerp_(parameter.detach(), 1 - settings.ema)
+        self.step += 1
+        return {"losses": losses, "gates": gates, "use": torch.stack(use).mean(0), "norm": norm, "rate": rate}
+
+    def _backward(self, batch: Batch, sync: bool) -> Any:
+        batch = batch.to(self.processes.device)
+        head = self.names[batch.corpus] if isinstance(self.rows[batch.corpus], ClassificationRows) else None
+        waits = sync or self.processes.count == 1
+        with nullcontext() if waits else self.parallel.no_sync():  # type: ignore[operator]
+            with self.autocast():
+                result = self.forward(batch.ids, batch.targets, batch.mask, head)
+            (result.loss / self.accumulation).backward()
+        return result
+
+    def autocast(self) -> Any:
+        enabled = self.settings.precision == "bf16"
+        return torch.autocast(self.processes.device.type, torch.bfloat16, enabled=enabled)
+
+    def summary(self, measured: dict[str, Any]) -> dict[str, Any]:
+        """A step's measurements over all processes as plain numbers. This waits for the device."""
+        device, count = self.processes.device, len(self.corpora)
+        table = torch.zeros(count, 4, device=device, dtype=torch.float64)
+        for column, values in ((0, measured["losses"]), (2, measured["gates"])):
+            for corpus, tensors in values.items():
+                table[corpus, column] = torch.stack(tensors).double().sum()
+                table[corpus, column + 1] = len(tensors)
+        table = self.processes.total(table)
+        use = self.processes.mean(measured["use"].clone())
+        present = [i for i in range(count) if table[i, 1] > 0]
+        record: dict[str, Any] = {
+            "step": self.step,
+            "loss": float(table[:, 0].sum() / table[:, 1].sum()),
+            "rate": measured["rate"],
+            "gradient_norm": float(measured["norm"]),
+            "use": [[round(value, 6) for value in row] for row in use.tolist()],
+        }
+        if count > 1:
+            record["loss_by_corpus"] = {self.names[i]: float(table[i, 0] / table[i, 1]) for i in present}
+        if measured["gates"]:
+            record["gate"] = {self.names[i]: float(table[i, 2] / table[i, 3]) for i in present}
+        return record
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Validation loss of each corpus on its first rows, the same every time."""
+        self.parallel.eval()
+        with self.averaged():
+            losses = {
+                corpus.name: self._evaluate_rows(open_rows(corpus, "valid", self.settings.length), number)
+                for number, corpus in enumerate(self.corpora)
+            }
+        self.parallel.train()
+        return losses
+
+    def _evaluate_rows(self, rows: Rows, number: int) -> float:
+        size, total = self.settings.micro_batch, torch.zeros(2, device=self.processes.device, dtype=torch.float64)
+        wanted = min(self.settings.evaluate_rows, rows.count)
+        head = self.names[number] if isinstance(rows, ClassificationRows) else None
+        for first in range(0, wanted, size)[self.processes.rank :: self.processes.count]:
+            batch = rows.batch(number, list(range(first, min(first + size, wanted)))).to(self.processes.device)
+            with self.autocast():
+                loss = self.model(batch.ids, batch.targets, batch.mask, head).loss
+            total[0] += loss.double() * len(batch.ids)
+            total[1] += len(batch.ids)
+        total = self.processes.total(total)
+        return float(total[0] / total[1])
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The exponential average in place of the weights, where one is kept."""
+        own = {name: parameter.data for name, parameter in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            parameter.data = self.average.get(name, own[name])
+        try:
+            yield
+        finally:
+            for name, parameter in self.model.named_parameters():
+                parameter.data = own[name]
+
+    def recalibrate(self) -> list:
+        """Per-layer thresholds from rows of the step just done, the same in every process."""
+        slots = range(min(self.schedule.slots, 4))
+        batches = [self.schedule.batches(self.step - 1, slot)[0] for slot in slots]
+        stream = [{"input_ids": batch.ids} for batch in batches if batch.mask is None]
+        found = calibrate(self.model.language, stream)
+        thresholds = found.thresholds(len(self.config.routed_layers))
+        self.model.language.model.set_thresholds(thresholds)
+        return thresholds
+
+    def tensors(self) -> dict[str, Tensor]:
+        return checkpoint.state_tensors(self.model, self.optimizer, self.average)
+
+    def state(self, metrics_bytes: int) -> dict[str, Any]:
+        """The plain values of a checkpoint."""
+        thresholds = self.model.language.config.thresholds
+        return {"step": self.step, "best": self.best, "metrics_bytes": metrics_bytes, "thresholds": thresholds}
+
+    def restore(self, found: checkpoint.Found) -> None:
+        checkpoint.load(found.folder, self.tensors())
+        self.step, self.best = found.state["step"], found.state["best"]
+        self.model.language.model.set_thresholds(found.state["thresholds"])

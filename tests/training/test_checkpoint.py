@@ -1,0 +1,99 @@
+"""Checkpoints: whole or not at all, and damage is noticed."""
+
+import errno
+import json
+
+import pytest
+import torch
+
+from chiar.errors import InputError
+from chiar.training import checkpoint
+from chiar.training.distributed import Processes
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+
+
+def tensors(value=1.0):
+    return {"model.a": torch.full((3, 2), value), "optimizer.a.step": torch.tensor(value)}
+
+
+def save(folder, step, value=1.0):
+    checkpoint.save(folder / checkpoint.step_name(step), tensors(value), {"step": step}, ALONE)
+
+
+def test_round_trip(tmp_path):
+    save(tmp_path, 5, 7.0)
+    found = checkpoint.find(tmp_path)
+    into = tensors(0.0)
+    checkpoint.load(found.folder, into)
+    assert found.state == {"step": 5}
+    assert all(torch.equal(into[name], value) for name, value in tensors(7.0).items())
+
+
+def test_nothing_found_in_an_empty_folder(tmp_path):
+    assert checkpoint.find(tmp_path) is None
+
+
+@pytest.mark.parametrize("damage", ["flipped byte", "truncated", "missing", "no manifest", "broken manifest", "state"])
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(damage, tmp_path):
+    save(tmp_path, 1, 1.0)
+    save(tmp_path, 2, 2.0)
+    newest = tmp_path / checkpoint.step_name(2)
+    file = newest / checkpoint.TENSORS
+    content = file.read_bytes()
+    if damage == "flipped byte":
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "truncated":
+        file.write_bytes(content[:-4])
+    elif damage == "missing":
+        file.unlink()
+    elif damage == "no manifest":
+        (newest / checkpoint.MANIFEST).unlink()
+    elif damage == "broken manifest":
+        (newest / checkpoint.MANIFEST).write_text("{")
+    else:
+        (newest / checkpoint.STATE).write_text(json.dumps({"step": 3}))
+    found = checkpoint.find(tmp_path)
+    assert found.state == {"step": 1}
+    (complaint,) = found.complaints
+    assert complaint.startswith("step-00000002 is not used")
+
+
+def test_only_damaged_checkpoints_are_an_error(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / checkpoint.step_name(1) / checkpoint.TENSORS).unlink()
+    with pytest.raises(InputError, match="is usable"):
+        checkpoint.find(tmp_path)
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_debris(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        save(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert checkpoint.find(tmp_path).state == {"step": 1}
+
+
+def test_tensors_of_another_model_are_refused(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(InputError, match="same tensors"):
+        checkpoint.load(tmp_path / checkpoint.step_name(1), {"model.b": torch.zeros(1)})
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    for step in range(1, 7):
+        save(tmp_path, step)
+    checkpoint.retain(tmp_path, keep=2, best=3)
+    assert [path.name[-1] for path in checkpoint.steps(tmp_path)] == ["6", "5", "3"]
+
+
+def test_links_switch_at_once(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step)
+        checkpoint.point(tmp_path / "latest", tmp_path / checkpoint.step_name(step))
+    assert (tmp_path / "latest").resolve().name == "step-00000002"

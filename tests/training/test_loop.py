@@ -1,0 +1,254 @@
+"""A run: it learns, it resumes bit for bit, it stops when it must and says why."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from chiar import ChiarForCausalLM
+from chiar.errors import InputError
+from chiar.training import checkpoint
+from chiar.training.loop import TrainingStopped, train
+from chiar.training.run_folder import RunFolder
+
+TIMINGS = ("tokens_per_second",)
+
+
+def final_state(out):
+    return load_file(out / "checkpoints" / "latest" / checkpoint.TENSORS)
+
+
+def metrics(out):
+    return [{k: v for k, v in r.items() if k not in TIMINGS} for r in RunFolder(out).read_metrics()]
+
+
+def assert_same_run(first, second):
+    ours, theirs = final_state(first), final_state(second)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert metrics(first) == metrics(second)
+
+
+def interrupted(monkeypatch, step):
+    """Make the run stop dead before the optimiser step numbered `step`, as a kill would."""
+    from chiar.training import trainer
+
+    class Killed(BaseException):
+        pass
+
+    real = trainer.Trainer.train_step
+
+    def train_step(self):
+        if self.step == step:
+            raise Killed
+        return real(self)
+
+    monkeypatch.setattr(trainer.Trainer, "train_step", train_step)
+    return Killed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"routing": "hard"},
+        {"gate_pool": "causal", "keys": "routed", "light_ffn": False},
+    ],
+    ids=["threshold", "hard", "causal"],
+)
+def test_a_resumed_run_is_the_same_run(changes, config, settings, tmp_path, monkeypatch):
+    model = config(**changes)
+    train(model, settings(ema=0.9), tmp_path / "straight", device="cpu", quiet=True)
+    with monkeypatch.context() as patch, pytest.raises(interrupted(patch, 7)):
+        train(model, settings(ema=0.9), tmp_path / "resumed", device="cpu", quiet=True)
+    train(model, settings(ema=0.9), tmp_path / "resumed", resume=True, device="cpu", quiet=True)
+    assert_same_run(tmp_path / "straight", tmp_path / "resumed")
+
+
+def test_recalibrated_thresholds_are_resumed_too(config, settings, tmp_path, monkeypatch):
+    chosen = settings(recalibrate_every=3)
+    train(config(), chosen, tmp_path / "straight", device="cpu", quiet=True)
+    with monkeypatch.context() as patch, pytest.raises(interrupted(patch, 9)):
+        train(config(), chosen, tmp_path / "resumed", device="cpu", quiet=True)
+    train(config(), chosen, tmp_path / "resumed", resume=True, device="cpu", quiet=True)
+    assert_same_run(tmp_path / "straight", tmp_path / "resumed")
+    state = json.loads((tmp_path / "straight" / "checkpoints" / "latest" / checkpoint.STATE).read_text())
+    assert len(state["thresholds"]) == 2
+
+
+def command(corpus, out, *more):
+    settings = ["--steps", "12", "--batch", "8", "--micro-batch", "2", "--length", "16", "--no-compile"]
+    settings += [
+        "--set",
+        "precision=fp32",
+        "--set",
+        "save_every=2",
+        "--set",
+        "evaluate_every=6",
+        "--set",
+        "log_every=1",
+    ]
+    settings += ["--set", "hidden_size=16", "--set", "evaluate_rows=4", "--device", "cpu"]
+    return [
+        sys.executable,
+        "-m",
+        "chiar",
+        "train",
+        "v3-tiny",
+        "--data",
+        str(corpus),
+        "--out",
+        str(out),
+        *settings,
+        *more,
+    ]
+
+
+def test_kill_9_at_a_random_moment_changes_nothing(corpus, tmp_path):
+    """The whole process is killed, by its number, while it trains or writes."""
+    subprocess.run(command(corpus, tmp_path / "straight"), check=True, capture_output=True)
+    out = tmp_path / "killed"
+    process = subprocess.Popen(command(corpus, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (out / "checkpoints" / "latest").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(random.Random(os.getpid()).uniform(0, 0.05))
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() in (-signal.SIGKILL, 0)
+    subprocess.run(command(corpus, out, "--resume"), check=True, capture_output=True)
+    assert_same_run(tmp_path / "straight", out)
+
+
+def test_two_processes_compute_what_one_does(corpus, tmp_path):
+    """DDP over gloo: the same global batch, causal gate, no dropout; only the order of sums differs."""
+    more = ["--set", "dropout=0.0", "--set", "gate_pool=causal", "--set", "routing=hard"]
+    subprocess.run(command(corpus, tmp_path / "one", *more), check=True, capture_output=True)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "chiar.train",
+    ]
+    two = [*torchrun, *command(corpus, tmp_path / "two", *more)[4:]]
+    done = subprocess.run(two, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    for ours, theirs in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        # Sums over four micro-batches in another order, twelve steps of fp32.
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-5)
+    assert metrics(tmp_path / "two")[-1]["validation"].keys() == {"text"}
+
+
+def test_it_learns_and_exports_the_best(config, settings, tmp_path, corpus):
+    record = train(config(), settings(steps=60, evaluate_every=20), tmp_path / "run", device="cpu", quiet=True)
+    first = metrics(tmp_path / "run")[0]
+    assert record["loss"] < 0.75 * first["loss"]
+    best = ChiarForCausalLM.from_pretrained(tmp_path / "run" / "best")
+    assert best.config.hidden_size == 16
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "best")("ab")["input_ids"] == [97, 98]
+    stored = RunFolder(tmp_path / "run").read()
+    assert stored["settings"]["steps"] == 60
+    assert set(stored) >= {"command", "config", "settings", "versions", "commit", "data", "processes"}
+
+
+def test_mixed_training_goes_through_the_whole_model(config, settings, corpus, labelled, tmp_path):
+    chosen = settings(data=[str(corpus), str(labelled)], mixing="added", added_share=0.5, length=32, steps=8)
+    train(config(gate_init="neutral"), chosen, tmp_path / "run", device="cpu", quiet=True)
+    records = metrics(tmp_path / "run")
+    assert any("listops" in r["loss_by_corpus"] for r in records)
+    assert any(set(r["gate"]) == {"text", "listops"} for r in records)
+    assert set(records[-1]["validation"]) == {"text", "listops"}
+    moments = final_state(tmp_path / "run")
+    assert moments["optimizer.heads.listops.weight.exp_avg"].abs().max() > 0
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_its_batch(config, settings, tmp_path, monkeypatch):
+    from chiar.training import trainer
+
+    real = trainer.Trainer._backward
+
+    def poisoned(self, batch, sync):
+        result = real(self, batch, sync)
+        if self.step == 5:
+            self.model.language.model.norm.weight.grad.fill_(float("nan"))
+        return result
+
+    monkeypatch.setattr(trainer.Trainer, "_backward", poisoned)
+    with pytest.raises(TrainingStopped, match="step 6 is not finite"):
+        train(config(), settings(log_every=4), tmp_path / "run", device="cpu", quiet=True)
+    assert checkpoint.find(tmp_path / "run" / "checkpoints").state["step"] == 4
+    kept = load_file(tmp_path / "run" / "not-finite-step-00000006.safetensors")
+    assert kept["slot0.text.ids"].shape == (2, 16)
+
+
+def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(config, settings, tmp_path, monkeypatch):
+    real, calls = checkpoint.save_file, []
+
+    def full(*args):
+        calls.append(args)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(TrainingStopped, match="No space left on device"):
+        train(config(), settings(), tmp_path / "run", device="cpu", quiet=True)
+    assert checkpoint.find(tmp_path / "run" / "checkpoints").state["step"] == 4
+
+
+def test_an_existing_run_is_not_touched_unless_resumed_alike(config, settings, tmp_path):
+    train(config(), settings(steps=4), tmp_path / "run", device="cpu", quiet=True)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(InputError, match="add --resume"):
+        train(config(), settings(), tmp_path / "run", device="cpu", quiet=True)
+    with pytest.raises(InputError, match="settings seed = 0, not 1"):
+        train(config(), settings(seed=1), tmp_path / "run", resume=True, device="cpu", quiet=True)
+    with pytest.raises(InputError, match="config keys = 'all', not 'routed'"):
+        train(config(keys="routed"), settings(), tmp_path / "run", resume=True, device="cpu", quiet=True)
+    with pytest.raises(InputError, match=r"no run\.json"):
+        train(config(), settings(), tmp_path / "other", resume=True, device="cpu", quiet=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    train(config(), settings(steps=6), tmp_path / "run", resume=True, device="cpu", quiet=True)
+    assert metrics(tmp_path / "run")[-1]["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 7}, "does not divide into micro-batches of 2"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"precision": "bf61"}, "Did you mean 'bf16'"),
+        ({"data": []}, "no data"),
+        ({"weights": [1, 2]}, "2 weights for 1 corpora"),
+        ({"length": 10**7}, "too few for one row"),
+        ({"recalibrate_every": 1, "router": "learned"}, "entropy router"),
+        ({"vocab_size": 100}, "257 token ids, the model only 100"),
+        ({"device": "cuda"}, "no GPU"),
+        ({"device": "tpu"}, "auto, cpu or cuda"),
+    ],
+    ids=str,
+)
+def test_impossible_settings(changes, message, config, settings, tmp_path):
+    if message == "no GPU" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    changes = dict(changes)
+    model = {key: changes.pop(key) for key in ("router", "vocab_size") if key in changes}
+    if "vocab_size" in model:
+        model |= {"bos_token_id": None, "eos_token_id": None}
+    device = changes.pop("device", "cpu")
+    with pytest.raises(InputError, match=message):
+        train(config(**model), settings(**changes), tmp_path / "run", device=device, quiet=True)
+    assert not (tmp_path / "run" / "checkpoints").exists()
