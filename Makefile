@@ -15,8 +15,8 @@ test: lint
 	$(BIN)/pytest -n 2
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 
 setup: $(STAMP)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from chiar import ChiarConfig, ChiarForCausalLM, presets
+from chiar import ChiarConfig, ChiarForCausalLM, ChiarForSequenceClassification, presets
 from chiar.config import CHOICES
 from chiar.errors import InputError
 from chiar.ops.white_noise import white_noise_entropy
@@ -474,3 +474,21 @@ class TestInputs:
     def test_set_thresholds(self, model, thresholds):
         self.refused("thresholds", model.model.set_thresholds, thresholds)
         assert model.config.thresholds is None
+
+
+class TestPresetChanges:
+    def test_v1_takes_every_routing_of_the_paper(self):
+        assert presets.get("v1-tiny").routing == "hard"
+        assert presets.get("v1-tiny", routing="soft").router == "learned"
+        assert presets.get("v1-tiny", routing="threshold").router == "entropy"
+
+    def test_general_settings_pass_and_strangers_do_not(self):
+        assert presets.get("v3-tiny", attn_implementation="eager")._attn_implementation == "eager"
+        assert presets.get("v3-tiny", num_labels=5).num_labels == 5
+        for stranger in ("d_model", "tau", "wibble"):
+            refused("unknown configuration field", lambda **fields: presets.get("v3-tiny", **fields), **{stranger: 3})
+
+    def test_rows_with_several_labels_are_refused(self):
+        config = presets.get("v3-tiny", num_labels=3, problem_type="multi_label_classification")
+        with pytest.raises(InputError, match="one label"):
+            ChiarForSequenceClassification(config)

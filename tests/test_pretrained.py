@@ -371,6 +371,11 @@ class TestLoss:
         for name in plain:
             assert torch.equal(found[name], plain[name]), name
 
+    def test_reentrant_checkpointing_is_refused(self, lively):
+        for model in (lively({}), lively({}).model):
+            with pytest.raises(InputError, match="use_reentrant"):
+                model.gradient_checkpointing_enable({"use_reentrant": True})
+
     def test_gradient_checkpointing_with_a_cache_asked_for(self, lively, ids):
         """Trainers leave use_cache on: the second pass of a checkpoint must not add to the cache again."""
         plain, checkpointed = lively({}).train(), lively({}).train()

@@ -65,6 +65,11 @@ class ChiarPreTrainedModel(PreTrainedModel):
         elif isinstance(module, DerivedBuffers):
             module.rebuild()
 
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
+        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise InputError("use_reentrant=True would lose the gradient of the collapse regulariser: leave it off.")
+        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)
+
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Exports always carry our shim instead of a copy of the source."""
@@ -163,7 +168,8 @@ class ChiarModel(ChiarPreTrainedModel):
             done = run(layer, x_BTD, context, memory, forced_BT)
             x_BTD = done.y_BTD
             gate_BT1 = done.gate_BT1 if i == 0 else gate_BT1
-            attentions.append(done.attention_weights)
+            if keep_attentions:
+                attentions.append(done.attention_weights)
             if done.route is not None:
                 routes.append(done.route)
             if output_routing:
@@ -220,11 +226,6 @@ class ChiarModel(ChiarPreTrainedModel):
             real_BT = torch.ones_like(traces[0].choice_BT, dtype=torch.bool)
         pool = self.config.gate_pool if self.meta_router is not None else None
         return RoutingTrace(traces, real_BT, context.token_ids_BT, pool)
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
-        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-            raise InputError("use_reentrant=True would lose the gradient of the collapse regulariser: leave it off.")
-        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)
 
     def check_gate_can_generate(self) -> None:
         """Tokens decoded one by one cannot know a mean over tokens that are not there yet."""

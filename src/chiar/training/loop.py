@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers.utils import logging
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
@@ -39,6 +40,7 @@ def train(
     from chiar.data import Corpus
 
     settings.validate()
+    logging.disable_progress_bar()  # ours is enough
     processes = start(device)
     try:
         corpora = [Corpus.open(Path(path)) for path in settings.data]

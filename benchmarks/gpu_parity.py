@@ -1,0 +1,108 @@
+"""Is a GPU right? The author's numbers, and outputs and gradients against the CPU, in fp32 with the same routes.
+
+    python benchmarks/gpu_parity.py
+
+Needs a CUDA device and no test framework; exits with 1 if a comparison fails.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers.utils import logging
+
+from chiar import ChiarForCausalLM, presets
+from chiar.author_checkpoint import import_checkpoint
+
+GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
+# fp32 on both sides: sums in another order over four layers and a few hundred terms.
+LOGITS, GRADIENTS = 2e-5, 1e-4
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("baseline-tiny", {}),
+    ("v1-tiny", {}),
+    ("v1-tiny", {"routing": "soft"}),
+    ("v1-tiny", {"router": "entropy", "keys": "routed"}),
+    ("v2-tiny", {"spectral_form": "equation"}),
+    ("v3-tiny", {}),
+    ("v3-tiny", {"gate_pool": "causal", "keys": "routed", "light_ffn": False}),
+    ("v3-tiny", {"norm": "rmsnorm", "norm_position": "pre"}),
+    ("v3-tiny", {"routing": "hard", "hard_estimator": "selected"}),
+    ("v3-tiny", {"router": "random"}),
+    ("v3-tiny", {"router": "random", "random_key": "position"}),
+    ("v3-tiny", {"router": "static"}),
+]
+
+
+def golden(name: str) -> tuple[float, int]:
+    """Largest difference in logits, and routes that differ from the author's."""
+    with tempfile.TemporaryDirectory() as folder:
+        import_checkpoint(GOLDEN / f"{name}.pt", Path(folder) / "model", tau=0.79)
+        model = ChiarForCausalLM.from_pretrained(Path(folder) / "model").cuda().eval()
+    expected = np.load(GOLDEN / f"{name}.npz")
+    with torch.no_grad():
+        output = model(torch.tensor(expected["ids"]).cuda(), output_routing=True)
+    flips = sum(
+        int((output.routing.layers[layer].choice_BT.cpu().numpy() != expected[f"route.{layer}"]).sum())
+        for layer in output.routing.routed_layers
+    )
+    return float(np.abs(output.logits.cpu().numpy() - expected["logits"]).max()), flips
+
+
+def against_cpu(name: str, changes: dict[str, Any]) -> tuple[float, float, int]:
+    """Largest difference in logits and (relative) in gradients, and routes the GPU would choose otherwise."""
+    torch.manual_seed(0)
+    model = ChiarForCausalLM(presets.get(name, dropout=0.0, **changes))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    ids = torch.randint(0, 257, (3, 40))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = mask[2, 30:] = 0
+    cpu = run(model, ids, mask, None)
+    routed = {i: cpu[2].layers[i].choice_BT.cuda() for i in cpu[2].routed_layers}
+    free = run(model.cuda(), ids.cuda(), mask.cuda(), None)
+    forced = None if model.config.routing == "soft" else routed
+    gpu = run(model, ids.cuda(), mask.cuda(), forced)
+    real = mask.bool()
+    flips = sum(int((free[2].layers[i].choice_BT != choice)[real.cuda()].sum()) for i, choice in routed.items())
+    gradients = max(
+        float((gpu[1][k].cpu() - g).abs().max() / g.abs().max()) for k, g in cpu[1].items() if g.abs().max() > 1e-7
+    )
+    return float((gpu[0].cpu() - cpu[0])[real].abs().max()), gradients, flips
+
+
+def run(model: Any, ids: torch.Tensor, mask: torch.Tensor, forced: Any) -> tuple[Any, Any, Any]:
+    model.zero_grad()
+    output = model(ids, attention_mask=mask, labels=ids, output_routing=True, forced_routes=forced)
+    output.loss.backward()
+    gradients = {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+    return output.logits.detach(), gradients, output.routing
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("there is no CUDA device here")
+        return 2
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_float32_matmul_precision("highest")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}")
+    failed = 0
+    for name in ("threshold", "soft", "hard", "baseline"):
+        logits, flips = golden(name)
+        failed += logits > LOGITS or flips > 0
+        print(f"author's {name}: logits {logits:.1e}, {flips} routes differ", flush=True)
+    for name, changes in CASES:
+        logits, gradients, flips = against_cpu(name, changes)
+        failed += logits > LOGITS or gradients > GRADIENTS
+        print(f"{name} {changes}: logits {logits:.1e}, gradients {gradients:.1e}, {flips} routes flip", flush=True)
+    print("FAILED" if failed else "all within tolerance")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

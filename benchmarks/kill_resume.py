@@ -1,0 +1,86 @@
+"""Kill a training run with `kill -9` at random moments, resume it, and compare it with a run left alone.
+
+    python benchmarks/kill_resume.py [--kills 30] [--seed 0]
+
+Runs on the CPU on the embedded corpus. Weights, optimiser state and metrics (timings aside) must be identical.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from chiar.data.prepare import prepare
+from chiar.data.stdlib import Stdlib
+from chiar.data.tokenizer_choice import TokenizerChoice
+from chiar.training.checkpoint import TENSORS
+from chiar.training.run_folder import RunFolder
+
+STEPS = 40
+
+
+def command(corpus: Path, out: Path, resume: bool) -> list[str]:
+    settings = ["--steps", str(STEPS), "--batch", "8", "--micro-batch", "4", "--length", "32", "--no-compile"]
+    for item in ("precision=fp32", "save_every=2", "evaluate_every=10", "evaluate_rows=8", "log_every=1", "warmup=5"):
+        settings += ["--set", item]
+    base = [sys.executable, "-m", "chiar", "train", "v3-tiny", "--data", str(corpus), "--out", str(out), *settings]
+    return [*base, "--device", "cpu", *(["--resume"] if resume else [])]
+
+
+def state(out: Path) -> tuple[dict[str, torch.Tensor], list[dict]]:
+    records = RunFolder(out).read_metrics()
+    return load_file(out / "checkpoints" / "latest" / TENSORS), [
+        {key: value for key, value in record.items() if key != "tokens_per_second"} for record in records
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    moments = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        corpus, alone = Path(folder) / "corpus", Path(folder) / "alone"
+        prepare(Stdlib(), corpus, TokenizerChoice(kind="bytes"))
+        began = time.perf_counter()
+        subprocess.run(command(corpus, alone, resume=False), check=True, stdout=subprocess.DEVNULL)
+        whole = time.perf_counter() - began
+        expected, kills, runs, different = state(alone), 0, 0, 0
+        while kills < options.kills:
+            runs += 1
+            out = Path(folder) / f"run{runs}"
+            while True:
+                process = subprocess.Popen(
+                    command(corpus, out, resume=(out / "run.json").exists()), stdout=subprocess.DEVNULL
+                )
+                try:
+                    # Long enough for each life to take a few steps, short enough that most are cut off.
+                    process.wait(timeout=moments.uniform(0.55, 1.0) * whole)
+                    break
+                except subprocess.TimeoutExpired:
+                    os.kill(process.pid, signal.SIGKILL)
+                    process.wait()
+                    kills += 1
+            if process.returncode != 0:
+                print(f"run {runs}: resuming failed with exit code {process.returncode}")
+                return 1
+            weights, records = state(out)
+            same = weights.keys() == expected[0].keys() and records == expected[1]
+            same = same and all(torch.equal(weights[name], value) for name, value in expected[0].items())
+            different += not same
+            print(f"run {runs}: {kills} kills so far, {'identical' if same else 'DIFFERENT'}", flush=True)
+    print(f"{kills} kills in {runs} runs of {STEPS} steps, {different} differences")
+    return int(different > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
