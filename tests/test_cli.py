@@ -10,25 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from chiar import ChiarForCausalLM, RoutingTrace
 from chiar.cli import app, main
-from chiar.errors import InputError
+from commands import run
 
 GOLDEN = Path(__file__).parent / "golden"
 CHIAR = Path(sys.executable).parent / "chiar"
 TEXT = "The overwhelming consensus of many scientists is that carbon matters. " * 40
-
-
-def run(*arguments):
-    """In this process; an error comes back as the exit code and sentence `main` gives it."""
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    if isinstance(result.exception, InputError):
-        return 2, f"error: {result.exception}"
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.output
 
 
 def refused(*arguments):

@@ -6,21 +6,14 @@ from pathlib import Path
 
 import pytest
 from corpora import text_file, tree, wikitext_folder
-from typer.testing import CliRunner
 
+import commands
 from chiar.data.catalog import CATALOG, SPELLINGS
-from chiar.data.cli import data_app
 from chiar.data.shards import Corpus
-from chiar.errors import InputError
 
 
 def run(*arguments):
-    result = CliRunner().invoke(data_app, [str(a) for a in arguments])
-    if isinstance(result.exception, InputError):
-        return 2, f"error: {result.exception}"
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.output
+    return commands.run("data", *arguments)
 
 
 def test_the_commands_import_nothing_heavy():

@@ -5,25 +5,9 @@ import subprocess
 import sys
 
 import pytest
-import typer
 from evaluated import language_corpus, save, tiny_model
-from typer.testing import CliRunner
 
-from chiar.errors import InputError
-from chiar.evaluation.cli import compare, evaluate
-
-app = typer.Typer(rich_markup_mode=None)
-app.command("eval")(evaluate)
-app.command("compare")(compare)
-
-
-def run(*arguments):
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    if isinstance(result.exception, InputError):
-        return 2, f"error: {result.exception}"
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.output
+from commands import run
 
 
 @pytest.fixture(scope="module")

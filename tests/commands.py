@@ -1,0 +1,16 @@
+"""The chiar command, run inside the test's own process."""
+
+from typer.testing import CliRunner
+
+from chiar.cli import app
+from chiar.errors import InputError
+
+
+def run(*arguments):
+    """Exit code and output; an InputError comes back as the code and sentence `main` gives it."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if isinstance(result.exception, InputError):
+        return 2, f"error: {result.exception}"
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
