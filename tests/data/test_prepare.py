@@ -190,7 +190,6 @@ def wait_until_empty(group):
     raise AssertionError("the killed process left others behind")
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs kill -9")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_kill_9_and_resume(tmp_path, workers):
     text_file(tmp_path / "notes.txt", documents=800)

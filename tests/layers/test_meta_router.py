@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from chiar import presets
 from chiar.layers.context import TokenContext
 from chiar.layers.meta_router import MetaRouter
 from chiar.modeling import ChiarForCausalLM
@@ -163,3 +164,18 @@ def test_a_skipped_layer_trains_its_gate():
     model = random_model(small_config(gate_skip_below=1.0)).train()
     model(token_ids(), labels=token_ids()).loss.backward()
     assert model.model.meta_router.gate.weight.grad.abs().max() > 1e-6
+
+
+def test_a_fresh_post_norm_gate_has_almost_no_gradient():
+    """With w = 1 layer 1 returns nearly a multiple of its input, and the next LayerNorm undoes scale."""
+    torch.manual_seed(0)
+    model = ChiarForCausalLM(presets.get("v3-16m", dropout=0.0))
+    ids = torch.randint(0, 50257, (2, 32))
+    model(ids, labels=ids).loss.backward()
+    gate = model.model.meta_router.gate
+    smallest_matrix = min(
+        parameter.grad.norm().item()
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2 and "meta_router" not in name
+    )
+    assert 0 < gate.weight.grad.norm().item() < 1e-3 * smallest_matrix

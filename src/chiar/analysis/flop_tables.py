@@ -31,14 +31,19 @@ def flop_tables(
     ffn = "on" if is_light(config, light_ffn) else "off"
     setting = f"{describe_fraction(config, fraction)}, keys {keys or config.keys}, light FFN {ffn}"
     tables = [part_table(name, setting, rows[0][0]), length_table(rows)]
-    if config.routed_layers:
+    if not has_fixed_shares(config):
         tables.insert(1, route_table(route_costs(config, lengths[0], fraction, keys, light_ffn), lengths[0]))
     return tables
 
 
+def has_fixed_shares(config: ChiarConfig) -> bool:
+    """Whether no token chooses: all run everything, or whole layers decide."""
+    return config.routing == "soft" or config.router == "static" or not config.routed_layers
+
+
 def describe_fraction(config: ChiarConfig, fraction: float | None) -> str:
-    if config.routing == "soft" or config.router == "static" or not config.routed_layers:
-        return f"{config.routing} routing" if config.routing == "soft" else "fixed layers"
+    if has_fixed_shares(config):
+        return "soft routing" if config.routing == "soft" else "fixed layers"
     shares = operator_shares(config, fraction)
     return f"f = {shares[0]['attention']:g}"
 

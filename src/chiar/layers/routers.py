@@ -105,9 +105,8 @@ class RandomRouter(nn.Module):
             )
         number_BT = uniform_hash(keys_BT, self.seed, self.layer)
         share = (1.0 - self.fraction) / (self.operators - 1)
-        choice_BT = sum((number_BT >= share * (k + 1)).long() for k in range(self.operators - 1))
-        assert isinstance(choice_BT, Tensor)
-        choice_BT = choice_BT.expand(x_BTD.shape[:2])
+        edges = share * torch.arange(1, self.operators, device=number_BT.device)
+        choice_BT = (number_BT[..., None] >= edges).sum(-1)
         return Route(choice_BT, one_hot(choice_BT, self.operators))
 
 

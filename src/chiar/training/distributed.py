@@ -29,10 +29,7 @@ class Processes:
 
     def mean(self, values: Tensor) -> Tensor:
         """The average over processes."""
-        if self.count > 1:
-            dist.all_reduce(values)
-            values /= self.count
-        return values
+        return self.total(values) / self.count
 
     def total(self, values: Tensor) -> Tensor:
         if self.count > 1:
