@@ -42,7 +42,7 @@ class TaskModel(nn.Module):
             last_B = mask_BT.sum(1) - 1
             logits = self.heads[head](states_BTD[torch.arange(len(ids_BT), device=ids_BT.device), last_B])
         loss = F.cross_entropy(logits.float(), targets.flatten())
-        if decoded.routing_loss is not None:
+        if self.training and decoded.routing_loss is not None:
             loss = loss + decoded.routing_loss
         real_BT = None if mask_BT is None else mask_BT.bool()
         operators = len(self.language.config.operators)
