@@ -72,6 +72,7 @@ def make_context(
         positions_BT = (real_BS.long().cumsum(1) - 1).clamp_min(0)[:, past:]
     else:
         positions_BT = torch.arange(past, past + T, device=x_BTD.device).expand(B, T)
+    alike = position_ids is None and real_BS is None  # then one row of angles serves all
     if config.positions == "learned":
         # Padding takes no position, but counting what it leaves means looking at values.
         looked_at = positions_BT.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -87,6 +88,8 @@ def make_context(
         positions_BT=positions_BT,
         real_BT=None if real_BS is None else real_BS[:, past:],
         token_ids_BT=input_ids,
-        rope=rotary_tables(positions_BT, config.head_size, config.rope_base) if rope else None,
+        rope=rotary_tables(positions_BT[:1] if alike else positions_BT, config.head_size, config.rope_base)
+        if rope
+        else None,
         attention_implementation=config._attn_implementation or "sdpa",
     )

@@ -1,10 +1,10 @@
 """Checkpoints: whole or not at all, and damage is noticed."""
 
-import errno
 import json
 
 import pytest
 import torch
+from runs import full_disk
 
 from chiar.errors import InputError
 from chiar.training import checkpoint
@@ -39,7 +39,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(damage, tmp_pat
     save(tmp_path, 1, 1.0)
     save(tmp_path, 2, 2.0)
     newest = tmp_path / checkpoint.step_name(2)
-    file = newest / checkpoint.TENSORS
+    file = newest / "tensors-0.safetensors"
     content = file.read_bytes()
     if damage == "flipped byte":
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -61,22 +61,24 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(damage, tmp_pat
 
 def test_only_damaged_checkpoints_are_an_error(tmp_path):
     save(tmp_path, 1)
-    (tmp_path / checkpoint.step_name(1) / checkpoint.TENSORS).unlink()
+    (tmp_path / checkpoint.step_name(1) / "tensors-0.safetensors").unlink()
     with pytest.raises(InputError, match="is usable"):
         checkpoint.find(tmp_path)
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_and_no_debris(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_debris(tmp_path):
     save(tmp_path, 1)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(OSError, match="No space"):
+    with full_disk(100), pytest.raises(checkpoint.NotWrittenError, match="too large"):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert checkpoint.find(tmp_path).state == {"step": 1}
+
+
+def test_tensors_of_another_shape_are_refused(tmp_path):
+    save(tmp_path, 1)
+    for shape in ((4, 2), (3, 1)):
+        with pytest.raises(InputError, match=r"does not hold all of model\.a"):
+            checkpoint.load(tmp_path / checkpoint.step_name(1), {**tensors(), "model.a": torch.zeros(shape)})
 
 
 def test_tensors_of_another_model_are_refused(tmp_path):

@@ -1,16 +1,16 @@
 """A run: it learns, it resumes bit for bit, it stops when it must and says why."""
 
-import errno
 import json
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
+from contextlib import ExitStack
 
 import pytest
 import torch
+from runs import assert_same_run, command, final_state, full_disk, metrics
 from safetensors.torch import load_file
 
 from chiar import ChiarForCausalLM
@@ -18,23 +18,6 @@ from chiar.errors import InputError
 from chiar.training import checkpoint
 from chiar.training.loop import TrainingStopped, train
 from chiar.training.run_folder import RunFolder
-
-TIMINGS = ("tokens_per_second",)
-
-
-def final_state(out):
-    return load_file(out / "checkpoints" / "latest" / checkpoint.TENSORS)
-
-
-def metrics(out):
-    return [{k: v for k, v in r.items() if k not in TIMINGS} for r in RunFolder(out).read_metrics()]
-
-
-def assert_same_run(first, second):
-    ours, theirs = final_state(first), final_state(second)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert metrics(first) == metrics(second)
 
 
 def interrupted(monkeypatch, step):
@@ -84,34 +67,6 @@ def test_recalibrated_thresholds_are_resumed_too(config, settings, tmp_path, mon
     assert len(state["thresholds"]) == 2
 
 
-def command(corpus, out, *more):
-    settings = ["--steps", "12", "--batch", "8", "--micro-batch", "2", "--length", "16", "--no-compile"]
-    settings += [
-        "--set",
-        "precision=fp32",
-        "--set",
-        "save_every=2",
-        "--set",
-        "evaluate_every=6",
-        "--set",
-        "log_every=1",
-    ]
-    settings += ["--set", "hidden_size=16", "--set", "evaluate_rows=4", "--device", "cpu"]
-    return [
-        sys.executable,
-        "-m",
-        "chiar",
-        "train",
-        "v3-tiny",
-        "--data",
-        str(corpus),
-        "--out",
-        str(out),
-        *settings,
-        *more,
-    ]
-
-
 def test_kill_9_at_a_random_moment_changes_nothing(corpus, tmp_path):
     """The whole process is killed, by its number, while it trains or writes."""
     subprocess.run(command(corpus, tmp_path / "straight"), check=True, capture_output=True)
@@ -125,29 +80,6 @@ def test_kill_9_at_a_random_moment_changes_nothing(corpus, tmp_path):
     assert process.wait() in (-signal.SIGKILL, 0)
     subprocess.run(command(corpus, out, "--resume"), check=True, capture_output=True)
     assert_same_run(tmp_path / "straight", out)
-
-
-def test_two_processes_compute_what_one_does(corpus, tmp_path):
-    """DDP over gloo: the same global batch, causal gate, no dropout; only the order of sums differs."""
-    more = ["--set", "dropout=0.0", "--set", "gate_pool=causal", "--set", "routing=hard"]
-    subprocess.run(command(corpus, tmp_path / "one", *more), check=True, capture_output=True)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-        "-m",
-        "chiar.train",
-    ]
-    two = [*torchrun, *command(corpus, tmp_path / "two", *more)[4:]]
-    done = subprocess.run(two, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    for ours, theirs in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
-        # Sums over four micro-batches in another order, twelve steps of fp32.
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-5)
-    assert metrics(tmp_path / "two")[-1]["validation"].keys() == {"text"}
 
 
 def test_it_learns_and_exports_the_best(config, settings, tmp_path, corpus):
@@ -195,18 +127,21 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_its_batch(config,
 
 
 def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(config, settings, tmp_path, monkeypatch):
-    real, calls = checkpoint.save_file, []
+    from chiar.training import trainer
 
-    def full(*args):
-        calls.append(args)
-        if len(calls) > 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(*args)
+    real = trainer.Trainer.tensors
+    with ExitStack() as limits:
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(TrainingStopped, match="No space left on device"):
-        train(config(), settings(), tmp_path / "run", device="cpu", quiet=True)
+        def tensors(self):
+            if self.step > 4:
+                limits.enter_context(full_disk())
+            return real(self)
+
+        monkeypatch.setattr(trainer.Trainer, "tensors", tensors)
+        with pytest.raises(TrainingStopped, match=r"checkpoint of step 8 .*File too large.*earlier ones are kept"):
+            train(config(), settings(), tmp_path / "run", device="cpu", quiet=True)
     assert checkpoint.find(tmp_path / "run" / "checkpoints").state["step"] == 4
+    assert not list(checkpoint.partials(tmp_path / "run" / "checkpoints"))
 
 
 def test_an_existing_run_is_not_touched_unless_resumed_alike(config, settings, tmp_path):

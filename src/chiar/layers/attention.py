@@ -7,12 +7,24 @@ from torch import Tensor, nn
 from chiar.layers.context import LayerMemory, TokenContext, visible_keys
 
 
+@torch.library.custom_op("chiar::rotary_tables", mutates_args=())
 def rotary_tables(positions_BT: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of RoPE's angles, (B, 1, T, head size) in fp32. Computed, not stored: bf16 would blur them."""
+    """cos and sin of RoPE's angles, (B, 1, T, head size) in fp32. Computed, not stored: bf16 would blur them.
+
+    An operator of its own so that the compiler keeps the tables: left to itself it computes powers and sines again in
+    every layer, a fifth of a 400M training step on an H200.
+    """
     exponents = torch.arange(0, head_size, 2, device=positions_BT.device, dtype=torch.float32) / head_size
     angles = positions_BT[:, None, :, None].float() * base**-exponents
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
+
+
+@rotary_tables.register_fake
+def _(positions_BT: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+    B, T = positions_BT.shape
+    shape = (B, 1, T, head_size)
+    return tuple(torch.empty(shape, device=positions_BT.device) for _ in range(2))  # type: ignore[return-value]
 
 
 def rotate(x_BHTd: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,8 +1,10 @@
 """Checkpoints: written aside, hashed, switched by a rename.
 
-A checkpoint is a folder with `state.safetensors` (weights, optimiser, average), `state.json` (plain values) and
-`manifest.json` (the SHA-256 of both, written last). Nothing is pickled. A process killed at any moment leaves the
-previous checkpoints as they were and at most a hidden partial folder.
+A checkpoint is a folder with `state.json` (plain values), a `tensors-R.safetensors` for each process that holds a part
+of the state (weights, optimiser, average) and `manifest.json` (the SHA-256 of all, written last). Sharded tensors are
+split by rows and each file says which rows it has, so any number of processes can read what any other number wrote.
+Nothing is pickled. A process killed at any moment leaves the previous checkpoints as they were and at most a hidden
+partial folder.
 """
 
 import hashlib
@@ -10,19 +12,25 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from chiar.errors import InputError
-from chiar.training.distributed import Processes
+from chiar.training.distributed import Processes, local_rows
 
-MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "state.safetensors"
+MANIFEST, STATE = "manifest.json", "state.json"
+
+
+class NotWrittenError(Exception):
+    """A checkpoint could not be written; the earlier ones are untouched."""
 
 
 def step_name(step: int) -> str:
@@ -53,24 +61,53 @@ def state_tensors(model: Any, optimizer: torch.optim.Optimizer, average: dict[st
 
 
 def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], processes: Processes) -> None:
-    """Write the checkpoint of one step. Processes hold the same state, so the main one writes it."""
-    if processes.main:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = folder.parent / f".{folder.name}.partial"
-        shutil.rmtree(aside, ignore_errors=True)
-        try:
-            aside.mkdir()
-            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, aside / TENSORS)
-            write_synced(aside / STATE, json.dumps(state, indent=1))
-            hashes = {name: file_hash(aside / name) for name in (TENSORS, STATE)}
-            write_synced(aside / MANIFEST, json.dumps({"files": hashes}, indent=1))
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(aside, folder)
-            sync(folder.parent)
-        except OSError:
+    """Write the checkpoint of one step. Each process writes the rows it holds; what all hold, the main one writes."""
+    aside = folder.parent / f".{folder.name}.partial"
+    mine = {name: t for name, t in tensors.items() if processes.main or isinstance(t, DTensor)}
+    hashes: dict[str, str] = {}
+    try:
+        with agreed(processes):
+            if processes.main:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+        with agreed(processes):
+            if mine:
+                file = aside / f"tensors-{processes.rank}.safetensors"
+                write_tensors(file, mine)
+                hashes[file.name] = file_hash(file)
+        for other in processes.all(hashes):
+            hashes |= other
+        with agreed(processes):
+            if processes.main:
+                write_synced(aside / STATE, json.dumps(state, indent=1))
+                hashes[STATE] = file_hash(aside / STATE)
+                write_synced(aside / MANIFEST, json.dumps({"files": hashes}, indent=1))
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(aside, folder)
+                sync(folder.parent)
+    except NotWrittenError:
+        if processes.main:
             shutil.rmtree(aside, ignore_errors=True)
-            raise
-    processes.barrier()
+        raise
+
+
+@contextmanager
+def agreed(processes: Processes) -> Iterator[None]:
+    """A block whose failure in one process is a failure in all: none waits for another that has given up."""
+    failure: Exception | None = None
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        failure = error
+    reasons = [reason for reason in processes.all(str(failure) if failure else None) if reason]
+    if reasons:
+        raise NotWrittenError(reasons[0]) from failure
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    rows = {name: local_rows(tensor) for name, tensor in tensors.items()}
+    starts = json.dumps({name: start for name, (start, _) in rows.items() if start})
+    save_file({name: value.cpu().contiguous() for name, (_, value) in rows.items()}, file, {"starts": starts})
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -92,15 +129,20 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def read_manifest(folder: Path) -> dict[str, str]:
+    return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
+
+
 def problem(folder: Path) -> str | None:
     """None if every file is there with its hash, else what is wrong."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        hashes = {TENSORS: files[TENSORS], STATE: files[STATE]}
+        hashes = read_manifest(folder)
     except (OSError, ValueError, KeyError, TypeError):
         return "its manifest is missing or damaged"
+    if STATE not in hashes or len(hashes) < 2:
+        return "its manifest is missing or damaged"
     for name, expected in hashes.items():
-        if not (folder / name).is_file():
+        if Path(name).name != name or not (folder / name).is_file():
             return f"{name} is missing"
         if file_hash(folder / name) != expected:
             return f"{name} does not have its hash"
@@ -130,14 +172,31 @@ def find(folder: Path) -> Found | None:
 
 
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill `tensors` in place."""
-    with safe_open(folder / TENSORS, framework="pt") as file, torch.no_grad():
-        stored = set(file.keys())
-        if stored != set(tensors):
-            odd = sorted(stored ^ set(tensors))
+    """Fill `tensors` in place, each with the rows this process holds."""
+    with ExitStack() as opened, torch.no_grad():
+        pieces: dict[str, list[tuple[int, Any]]] = {}
+        for name in read_manifest(folder):
+            if name.endswith(".safetensors"):
+                file = opened.enter_context(safe_open(folder / name, framework="pt"))
+                starts = json.loads((file.metadata() or {}).get("starts", "{}"))
+                for key in file.keys():  # noqa: SIM118 (it is not a dictionary)
+                    pieces.setdefault(key, []).append((starts.get(key, 0), file.get_slice(key)))
+        if set(pieces) != set(tensors):
+            odd = sorted(set(pieces) ^ set(tensors))
             raise InputError(f"the checkpoint and the model do not hold the same tensors: {', '.join(odd[:3])} …")
         for name, tensor in tensors.items():
-            tensor.copy_(file.get_tensor(name))
+            first, rows = local_rows(tensor)
+            if rows.ndim == 0:
+                rows.copy_(pieces[name][0][1][...])
+                continue
+            filled = 0
+            for start, stored in pieces[name]:
+                begin, end = max(first, start), min(first + len(rows), start + stored.get_shape()[0])
+                if begin < end and stored.get_shape()[1:] == list(rows.shape[1:]):
+                    rows[begin - first : end - first].copy_(stored[begin - start : end - start])
+                    filled += end - begin
+            if filled != len(rows):
+                raise InputError(f"the checkpoint does not hold all of {name} {list(tensor.shape)}.")
 
 
 def retain(folder: Path, keep: int, best: int | None) -> None:

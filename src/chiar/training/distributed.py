@@ -1,11 +1,15 @@
 """One process or many: the few places where that matters."""
 
+import gc
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from chiar.errors import InputError
@@ -36,8 +40,16 @@ class Processes:
             dist.all_reduce(values)
         return values
 
+    def all(self, value: Any) -> list[Any]:
+        """What each process has, in order of rank."""
+        values: list[Any] = [value] * self.count
+        if self.count > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def close(self) -> None:
-        if self.count > 1 and dist.is_initialized():
+        if dist.is_initialized():
+            gc.collect()  # DDP's reducer must go before its group does: the other way round it may wait for ever
             dist.destroy_process_group()
 
 
@@ -54,9 +66,18 @@ def start(device: str) -> Processes:
     chosen = torch.device("cuda", local) if device == "cuda" else torch.device("cpu")
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
     if count > 1:
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        # torchrun may keep its store when it starts the processes again: without a prefix they find dead addresses.
+        store, _, _ = next(dist.rendezvous("env://", rank, count))
+        store = dist.PrefixStore(f"attempt-{attempt()}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count)
     return Processes(rank, count, chosen)
+
+
+def attempt() -> int:
+    """How often torchrun has started these processes again because one died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def replicate(model: nn.Module, processes: Processes) -> nn.Module:
@@ -65,3 +86,28 @@ def replicate(model: nn.Module, processes: Processes) -> nn.Module:
         return model
     ids = [processes.device.index] if processes.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+
+
+def shard(model: Any, processes: Processes, compiled: bool) -> None:
+    """FSDP2 in place: each layer's weights, gradients and optimiser state are split by rows over the processes.
+
+    Weights are gathered in fp32, so the numbers are DDP's. Layers are compiled one by one: gathering stays outside.
+    """
+    if not dist.is_initialized():  # alone, without torchrun
+        backend = "nccl" if processes.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh(processes.device.type, (processes.count,))
+    for layer in model.language.model.layers:
+        if compiled:
+            layer.compile()
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def local_rows(tensor: Tensor) -> tuple[int, Tensor]:
+    """The rows of a tensor that this process holds, and the number of the first. Whole tensors start at 0."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor.detach()
+    rows_each = -(-tensor.shape[0] // tensor.device_mesh.size())
+    start = min(tensor.device_mesh.get_local_rank() * rows_each, tensor.shape[0])
+    return start, tensor.to_local().detach()

@@ -15,13 +15,13 @@ from chiar.config import ChiarConfig
 from chiar.errors import InputError
 from chiar.training import checkpoint
 from chiar.training.display import Display
-from chiar.training.distributed import Processes, start
-from chiar.training.run_folder import Metrics, RunFolder, command_line, commit, versions
+from chiar.training.distributed import Processes, attempt, start
+from chiar.training.run_folder import RUN, Metrics, RunFolder, command_line, commit, versions
 from chiar.training.settings import TrainSettings
 from chiar.training.trainer import Trainer
 
 # What may differ when a run is resumed: how long it is, and how it is shown.
-MAY_CHANGE = ("steps", "compile", "keep", "log_every", "transformers_version")
+MAY_CHANGE = ("steps", "compile", "parallel", "keep", "log_every", "transformers_version")
 
 
 class TrainingStopped(RuntimeError):
@@ -37,35 +37,42 @@ def train(
     quiet: bool = False,
 ) -> dict[str, Any] | None:
     """Train to `settings.steps`, writing to the run folder `out`. Returns the last record."""
-    from chiar.data import Corpus
-
     settings.validate()
     logging.disable_progress_bar()  # ours is enough
     processes = start(device)
     try:
-        corpora = [Corpus.open(Path(path)) for path in settings.data]
-        check_run(config, settings, corpora)
-        if settings.deterministic:
-            torch.use_deterministic_algorithms(True)
-        torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
-        folder = RunFolder(out)
-        found = open_run(folder, config, settings, corpora, resume, processes)
-        trainer = Trainer(config, settings, corpora, processes)
-        display = Display(settings.steps, found.state["step"] if found else 0, quiet or not processes.main)
-        if found is not None:
-            trainer.restore(found)
-            for complaint in found.complaints:
-                display.say(f"warning: {complaint}")
-            display.say(f"resuming after step {trainer.step} of {settings.steps}")
-        metrics = Metrics(folder.metrics_path, found.state["metrics_bytes"] if found else 0) if processes.main else None
-        try:
-            return Run(trainer, folder, metrics, display).go()
-        finally:
-            display.close()
-            if metrics is not None:
-                metrics.close()
+        return train_among(processes, config, settings, out, resume, quiet)
     finally:
         processes.close()
+
+
+def train_among(
+    processes: Processes, config: ChiarConfig, settings: TrainSettings, out: Path, resume: bool, quiet: bool
+) -> dict[str, Any] | None:
+    from chiar.data import Corpus
+
+    corpora = [Corpus.open(Path(path)) for path in settings.data]
+    check_run(config, settings, corpora)
+    if settings.deterministic:
+        torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
+    folder = RunFolder(out)
+    resume = resume or (attempt() > 0 and (out / RUN).is_file())
+    found = open_run(folder, config, settings, corpora, resume, processes)
+    trainer = Trainer(config, settings, corpora, processes)
+    display = Display(settings.steps, found.state["step"] if found else 0, quiet or not processes.main)
+    if found is not None:
+        trainer.restore(found)
+        for complaint in found.complaints:
+            display.say(f"warning: {complaint}")
+        display.say(f"resuming after step {trainer.step} of {settings.steps}")
+    metrics = Metrics(folder.metrics_path, found.state["metrics_bytes"] if found else 0) if processes.main else None
+    try:
+        return Run(trainer, folder, metrics, display).go()
+    finally:
+        display.close()
+        if metrics is not None:
+            metrics.close()
 
 
 def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Any]) -> None:
@@ -116,11 +123,12 @@ def open_run(
                     f"{folder.path} was started with {part} {key} = {stored[part].get(key)!r}, "
                     f"not {record[part].get(key)!r}: resume it with the same."
                 )
+    found = None
     if processes.main:
         for leftover in checkpoint.partials(folder.checkpoints):
             shutil.rmtree(leftover)
-    processes.barrier()
-    return checkpoint.find(folder.checkpoints)
+        found = checkpoint.find(folder.checkpoints)
+    return processes.all(found)[0]
 
 
 class Run:
@@ -170,9 +178,8 @@ class Run:
         value = record["validation"][trainer.names[0]]
         if trainer.best is None or value < trainer.best["loss"]:
             trainer.best = {"step": trainer.step, "loss": value}
-            if trainer.processes.main:
-                self.export()
-        if self.settings.sample and trainer.processes.main:
+            self.export()
+        if self.settings.sample:
             record["sample"] = self.sample()
         self.marked_step, self.marked_time = trainer.step, time.perf_counter()
 
@@ -184,9 +191,9 @@ class Run:
         written = self.metrics.bytes if self.metrics is not None else 0
         try:
             checkpoint.save(target, trainer.tensors(), trainer.state(written), trainer.processes)
-        except OSError as error:
+        except checkpoint.NotWrittenError as error:
             raise TrainingStopped(
-                f"the checkpoint of step {trainer.step} could not be written ({error.strerror}): earlier ones are kept."
+                f"the checkpoint of step {trainer.step} could not be written ({error}): earlier ones are kept."
             ) from error
         if trainer.processes.main:
             checkpoint.point(self.folder.checkpoints / "latest", target)
@@ -196,15 +203,22 @@ class Run:
     def export(self) -> None:
         """The best weights so far as a folder from_pretrained opens, with tokenizer and thresholds."""
         trainer = self.trainer
-        target = self.folder.exports / checkpoint.step_name(trainer.step)
+        language, heads = trainer.exported()
+        try:
+            with checkpoint.agreed(trainer.processes):
+                if trainer.processes.main:
+                    self.write_export(self.folder.exports / checkpoint.step_name(trainer.step), language, heads)
+        except checkpoint.NotWrittenError as error:
+            raise TrainingStopped(
+                f"the best model, of step {trainer.step}, could not be written ({error}): checkpoints are kept."
+            ) from error
+
+    def write_export(self, target: Path, language: Any, heads: dict[str, torch.Tensor]) -> None:
         shutil.rmtree(target, ignore_errors=True)
-        with trainer.averaged():
-            trainer.model.language.save_pretrained(target)
-        shutil.copytree(trainer.corpora[0].folder / "tokenizer", target, dirs_exist_ok=True)
-        if trainer.model.heads:
-            save_file(
-                {k: v.contiguous() for k, v in trainer.model.heads.state_dict().items()}, target / "heads.safetensors"
-            )
+        language.save_pretrained(target)
+        shutil.copytree(self.trainer.corpora[0].folder / "tokenizer", target, dirs_exist_ok=True)
+        if heads:
+            save_file({name: value.contiguous() for name, value in heads.items()}, target / "heads.safetensors")
         checkpoint.point(self.folder.best, target)
         for other in self.folder.exports.iterdir():
             if other != target:
@@ -212,7 +226,10 @@ class Run:
 
     def sample(self, new_tokens: int = 48) -> str:
         """The prompt continued greedily. A gate that sees the future is frozen at the prompt for this."""
-        language = self.trainer.model.language
+        with self.trainer.language() as language:
+            return self.continued(language, new_tokens)
+
+    def continued(self, language: Any, new_tokens: int) -> str:
         tokenizer = self.trainer.corpora[0].tokenizer()
         ids = torch.tensor([tokenizer.encode_batch([self.settings.sample])[0].tolist()], device=language.device)
         before, language.config.gate_generation = language.config.gate_generation, "prefill"

@@ -7,6 +7,9 @@ from chiar.errors import InputError, unknown_name
 
 PRECISIONS = ("bf16", "fp32")
 MIXINGS = ("weights", "added")
+PARALLELS = ("auto", "ddp", "fsdp")
+SHARD_FROM = 600_000_000
+"""Parameters from which `auto` shards."""
 
 
 @dataclass
@@ -39,6 +42,8 @@ class TrainSettings:
     precision: str = "bf16"
     """bf16: autocast over fp32 weights."""
     compile: bool = True
+    parallel: str = "auto"
+    """Several processes: ddp gives each the whole model, fsdp a part of it; auto shards the 1B presets."""
     deterministic: bool = False
     """On a GPU: deterministic kernels, so that resuming is bit-exact there too."""
     gradient_checkpointing: bool = False
@@ -58,7 +63,7 @@ class TrainSettings:
 
     def validate(self) -> None:
         """Raise InputError with the value received and what is allowed."""
-        for name, allowed in (("precision", PRECISIONS), ("mixing", MIXINGS)):
+        for name, allowed in (("precision", PRECISIONS), ("mixing", MIXINGS), ("parallel", PARALLELS)):
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
         for name in ("length", "batch", "micro_batch", "steps", "evaluate_every", "save_every", "log_every", "keep"):
@@ -89,6 +94,10 @@ class TrainSettings:
                 f"process(es): make batch a multiple of {self.micro_batch * processes}."
             )
         return self.batch // (self.micro_batch * processes)
+
+    def shards(self, parameters: int, processes: int) -> bool:
+        """Whether a model of this size is split over the processes."""
+        return self.parallel == "fsdp" or (self.parallel == "auto" and processes > 1 and parameters >= SHARD_FROM)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

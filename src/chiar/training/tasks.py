@@ -1,7 +1,6 @@
 """One model for every task of a run: the language model, and a linear head for each classification corpus."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,15 +60,3 @@ class TaskModel(nn.Module):
         if head is not None and not self.language.config.tie_word_embeddings:
             parameters += list(self.language.lm_head.parameters())
         return 0.0 * sum((p.sum() for p in parameters), torch.zeros((), device=self.language.device))
-
-
-def build(config: Any, labels: dict[str, int], seed: int) -> TaskModel:
-    """The model with the weights of `seed`, the same in every process."""
-    torch.manual_seed(seed)
-    language = ChiarForCausalLM(config)
-    model = TaskModel(language, labels)
-    for head in model.heads.values():
-        assert isinstance(head, nn.Linear)
-        nn.init.normal_(head.weight, std=config.initializer_range)
-        nn.init.zeros_(head.bias)
-    return model

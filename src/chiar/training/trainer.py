@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from chiar.config import ChiarConfig
 from chiar.routing.calibration import calibrate
 from chiar.training import checkpoint
 from chiar.training.batches import Batch, ClassificationRows, LanguageRows, Rows, Schedule, slot_seed
-from chiar.training.distributed import Processes, replicate
+from chiar.training.distributed import Processes, replicate, shard
 from chiar.training.optim import learning_rate, make_optimizer, set_learning_rate
 from chiar.training.settings import TrainSettings
-from chiar.training.tasks import TaskModel, build
+from chiar.training.weights import gathered, materialise, outline, whole_language_model
 
 
 def open_rows(corpus: Any, split: str, length: int) -> Rows:
@@ -33,7 +34,12 @@ class Trainer:
         self.schedule = Schedule(settings, self.rows)
         self.accumulation = settings.accumulation(processes.count)
         labels = {c.name: len(c.labels) for c in corpora if c.kind == "classification"}
-        self.model: TaskModel = build(config, labels, settings.seed).to(processes.device)
+        self.model = outline(config, labels)
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.sharded = settings.shards(parameters, processes.count)
+        if self.sharded:
+            shard(self.model, processes, settings.compile)
+        materialise(self.model, settings.seed, processes.device)
         if settings.gradient_checkpointing:
             self.model.language.model.gradient_checkpointing_enable()
         self.optimizer = make_optimizer(self.model, settings, processes.device)
@@ -42,8 +48,9 @@ class Trainer:
         self.best: dict[str, float] | None = None
         self.first_bad_step = torch.full((), -1, device=processes.device)
         """The first step whose gradient was not finite; kept on the device so that no step waits for it."""
-        self.parallel = replicate(self.model, processes)
-        self.forward: Callable[..., Any] = torch.compile(self.parallel) if settings.compile else self.parallel
+        self.parallel = self.model if self.sharded else replicate(self.model, processes)
+        compiled = settings.compile and not self.sharded
+        self.forward: Callable[..., Any] = torch.compile(self.parallel) if compiled else self.parallel
 
     def train_step(self) -> dict[str, Any]:
         """One optimiser step: accumulate, clip, update. Returns what was measured, still on the device."""
@@ -66,6 +73,8 @@ class Trainer:
                     gates.setdefault(batch.corpus, []).append(result.gate)
                 use.append(result.use_LK)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip or math.inf)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
         bad = (self.first_bad_step < 0) & ~norm.isfinite()
         self.first_bad_step = torch.where(bad, self.step, self.first_bad_step)
         self.optimizer.step()
@@ -78,7 +87,7 @@ class Trainer:
     def _backward(self, batch: Batch, sync: bool) -> Any:
         batch = batch.to(self.processes.device)
         head = self.names[batch.corpus] if isinstance(self.rows[batch.corpus], ClassificationRows) else None
-        waits = sync or self.processes.count == 1
+        waits = sync or self.processes.count == 1 or self.sharded  # whole gradients would not fit where it shards
         with nullcontext() if waits else self.parallel.no_sync():  # type: ignore[operator]
             with self.autocast():
                 result = self.forward(batch.ids, batch.targets, batch.mask, head)
@@ -122,6 +131,7 @@ class Trainer:
                 corpus.name: self._evaluate_rows(open_rows(corpus, "valid", self.settings.length), number)
                 for number, corpus in enumerate(self.corpora)
             }
+            self.reshard()
         self.parallel.train()
         return losses
 
@@ -129,33 +139,59 @@ class Trainer:
         size, total = self.settings.micro_batch, torch.zeros(2, device=self.processes.device, dtype=torch.float64)
         wanted = min(self.settings.evaluate_rows, rows.count)
         head = self.names[number] if isinstance(rows, ClassificationRows) else None
-        for first in range(0, wanted, size)[self.processes.rank :: self.processes.count]:
+        firsts = range(0, wanted, size)
+        for turn in range(0, len(firsts), self.processes.count):
+            mine = turn + self.processes.rank < len(firsts)  # a process without rows keeps the others company
+            first = firsts[turn + self.processes.rank if mine else 0]
             batch = rows.batch(number, list(range(first, min(first + size, wanted)))).to(self.processes.device)
             with self.autocast():
                 loss = self.model(batch.ids, batch.targets, batch.mask, head).loss
-            total[0] += loss.double() * len(batch.ids)
-            total[1] += len(batch.ids)
+            total += mine * len(batch.ids) * torch.stack([loss.double(), loss.new_ones(()).double()])
         total = self.processes.total(total)
         return float(total[0] / total[1])
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The exponential average in place of the weights, where one is kept."""
-        own = {name: parameter.data for name, parameter in self.model.named_parameters()}
-        for name, parameter in self.model.named_parameters():
-            parameter.data = self.average.get(name, own[name])
+        kept = [(p, p.detach().clone(), self.average[n]) for n, p in self.model.named_parameters() if self.average]
+        with torch.no_grad():
+            for parameter, _, average in kept:
+                parameter.copy_(average)
         try:
             yield
         finally:
-            for name, parameter in self.model.named_parameters():
-                parameter.data = own[name]
+            with torch.no_grad():
+                for parameter, own, _ in kept:
+                    parameter.copy_(own)
+
+    @contextmanager
+    def language(self) -> Iterator[Any]:
+        """The language model, to be called by itself. Sharded, its first and last matrices are gathered meanwhile."""
+        if self.sharded:
+            self.model.unshard()  # type: ignore[operator]
+        try:
+            yield self.model.language
+        finally:
+            self.reshard()
+
+    def reshard(self) -> None:
+        """Let go of what a forward pass without a backward one has gathered; it would be used again, outdated."""
+        if self.sharded:
+            self.model.reshard()  # type: ignore[operator]
+
+    def exported(self) -> tuple[Any, dict[str, Tensor]]:
+        """The whole language model and the heads, averaged where an average is kept. Every process takes part."""
+        with self.averaged():
+            language = whole_language_model(self.model)
+            return language, gathered(self.model.heads.state_dict())
 
     def recalibrate(self) -> list:
         """Per-layer thresholds from rows of the step just done, the same in every process."""
         slots = range(min(self.schedule.slots, 4))
         batches = [self.schedule.batches(self.step - 1, slot)[0] for slot in slots]
         stream = [{"input_ids": batch.ids} for batch in batches if batch.mask is None]
-        found = calibrate(self.model.language, stream)
+        with self.language() as language:
+            found = calibrate(language, stream)
         thresholds = found.thresholds(len(self.config.routed_layers))
         self.model.language.model.set_thresholds(thresholds)
         return thresholds

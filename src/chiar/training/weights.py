@@ -1,0 +1,76 @@
+"""First weights: each module's from a seed of its own, so that no process needs the whole model to draw its share."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from chiar.modeling import ChiarForCausalLM
+from chiar.training.distributed import local_rows
+from chiar.training.tasks import TaskModel
+
+
+def outline(config: Any, labels: dict[str, int]) -> TaskModel:
+    """The model on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        return TaskModel(ChiarForCausalLM(config), labels)
+
+
+def module_seed(seed: int, name: str) -> int:
+    return int(np.random.SeedSequence([seed, *name.encode()]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def materialise(model: TaskModel, seed: int, device: torch.device) -> None:
+    """Give an outline memory and the weights of `seed`: the same ones whether it is whole or sharded."""
+    model.to_empty(device=device)
+    model.language.tie_weights()
+    config = model.language.config
+    source = outline(config, {name: head.out_features for name, head in model.heads.items()})  # type: ignore[misc]
+    places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, value in drawn(source, seed):
+        start, rows = local_rows(places[name])
+        with torch.no_grad():
+            rows.copy_(value[start : start + len(rows)] if value.ndim else value)
+
+
+def drawn(source: TaskModel, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Every saved tensor by name, one module in memory at a time. Drawn on the CPU: any device gets the same."""
+    saved = set(source.state_dict())
+    seen: set[int] = set()
+    for prefix, module in source.named_modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        fresh = [name for name, value in own if f"{prefix}.{name}" in saved and id(value) not in seen]
+        seen.update(id(value) for _, value in own)
+        if not fresh:
+            continue
+        module.to_empty(device="cpu", recurse=False)
+        torch.manual_seed(module_seed(seed, prefix))
+        source.language._init_weights(module)
+        for name in fresh:
+            yield f"{prefix}.{name}", getattr(module, name).detach()
+        module.to_empty(device="meta", recurse=False)
+
+
+def build(config: Any, labels: dict[str, int], seed: int, device: str = "cpu") -> TaskModel:
+    """A whole model with the weights of `seed`."""
+    model = outline(config, labels)
+    materialise(model, seed, torch.device(device))
+    return model
+
+
+def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole copies on the CPU. Every process must take part."""
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().cpu() for name, t in tensors.items()}
+
+
+def whole_language_model(model: TaskModel) -> nn.Module:
+    """The language model without sharding, on the CPU."""
+    state = gathered(model.language.state_dict())
+    with torch.device("meta"):
+        language = ChiarForCausalLM(model.language.config)
+    language.to_empty(device="cpu")
+    language.load_state_dict(state)
+    language.tie_weights()
+    return language

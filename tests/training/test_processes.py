@@ -1,0 +1,126 @@
+"""Several processes under torchrun: the losses of one, sharded or not, and one that dies does no harm."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from runs import assert_same_run, command, final_state, metrics, run, torchrun
+
+from chiar import ChiarForCausalLM
+from chiar.training import checkpoint
+from chiar.training.settings import TrainSettings
+
+# Hard routing, where an operator may get no token; five batches to validate on, more than three processes share evenly.
+CHANGES = ("dropout=0.0", "gate_pool=causal", "routing=hard", "sample=light", "ema=0.5", "keep=9", "evaluate_rows=10")
+CHANGES += ("learning_rate=0.003", "warmup=3")
+
+
+def arguments(corpus, out, parallel, *more):
+    changes = [word for change in (*CHANGES, f"parallel={parallel}") for word in ("--set", change)]
+    return command(corpus, out, "--batch", "12", *changes, *more)
+
+
+@pytest.fixture(scope="module")
+def alone(corpus, tmp_path_factory):
+    """The run in one process that the others must repeat."""
+    out = tmp_path_factory.mktemp("runs") / "alone"
+    run(arguments(corpus, out, "ddp"))
+    return out
+
+
+@pytest.fixture(scope="module")
+def sharded(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "sharded"
+    run(torchrun(2, 0, arguments(corpus, out, "fsdp")))
+    return out
+
+
+def assert_close(first, second):
+    """Sums over six micro-batches in another order, twelve steps of fp32."""
+    for ours, theirs in zip(metrics(first), metrics(second), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-5)
+        assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], abs=1e-4)
+        assert ours.get("validation", {}) == pytest.approx(theirs.get("validation", {}), abs=2e-5)
+    ours, theirs = final_state(first), final_state(second)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], atol=2e-4, rtol=0, msg=name)
+
+
+def assert_same_export(first, second):
+    ours, theirs = (ChiarForCausalLM.from_pretrained(folder / "best").eval() for folder in (first, second))
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=1e-3, rtol=0)
+
+
+def tensor_files(out):
+    return sorted(path.name for path in (out / "checkpoints" / "latest").glob("*.safetensors"))
+
+
+def test_replicated_processes_compute_what_one_does(alone, corpus, tmp_path):
+    run(torchrun(2, 0, arguments(corpus, tmp_path / "two", "ddp")))
+    assert_close(alone, tmp_path / "two")
+    assert_same_export(alone, tmp_path / "two")
+    assert tensor_files(tmp_path / "two") == ["tensors-0.safetensors"]
+
+
+def test_sharded_processes_compute_what_one_does(alone, sharded):
+    assert_close(alone, sharded)
+    assert_same_export(alone, sharded)
+    assert tensor_files(sharded) == ["tensors-0.safetensors", "tensors-1.safetensors"]
+    sizes = [(sharded / "checkpoints" / "latest" / name).stat().st_size for name in tensor_files(sharded)]
+    assert sizes[1] > 0.8 * sizes[0], "each holds about half"
+
+
+@pytest.mark.parametrize(("start", "parallel", "count"), [("sharded", "ddp", 1), ("alone", "fsdp", 3)])
+def test_a_run_goes_on_with_another_number_of_processes(start, parallel, count, alone, corpus, tmp_path, request):
+    """From two that shard to one that does not, and from one to three, whose rows do not divide evenly."""
+    out = tmp_path / "run"
+    shutil.copytree(request.getfixturevalue(start), out, symlinks=True)
+    for path in checkpoint.steps(out / "checkpoints"):
+        if int(path.name.split("-")[1]) > 4:
+            shutil.rmtree(path)
+    done = run(torchrun(count, 0, arguments(corpus, out, parallel, "--resume")))
+    assert "resuming after step 4 of 12" in done.stdout
+    assert_close(alone, out)
+
+
+def test_a_killed_process_is_started_again_and_nothing_changes(corpus, tmp_path):
+    """torchrun stops the others and starts all again; they go on from the last checkpoint."""
+    run(torchrun(2, 0, arguments(corpus, tmp_path / "straight", "ddp", "--steps", "40")))
+    out = tmp_path / "killed"
+    command_line = torchrun(2, 1, arguments(corpus, out, "ddp", "--steps", "40"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(command_line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (out / "checkpoints" / "latest").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(max(children(launcher.pid)), signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0
+    assert b"resuming after step" in output
+    assert_same_run(tmp_path / "straight", out)
+
+
+def children(pid):
+    """Processes started by `pid`, from Linux's /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_the_largest_presets_are_sharded_by_themselves():
+    settings = TrainSettings()
+    assert settings.shards(1_100_000_000, 2) and not settings.shards(1_100_000_000, 1)
+    assert not settings.shards(400_000_000, 8)
