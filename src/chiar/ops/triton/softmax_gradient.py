@@ -20,10 +20,14 @@ def _softmax_gradient(
     target_stride,
     ignore_index,
     VOCABULARY: tl.constexpr,
+    PADDED: tl.constexpr,
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row, read twice: for log Σ exp, then (from the L2 cache) to become its gradient."""
+    """One program a row, read twice: for log Σ exp, then (from the L2 cache) to become its gradient.
+
+    Memory is masked at PADDED, a multiple of 16, so that loads and stores are 16 bytes wide; numbers at VOCABULARY.
+    """
     row = tl.program_id(0).to(tl.int64)  # row × row_stride may pass 2³¹
     row_ptr = logits_ptr + row * row_stride
     columns = tl.arange(0, BLOCK)
@@ -33,9 +37,9 @@ def _softmax_gradient(
     # m starts finite so that lanes beyond the row never meet ∞ − ∞.
     m = tl.full([BLOCK], -3.0e38, tl.float32)
     s = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, VOCABULARY, BLOCK):
-        inside = start + columns < VOCABULARY
-        x = tl.load(row_ptr + start + columns, mask=inside, other=-float("inf")).to(tl.float32)
+    for start in range(0, PADDED, BLOCK):
+        x = tl.load(row_ptr + start + columns, mask=start + columns < PADDED, other=0.0).to(tl.float32)
+        x = tl.where(start + columns < VOCABULARY, x, -float("inf"))
         e = tl.exp(-tl.abs(m - x))
         s = tl.where(x > m, s * e + 1.0, s + e)
         m = tl.maximum(m, x)
@@ -51,33 +55,34 @@ def _softmax_gradient(
 
     if GRADIENT:
         tl.debug_barrier()  # every warp has read the target's logit before one overwrites it
-        for start in range(0, VOCABULARY, BLOCK):
-            inside = start + columns < VOCABULARY
-            x = tl.load(row_ptr + start + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        for start in range(0, PADDED, BLOCK):
+            inside = start + columns < PADDED
+            x = tl.load(row_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
             g = tl.exp(x - log_sum) - tl.where(start + columns == target, 1.0, 0.0)
-            g = tl.where(kept, g, 0.0)
+            g = tl.where(kept & (start + columns < VOCABULARY), g, 0.0)
             tl.store(row_ptr + start + columns, g.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
 def triton_softmax_gradient(
-    logits_nV: Tensor, targets_n: Tensor, ignore_index: int, losses_n: Tensor, gradient: bool
+    logits_nP: Tensor, vocabulary: int, targets_n: Tensor, ignore_index: int, losses_n: Tensor, gradient: bool
 ) -> None:
-    """As torch_softmax_gradient; fp32, fp16 or bf16 logits whose rows are contiguous."""
-    rows, vocabulary = logits_nV.shape
-    assert logits_nV.stride(1) == 1 and losses_n.is_contiguous() and losses_n.dtype == torch.float32
+    """As torch_softmax_gradient, for fp32, fp16 and bf16."""
+    rows, padded = logits_nP.shape
+    assert logits_nP.is_contiguous() and losses_n.is_contiguous() and losses_n.dtype == torch.float32
     if rows == 0:
         return
     # Triton launches on the current device.
-    with torch.cuda.device(logits_nV.device) if logits_nV.is_cuda else nullcontext():
+    with torch.cuda.device(logits_nP.device) if logits_nP.is_cuda else nullcontext():
         _softmax_gradient[(rows,)](
-            logits_nV,
+            logits_nP,
             targets_n,
             losses_n,
-            logits_nV.stride(0),
+            logits_nP.stride(0),
             targets_n.stride(0),
             ignore_index,
             VOCABULARY=vocabulary,
+            PADDED=padded,
             GRADIENT=gradient,
-            BLOCK=min(MAX_BLOCK, triton.next_power_of_2(vocabulary)),
+            BLOCK=min(MAX_BLOCK, triton.next_power_of_2(padded)),
             num_warps=WARPS,
         )
