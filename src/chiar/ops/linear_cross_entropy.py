@@ -1,8 +1,8 @@
 """The language loss straight from the last states: no N×V tensor of logits is ever kept.
 
-L = Σ_n logsumexp(W x_n) − (W x_n)[t_n]. Its gradient needs nothing that comes later: with G = softmax(X Wᵀ) − onehot(t),
-∂L/∂X = G W and ∂L/∂W = Gᵀ X. So the forward pass goes over chunks of rows, turns each chunk's logits into its G where
-they lie, takes both products at once and reuses the memory; the backward pass only scales what is stored.
+L = Σ_n logsumexp(W x_n) − (W x_n)[t_n]. Its gradient needs nothing that comes later: ∂L/∂X = G W and ∂L/∂W = Gᵀ X
+with G = softmax(X Wᵀ) − onehot(t). So the forward pass goes over chunks of rows, turns each chunk's logits into its G
+where they lie, takes both products at once and reuses the memory; the backward pass only scales what is stored.
 """
 
 import importlib.util
@@ -90,7 +90,7 @@ def run_in_chunks(
     for_weight: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (rows, width), vocabulary = states_ND.shape, weight_VD.shape[0]
+    rows, vocabulary = len(states_ND), len(weight_VD)
     precise = accumulation_dtype(states_ND)
     # Added words have zero weights: their logits stay 0 and nobody reads them.
     padded_PD = aligned(weight_VD, states_ND.dtype)
@@ -134,7 +134,7 @@ def add_product(sum_VD: Tensor, left_Vn: Tensor, right_nD: Tensor) -> None:
     if left_Vn.dtype == sum_VD.dtype:
         sum_VD.addmm_(left_Vn, right_nD)
     elif sum_VD.is_cuda:
-        torch.addmm(sum_VD, left_Vn, right_nD, out_dtype=sum_VD.dtype, out=sum_VD)  # type: ignore[call-overload]
+        torch.addmm(sum_VD, left_Vn, right_nD, out_dtype=sum_VD.dtype, out=sum_VD)
     else:
         sum_VD.add_(left_Vn @ right_nD)
 
@@ -160,10 +160,10 @@ def torch_softmax_gradient(
     """
     logits_nV = logits_nP[:, :vocabulary]
     kept_n = targets_n != ignore_index
-    targets_n1 = torch.where(kept_n, targets_n, 0).unsqueeze(1)
+    targets_n1 = targets_n.masked_fill(~kept_n, 0).unsqueeze(1)
     x_nV = logits_nV.to(losses_n.dtype)
     log_sum_n1 = x_nV.logsumexp(1, keepdim=True)
-    losses_n.copy_(torch.where(kept_n, (log_sum_n1 - x_nV.gather(1, targets_n1)).squeeze(1), 0.0))
+    losses_n.copy_((log_sum_n1 - x_nV.gather(1, targets_n1)).squeeze(1).masked_fill_(~kept_n, 0.0))
     if not gradient:
         return
     x_nV.sub_(log_sum_n1).exp_()
