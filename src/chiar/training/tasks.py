@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from chiar.layers.routers import one_hot
 from chiar.modeling import ChiarForCausalLM
+from chiar.ops.linear_cross_entropy import linear_cross_entropy
 from chiar.routing.collapse import mean_over_tokens
 
 
@@ -35,12 +36,12 @@ class TaskModel(nn.Module):
         decoded = self.language.model(ids_BT, attention_mask=mask_BT, output_routes=True)
         states_BTD = decoded.last_hidden_state
         if head is None:
-            logits = self.language.lm_head(states_BTD).flatten(0, 1)
+            loss = linear_cross_entropy(states_BTD.flatten(0, 1), self.language.lm_head.weight, targets.flatten())
         else:
             assert mask_BT is not None
             last_B = mask_BT.sum(1) - 1
-            logits = self.heads[head](states_BTD[torch.arange(len(ids_BT), device=ids_BT.device), last_B])
-        loss = F.cross_entropy(logits.float(), targets.flatten())
+            logits_BC = self.heads[head](states_BTD[torch.arange(len(ids_BT), device=ids_BT.device), last_B])
+            loss = F.cross_entropy(logits_BC.float(), targets)
         if self.training and decoded.routing_loss is not None:
             loss = loss + decoded.routing_loss
         real_BT = None if mask_BT is None else mask_BT.bool()
