@@ -149,6 +149,8 @@ class Run:
                 self.display.say(f"thresholds set to {trainer.recalibrate()}")
             if step % settings.save_every == 0 or last:
                 self.save()
+        if trainer.processes.main:  # here, so that a run killed after its last step is completed when resumed
+            self.export(self.folder.final)
         return record
 
     def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +173,7 @@ class Run:
         if trainer.best is None or value < trainer.best["loss"]:
             trainer.best = {"step": trainer.step, "loss": value}
             if trainer.processes.main:
-                self.export()
+                self.export(self.folder.best)
         if self.settings.sample and trainer.processes.main:
             record["sample"] = self.sample()
         self.marked_step, self.marked_time = trainer.step, time.perf_counter()
@@ -193,10 +195,10 @@ class Run:
             best = int(trainer.best["step"]) if trainer.best else None
             checkpoint.retain(self.folder.checkpoints, self.settings.keep, best)
 
-    def export(self) -> None:
-        """The best weights so far as a folder from_pretrained opens, with tokenizer and thresholds."""
+    def export(self, link: Path) -> None:
+        """The weights of this step as a folder from_pretrained opens, with tokenizer and thresholds: best or final."""
         trainer = self.trainer
-        target = self.folder.exports / checkpoint.step_name(trainer.step)
+        target = self.folder.exports / f"{link.name}-{checkpoint.step_name(trainer.step)}"
         shutil.rmtree(target, ignore_errors=True)
         with trainer.averaged():
             trainer.model.language.save_pretrained(target)
@@ -205,8 +207,8 @@ class Run:
             save_file(
                 {k: v.contiguous() for k, v in trainer.model.heads.state_dict().items()}, target / "heads.safetensors"
             )
-        checkpoint.point(self.folder.best, target)
-        for other in self.folder.exports.iterdir():
+        checkpoint.point(link, target)
+        for other in self.folder.exports.glob(f"{link.name}-*"):
             if other != target:
                 shutil.rmtree(other, ignore_errors=True)
 
