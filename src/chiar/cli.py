@@ -11,6 +11,7 @@ import typer
 from chiar.data.cli import data_app
 from chiar.errors import InputError
 from chiar.evaluation.cli import compare, evaluate
+from chiar.reproduce.cli import reproduce
 from chiar.training.cli import train
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app.add_typer(data_app, name="data")
 app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("compare")(compare)
+app.command("reproduce")(reproduce)
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
 Keys = Annotated[

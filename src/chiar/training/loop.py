@@ -157,6 +157,7 @@ class Run:
                 self.display.say(f"thresholds set to {trainer.recalibrate()}")
             if step % settings.save_every == 0 or last:
                 self.save()
+        self.export(self.folder.final)  # here, so that a run killed after its last step is completed when resumed
         return record
 
     def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +179,7 @@ class Run:
         value = record["validation"][trainer.names[0]]
         if trainer.best is None or value < trainer.best["loss"]:
             trainer.best = {"step": trainer.step, "loss": value}
-            self.export()
+            self.export(self.folder.best)
         if self.settings.sample:
             record["sample"] = self.sample()
         self.marked_step, self.marked_time = trainer.step, time.perf_counter()
@@ -200,27 +201,28 @@ class Run:
             best = int(trainer.best["step"]) if trainer.best else None
             checkpoint.retain(self.folder.checkpoints, self.settings.keep, best)
 
-    def export(self) -> None:
-        """The best weights so far as a folder from_pretrained opens, with tokenizer and thresholds."""
+    def export(self, link: Path) -> None:
+        """The weights of this step as a folder from_pretrained opens, with tokenizer and thresholds: best or final."""
         trainer = self.trainer
         language, heads = trainer.exported()
         try:
             with checkpoint.agreed(trainer.processes):
                 if trainer.processes.main:
-                    self.write_export(self.folder.exports / checkpoint.step_name(trainer.step), language, heads)
+                    self.write_export(link, language, heads)
         except checkpoint.NotWrittenError as error:
             raise TrainingStopped(
-                f"the best model, of step {trainer.step}, could not be written ({error}): checkpoints are kept."
+                f"the {link.name} model, of step {trainer.step}, could not be written ({error}): checkpoints are kept."
             ) from error
 
-    def write_export(self, target: Path, language: Any, heads: dict[str, torch.Tensor]) -> None:
+    def write_export(self, link: Path, language: Any, heads: dict[str, torch.Tensor]) -> None:
+        target = self.folder.exports / f"{link.name}-{checkpoint.step_name(self.trainer.step)}"
         shutil.rmtree(target, ignore_errors=True)
         language.save_pretrained(target)
         shutil.copytree(self.trainer.corpora[0].folder / "tokenizer", target, dirs_exist_ok=True)
         if heads:
             save_file({name: value.contiguous() for name, value in heads.items()}, target / "heads.safetensors")
-        checkpoint.point(self.folder.best, target)
-        for other in self.folder.exports.iterdir():
+        checkpoint.point(link, target)
+        for other in self.folder.exports.glob(f"{link.name}-*"):
             if other != target:
                 shutil.rmtree(other, ignore_errors=True)
 

@@ -38,13 +38,14 @@ def commit() -> str | None:
 
 
 class RunFolder:
-    """RUN/run.json, metrics.jsonl, checkpoints/step-*, best → exports/step-*."""
+    """RUN/run.json, metrics.jsonl, checkpoints/step-*, best → exports/best-step-*, final alike."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.exports = path / "exports"
         self.best = path / "best"
+        self.final = path / "final"
         self.metrics_path = path / METRICS
 
     def create(self, record: dict[str, Any]) -> None:
