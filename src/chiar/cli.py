@@ -12,6 +12,7 @@ from chiar.data.cli import data_app
 from chiar.errors import InputError
 from chiar.evaluation.cli import compare, evaluate
 from chiar.training.cli import train
+from chiar.training.finetune_cli import finetune
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,6 +23,7 @@ app = typer.Typer(
 
 app.add_typer(data_app, name="data")
 app.command("train")(train)
+app.command("finetune")(finetune)
 app.command("eval")(evaluate)
 app.command("compare")(compare)
 

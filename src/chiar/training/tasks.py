@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.layers.routers import one_hot
-from chiar.modeling import ChiarForCausalLM
+from chiar.load import load_weights
+from chiar.modeling import ChiarForCausalLM, pool_states
 from chiar.routing.collapse import mean_over_tokens
 
 
@@ -21,10 +22,12 @@ class TaskResult:
     """Fraction of tokens each operator of each routed layer got."""
     gate: Tensor
     """Mean g (0 without a MetaRouter)."""
+    correct: Tensor
+    """How many rows were given their class (0 for language)."""
 
 
 class TaskModel(nn.Module):
-    """Classification goes through the whole decoder: the head reads the state of a row's last real token."""
+    """Classification goes through the whole decoder; a head is the `score` of ChiarForSequenceClassification."""
 
     def __init__(self, language: ChiarForCausalLM, labels: dict[str, int]) -> None:
         super().__init__()
@@ -38,9 +41,7 @@ class TaskModel(nn.Module):
         if head is None:
             logits = self.language.lm_head(states_BTD).flatten(0, 1)
         else:
-            assert mask_BT is not None
-            last_B = mask_BT.sum(1) - 1
-            logits = self.heads[head](states_BTD[torch.arange(len(ids_BT), device=ids_BT.device), last_B])
+            logits = self.heads[head](pool_states(states_BTD, mask_BT, self.language.config.classifier_pool))
         loss = F.cross_entropy(logits.float(), targets.flatten())
         if self.training and decoded.routing_loss is not None:
             loss = loss + decoded.routing_loss
@@ -51,7 +52,8 @@ class TaskModel(nn.Module):
         gate = loss.new_zeros(())
         if decoded.gate_BT1 is not None:
             gate = mean_over_tokens(decoded.gate_BT1.detach(), real_BT)[0]
-        return TaskResult(loss + self._untouched(head), use_LK, gate)
+        correct = loss.new_zeros(()) if head is None else (logits.detach().argmax(-1) == targets).sum()
+        return TaskResult(loss + self._untouched(head), use_LK, gate, correct)
 
     def _untouched(self, head: str | None) -> Tensor | float:
         """Zero times the parameters this task does not use, so that every process reduces every gradient."""
@@ -63,10 +65,10 @@ class TaskModel(nn.Module):
         return 0.0 * sum((p.sum() for p in parameters), torch.zeros((), device=self.language.device))
 
 
-def build(config: Any, labels: dict[str, int], seed: int) -> TaskModel:
-    """The model with the weights of `seed`, the same in every process."""
+def build(config: Any, labels: dict[str, int], seed: int, initial: str = "") -> TaskModel:
+    """The model with the weights of `seed`, the same in every process; the decoder's from the folder `initial`."""
     torch.manual_seed(seed)
-    language = ChiarForCausalLM(config)
+    language = load_weights(initial, config) if initial else ChiarForCausalLM(config)
     model = TaskModel(language, labels)
     for head in model.heads.values():
         assert isinstance(head, nn.Linear)
