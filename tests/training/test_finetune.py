@@ -110,6 +110,15 @@ def test_evaluation_reports_what_training_measured(classifier, sentiment):
     assert report.scores.loss == pytest.approx(record["validation"]["sst-2"], abs=1e-5)  # other rows in a batch
 
 
+def test_classes_of_other_names_are_remarked(classifier, sentiment, tmp_path):
+    model = ChiarForSequenceClassification.from_pretrained(classifier / "best")
+    model.config.id2label = {0: "neg", 1: "pos"}
+    model.save_pretrained(tmp_path)
+    remarks = evaluate(str(tmp_path), sentiment, rows=2).remarks
+    assert "classes are compared by number: the model's neg, pos with negative, positive." in remarks
+    assert not any("by number" in remark for remark in evaluate(str(classifier), sentiment, rows=2).remarks)
+
+
 def test_the_export_gives_the_logits_of_training(config, settings, labelled, tmp_path):
     chosen = settings(data=[str(labelled)], length=32, steps=6, evaluate_every=6, ema=0.5)
     model = config(classifier_pool="mean", gate_pool="causal")

@@ -67,6 +67,7 @@ def evaluate(
     loaded.to(target)
     settings: dict[str, Any] = {"rows": rows, "batch_size": batch_size, "precision": precision}
     if classifies:
+        remarks += compare_classes(loaded.config, corpus)
         total = len(choose_documents(opened, rows))
         scores: LanguageScores | ClassScores
         scores, routing, seen = measure_classification(
@@ -110,6 +111,15 @@ def choose_device(name: str) -> torch.device:
 
 def describe_device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def compare_classes(config: Any, corpus: Corpus) -> list[str]:
+    """A remark where the classifier names its classes otherwise than the corpus, as after training on another one."""
+    names = [config.id2label[number] for number in range(config.num_labels)]
+    unnamed = [f"LABEL_{number}" for number in range(config.num_labels)]
+    if names in (unnamed, corpus.labels):
+        return []
+    return [f"classes are compared by number: the model's {', '.join(names)} with {', '.join(corpus.labels)}."]
 
 
 def load_language_model(folder: str) -> Any:
