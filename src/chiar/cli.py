@@ -13,6 +13,7 @@ from chiar.errors import InputError
 from chiar.evaluation.cli import compare, evaluate
 from chiar.reproduce.cli import reproduce
 from chiar.training.cli import train
+from chiar.training.finetune_cli import finetune
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,6 +24,7 @@ app = typer.Typer(
 
 app.add_typer(data_app, name="data")
 app.command("train")(train)
+app.command("finetune")(finetune)
 app.command("eval")(evaluate)
 app.command("compare")(compare)
 app.command("reproduce")(reproduce)

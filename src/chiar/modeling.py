@@ -325,7 +325,7 @@ class ChiarForSequenceClassification(ChiarPreTrainedModel):
     ) -> ChiarOutput | tuple:
         """Arguments of ChiarModel, and `labels` (B,): class numbers, or targets when there is one label."""
         decoded = self.model(input_ids, attention_mask=attention_mask, **kwargs)
-        logits = self.score(self._pool(decoded.last_hidden_state, attention_mask))
+        logits = self.score(pool_states(decoded.last_hidden_state, attention_mask, self.config.classifier_pool))
         loss = None
         if labels is not None:
             labels = labels.to(logits.device)
@@ -337,15 +337,17 @@ class ChiarForSequenceClassification(ChiarPreTrainedModel):
                 loss = loss + decoded.routing_loss
         return to_output(decoded, loss, logits, return_dict)
 
-    def _pool(self, states_BTD: Tensor, attention_mask: Tensor | None) -> Tensor:
-        B, T, _ = states_BTD.shape
-        if attention_mask is None:
-            attention_mask = torch.ones(B, T, dtype=torch.long, device=states_BTD.device)
-        if self.config.classifier_pool == "mean":
-            real_BT1 = attention_mask[..., None].to(states_BTD.dtype)
-            return (states_BTD * real_BT1).sum(1) / real_BT1.sum(1).clamp_min(1)
-        last_B = (attention_mask.long() * torch.arange(T, device=states_BTD.device)).argmax(1)
-        return states_BTD[torch.arange(B, device=states_BTD.device), last_B]
+
+def pool_states(states_BTD: Tensor, mask_BT: Tensor | None, how: str) -> Tensor:
+    """The state a row is classified by: its last real token's, or the mean over its real tokens."""
+    B, T, _ = states_BTD.shape
+    if mask_BT is None:
+        mask_BT = torch.ones(B, T, dtype=torch.long, device=states_BTD.device)
+    if how == "mean":
+        real_BT1 = mask_BT[..., None].to(states_BTD.dtype)
+        return (states_BTD * real_BT1).sum(1) / real_BT1.sum(1).clamp_min(1)
+    last_B = (mask_BT.long() * torch.arange(T, device=states_BTD.device)).argmax(1)
+    return states_BTD[torch.arange(B, device=states_BTD.device), last_B]
 
 
 def to_output(

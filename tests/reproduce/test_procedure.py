@@ -114,7 +114,7 @@ def test_validation_is_of_the_best_and_test_of_the_final_weights(ablation, corpu
         assert row["best_step"] == min(evaluated, key=evaluated.__getitem__)
         assert (run_folder / "best").resolve().name == f"best-step-{row['best_step']:08d}"
         final = load_file(run_folder / "final" / "model.safetensors")
-        last = load_file(run_folder / "checkpoints" / "latest" / "state.safetensors")
+        last = load_file(run_folder / "checkpoints" / "latest" / "tensors-0.safetensors")
         assert all(torch.equal(value, last[f"model.language.{name}"]) for name, value in final.items())
         for weights, split, loss in (("best", "valid", "validation_loss"), ("final", "test", "test_loss")):
             report = evaluate(str(run_folder / weights), corpus, split, length=LENGTH, batch_size=2, device="cpu")

@@ -10,7 +10,7 @@ import typer
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a training run (its best model).")],
     data: Annotated[Path, typer.Option(metavar="DIR", help="A prepared corpus.")],
-    split: Annotated[str, typer.Option(help="Split of the corpus.")] = "test",
+    split: Annotated[str | None, typer.Option(help="Split of the corpus; test, or valid where there is none.")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens a row; the model's trained length.")] = None,
     stride: Annotated[
         int | None, typer.Option(min=1, help="Slide a window by so many tokens, instead of blocks side by side.")

@@ -1,6 +1,5 @@
 """A model and a corpus by their folders, checked against each other, measured, and written up as one report."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +7,12 @@ from typing import Any
 import torch
 
 from chiar.data.shards import Corpus
-from chiar.data.tokenizers import Tokenizer
-from chiar.errors import InputError, first_line, unknown_name
+from chiar.errors import InputError, unknown_name
 from chiar.evaluation.classification import choose_documents, measure_classification
 from chiar.evaluation.perplexity import count_windows, measure_perplexity
 from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, RoutingUse
-from chiar.load import load_config, load_model
+from chiar.heads import open_classifier
+from chiar.load import architecture, check_tokenizer, load_config, load_model, resolve_model
 from chiar.routing.flops import baseline_of, count_flops
 
 PRECISIONS = ("fp32", "bf16")
@@ -26,7 +25,7 @@ Progress = Callable[[int, int], None]
 def evaluate(
     model: str,
     data: Path | str,
-    split: str = "test",
+    split: str | None = None,
     *,
     length: int | None = None,
     stride: int | None = None,
@@ -38,7 +37,8 @@ def evaluate(
 ) -> EvaluationReport:
     """Perplexity on a language corpus, accuracy on a classification corpus.
 
-    `model` is a model folder, a training run (its best model is taken) or a preset. `length` is the model's trained
+    `model` is a model folder, a training run (its best model is taken) or a preset. `split` is test by default, or
+    valid with a remark where a corpus has no test split (GLUE's are without labels). `length` is the model's trained
     one by default; `rows` limits blocks, windows or documents.
     """
     for name, value in (("length", length), ("stride", stride), ("rows", rows), ("batch size", batch_size)):
@@ -55,14 +55,19 @@ def evaluate(
     length = length or trained
     if length > trained and config.positions == "learned":
         raise InputError(f"the model has {trained} learned positions, so --length can be {trained} at most: {length}.")
+    if split is None:
+        split = "test" if "test" in corpus.splits or "valid" not in corpus.splits else "valid"
+        if split == "valid":
+            remarks.append(f"{corpus.name} has no test split: measured on valid, by which training chooses its best.")
     opened = corpus.split(split)
     classifies = corpus.kind == ClassScores.kind
     if classifies and stride is not None:
         raise InputError(f"--stride is for language corpora, and {data} is a classification corpus.")
-    loaded = load_classifier(folder) if classifies else load_language_model(folder)
+    loaded = open_classifier(folder, corpus) if classifies else load_language_model(folder)
     loaded.to(target)
     settings: dict[str, Any] = {"rows": rows, "batch_size": batch_size, "precision": precision}
     if classifies:
+        remarks += compare_classes(loaded.config, corpus)
         total = len(choose_documents(opened, rows))
         scores: LanguageScores | ClassScores
         scores, routing, seen = measure_classification(
@@ -108,69 +113,19 @@ def describe_device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def resolve_model(name: str) -> tuple[str, str | None]:
-    """The folder to load, and the training run it belongs to if one was named."""
-    best = Path(name) / "best"
-    if (best / "config.json").is_file():
-        return str(best), name
-    if (Path(name) / "metrics.jsonl").is_file() and not (Path(name) / "config.json").is_file():
-        raise InputError(f"{name} is a training run without a best model yet: let it reach its first evaluation.")
-    return name, None
-
-
-def check_tokenizer(folder: str, config: Any, corpus: Corpus) -> list[str]:
-    """InputError where the corpus was not prepared for this model; a remark where that cannot be told."""
-    if corpus.vocab_size > config.vocab_size:
-        raise InputError(
-            f"{corpus.folder} has a vocabulary of {corpus.vocab_size} ({corpus.tokenizer_kind}), more than the "
-            f"{config.vocab_size} entries of {folder}: prepare the corpus with the model's tokenizer."
-        )
-    if not Path(folder).is_dir():
-        return [f"{folder} is a preset with random weights."]
-    places = [place for place in (Path(folder), Path(folder) / "tokenizer") if (place / "tokenizer.json").is_file()]
-    if not places:
-        return [f"{folder} has no tokenizer: that the ids of {corpus.name} are those it was trained on is not checked."]
-    try:
-        own = Tokenizer.open(places[0]).fingerprint
-    except InputError as error:
-        return [f"the tokenizers of model and corpus were not compared: {error}"]
-    if own != corpus.tokenizer_fingerprint:
-        raise InputError(
-            f"{corpus.folder} was prepared with another tokenizer ({corpus.tokenizer_kind}, {corpus.vocab_size} "
-            f"entries) than the one in {folder}: prepare it again with that one."
-        )
-    return []
-
-
-def architecture(folder: str) -> str | None:
-    """The class whose weights a folder says it holds."""
-    path = Path(folder) / "config.json"
-    names = json.loads(path.read_text(encoding="utf-8")).get("architectures") if path.is_file() else None
-    return names[0] if names else None
+def compare_classes(config: Any, corpus: Corpus) -> list[str]:
+    """A remark where the classifier names its classes otherwise than the corpus, as after training on another one."""
+    names = [config.id2label[number] for number in range(config.num_labels)]
+    unnamed = [f"LABEL_{number}" for number in range(config.num_labels)]
+    if names in (unnamed, corpus.labels):
+        return []
+    return [f"classes are compared by number: the model's {', '.join(names)} with {', '.join(corpus.labels)}."]
 
 
 def load_language_model(folder: str) -> Any:
     if architecture(folder) == "ChiarForSequenceClassification":
         raise InputError(f"{folder} is a classifier: evaluate it on a classification corpus.")
     return load_model(folder)[0]
-
-
-def load_classifier(folder: str) -> Any:
-    from safetensors import SafetensorError
-    from transformers.utils import logging
-
-    from chiar.modeling import ChiarForSequenceClassification
-
-    if not Path(folder).is_dir() or architecture(folder) == "ChiarForCausalLM":
-        raise InputError(f"{folder} is a language model without a classifier: it has no classes to choose from.")
-    logging.disable_progress_bar()
-    try:
-        model, info = ChiarForSequenceClassification.from_pretrained(folder, output_loading_info=True)
-    except (SafetensorError, RuntimeError, OSError) as error:
-        raise InputError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
-    if info["missing_keys"]:
-        raise InputError(f"{folder} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
-    return model
 
 
 def counted(config: Any, routing: RoutingUse, length: int, classifies: bool) -> tuple[float, float]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from chiar.errors import InputError
+from chiar.evaluation.classification import choose_documents
 from chiar.training.settings import TrainSettings
 
 
@@ -36,6 +37,11 @@ class Batch:
     targets: Tensor
     mask: Tensor | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Real ones; asked before the batch moves to a device."""
+        return self.ids.numel() if self.mask is None else int(self.mask.sum())
+
     def to(self, device: torch.device) -> "Batch":
         def move(value: Tensor | None) -> Any:
             if value is None:
@@ -56,6 +62,9 @@ class LanguageRows:
         if self.count < 1:
             raise InputError(f"the corpus has {split.tokens} tokens: too few for one row of {length}.")
 
+    def evaluated(self, limit: int) -> list[int]:
+        return list(range(min(limit or self.count, self.count)))
+
     def batch(self, corpus: int, rows: list[int]) -> Batch:
         T = self.length
         ids = torch.from_numpy(self.split.rows(np.array(rows) * T, T + 1))
@@ -70,6 +79,9 @@ class ClassificationRows:
     def __init__(self, split: Any, length: int) -> None:
         self.split, self.length = split, length
         self.count = split.documents
+
+    def evaluated(self, limit: int) -> list[int]:
+        return choose_documents(self.split, limit or None)
 
     def batch(self, corpus: int, rows: list[int]) -> Batch:
         documents = [self.split.document(row)[: self.length] for row in rows]

@@ -9,50 +9,73 @@ from typing import Annotated, Any
 import typer
 
 from chiar.errors import InputError, unknown_name
+from chiar.training.options import (
+    Compile,
+    Data,
+    Deterministic,
+    Device,
+    Length,
+    MicroRows,
+    Out,
+    Rate,
+    Resume,
+    Rows,
+    Seed,
+    Set,
+    Steps,
+)
 
 
 def train(
     model: Annotated[str, typer.Argument(metavar="PRESET", help="A preset, or a folder whose configuration is taken.")],
-    data: Annotated[list[str], typer.Option(metavar="CORPUS", help="Prepared corpus; several mix.")],
-    out: Annotated[Path, typer.Option(metavar="RUN", help="Run folder.")],
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in RUN.")] = False,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Any training setting or configuration field."),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows a step.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Rows of one forward pass.")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens a row.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights, order and dropout.")] = None,
-    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile the model.")] = None,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Bit-exact resume on a GPU too.")] = False,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to train.")] = "auto",
+    data: Data,
+    out: Out,
+    resume: Resume = False,
+    setting: Set = None,
+    steps: Steps = None,
+    batch: Rows = None,
+    micro_batch: MicroRows = None,
+    length: Length = None,
+    learning_rate: Rate = None,
+    seed: Seed = None,
+    compile: Compile = None,
+    deterministic: Deterministic = False,
+    device: Device = "auto",
 ) -> None:
     """Train a model on prepared corpora; killed at any moment, --resume continues exactly where it was saved."""
-    from chiar.training.loop import TrainingStopped
-    from chiar.training.loop import train as run_training
     from chiar.training.settings import TrainSettings
 
-    chosen: dict[str, Any] = {"steps": steps, "batch": batch, "micro_batch": micro_batch, "length": length}
-    chosen |= {"learning_rate": learning_rate, "seed": seed, "compile": compile}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
-    if deterministic:
-        chosen["deterministic"] = True
-    names = {field.name for field in fields(TrainSettings)}
-    changes: dict[str, Any] = {}
-    for item in setting or []:
-        name, value = parse(item)
-        (chosen if name in names else changes)[name] = value
+    given: dict[str, Any] = {"steps": steps, "batch": batch, "micro_batch": micro_batch, "length": length}
+    given |= {"learning_rate": learning_rate, "seed": seed, "compile": compile, "deterministic": deterministic or None}
+    chosen, changes = sort_settings(given, setting)
     settings = TrainSettings.from_dict({**chosen, "data": list(data)})
     check_types(settings)
     config = configuration(model, changes, Path(data[0]))
+    run(config, settings, out, resume, device)
+
+
+def run(config: Any, settings: Any, out: Path, resume: bool, device: str) -> None:
+    from chiar.training.loop import TrainingStopped
+    from chiar.training.loop import train as run_training
+
     try:
         run_training(config, settings, out, resume=resume, device=device)
     except TrainingStopped as stopped:
         typer.echo(f"stopped: {stopped}", err=True)
         sys.exit(1)
+
+
+def sort_settings(given: dict[str, Any], setting: list[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options that were given and what --set adds: training settings, and configuration fields."""
+    from chiar.training.settings import TrainSettings
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    names = {field.name for field in fields(TrainSettings)}
+    changes: dict[str, Any] = {}
+    for item in setting or []:
+        name, value = parse(item)
+        (chosen if name in names else changes)[name] = value
+    return chosen, changes
 
 
 def parse(item: str) -> tuple[str, Any]:

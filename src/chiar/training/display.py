@@ -43,6 +43,7 @@ class Display:
             parts.append(f"f {sum(dark) / len(dark):.2f}")
         parts += [f"g({name}) {value:.3f}" for name, value in record.get("gate", {}).items()]
         parts += [f"valid({name}) {value:.4f}" for name, value in record.get("validation", {}).items()]
+        parts += [f"accuracy({name}) {value:.2%}" for name, value in record.get("accuracy", {}).items()]
         done = record["step"] - self.first
         if self.bar is None and done:
             left = (time.perf_counter() - self.began) / done * (self.steps - record["step"])

@@ -13,11 +13,14 @@ from transformers.utils import logging
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
+from chiar.heads import export_model
+from chiar.load import check_tokenizer
 from chiar.training import checkpoint
 from chiar.training.display import Display
 from chiar.training.distributed import Processes, attempt, start
 from chiar.training.run_folder import RUN, Metrics, RunFolder, command_line, commit, versions
 from chiar.training.settings import TrainSettings
+from chiar.training.tasks import TaskModel
 from chiar.training.trainer import Trainer
 
 # What may differ when a run is resumed: how long it is, and how it is shown.
@@ -52,15 +55,19 @@ def train_among(
     from chiar.data import Corpus
 
     corpora = [Corpus.open(Path(path)) for path in settings.data]
-    check_run(config, settings, corpora)
+    notes = check_run(config, settings, corpora)
     if settings.deterministic:
         torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
     folder = RunFolder(out)
     resume = resume or (attempt() > 0 and (out / RUN).is_file())
+    if not resume:
+        folder.check_free()
+    trainer = Trainer(config, settings, corpora, processes)  # first: what cannot be built leaves no folder
     found = open_run(folder, config, settings, corpora, resume, processes)
-    trainer = Trainer(config, settings, corpora, processes)
     display = Display(settings.steps, found.state["step"] if found else 0, quiet or not processes.main)
+    for note in notes:
+        display.say(f"note: {note}")
     if found is not None:
         trainer.restore(found)
         for complaint in found.complaints:
@@ -75,14 +82,27 @@ def train_among(
             metrics.close()
 
 
-def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Any]) -> None:
-    if corpora[0].kind != "language":
-        raise InputError(f"the first corpus must be a language corpus, {corpora[0].name} is not.")
+def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Any]) -> list[str]:
+    """InputError where the run cannot be; otherwise what a reader of its figures must know."""
+    texts = [corpus.name for corpus in corpora if corpus.kind == "language"]
+    if texts and corpora[0].kind != "language":
+        raise InputError(f"{texts[0]} is a language corpus: name it first, before {corpora[0].name}.")
+    if not texts and settings.sample:
+        raise InputError("sample continues a text, and the run has no language corpus: leave it out.")
+    for corpus in corpora:
+        for split in ("train", "valid"):
+            if split not in corpus.splits:
+                raise InputError(
+                    f"{corpus.folder} has no {split} split (only {', '.join(corpus.splits)}): prepare it with one."
+                )
     for corpus in corpora[1:]:
         corpora[0].require_same_tokenizer(corpus)
     names = [corpus.name for corpus in corpora]
     if len(set(names)) < len(names):
         raise InputError(f"two corpora have the same name ({', '.join(names)}): their metrics could not be told apart.")
+    notes = [remark for corpus in corpora for remark in corpus.remarks]
+    if settings.initial:
+        notes += check_tokenizer(settings.initial, config, corpora[0])
     needed = corpora[0].vocab_size
     if needed > config.vocab_size:
         raise InputError(f"the corpus has {needed} token ids, the model only {config.vocab_size}: set vocab_size.")
@@ -90,6 +110,7 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Any]) 
         raise InputError("recalibrate_every needs routed layers with the entropy router.")
     if config.positions == "learned" and settings.length > config.max_position_embeddings:
         raise InputError(f"length {settings.length} exceeds the {config.max_position_embeddings} learned positions.")
+    return notes
 
 
 def open_run(
@@ -108,6 +129,7 @@ def open_run(
         "versions": versions(),
         "commit": commit(),
         "data": {corpus.name: corpus.fingerprint for corpus in corpora},
+        "remarks": {corpus.name: corpus.remarks for corpus in corpora},
         "processes": processes.count,
     }
     if not resume:
@@ -129,6 +151,12 @@ def open_run(
             shutil.rmtree(leftover)
         found = checkpoint.find(folder.checkpoints)
     return processes.all(found)[0]
+
+
+def is_better(now: dict[str, float], best: dict[str, float]) -> bool:
+    """A classifier by its accuracy, which is what it is judged by, and by its loss where that is equal; a language
+    model by its loss."""
+    return (now.get("accuracy", 0.0), -now["loss"]) > (best.get("accuracy", 0.0), -best["loss"])
 
 
 class Run:
@@ -166,7 +194,7 @@ class Run:
         if bad >= 0 or not math.isfinite(record["loss"]):
             self.stop_at(bad if bad >= 0 else self.trainer.step - 1)
         now = time.perf_counter()
-        tokens = (self.trainer.step - self.marked_step) * self.settings.batch * self.settings.length
+        tokens = self.trainer.take_tokens()
         record["tokens_per_second"] = round(tokens / (now - self.marked_time), 1)
         self.marked_step, self.marked_time = self.trainer.step, now
         if self.trainer.processes.device.type == "cuda":
@@ -175,10 +203,16 @@ class Run:
 
     def evaluate(self, record: dict[str, Any]) -> None:
         trainer = self.trainer
-        record["validation"] = trainer.evaluate()
-        value = record["validation"][trainer.names[0]]
-        if trainer.best is None or value < trainer.best["loss"]:
-            trainer.best = {"step": trainer.step, "loss": value}
+        found = trainer.evaluate()
+        record["validation"] = found.losses
+        if found.accuracies:
+            record["accuracy"] = found.accuracies
+        first = trainer.names[0]
+        now = {"step": trainer.step, "loss": found.losses[first]}
+        if first in found.accuracies:
+            now["accuracy"] = found.accuracies[first]
+        if trainer.best is None or is_better(now, trainer.best):
+            trainer.best = now
             self.export(self.folder.best)
         if self.settings.sample:
             record["sample"] = self.sample()
@@ -204,23 +238,21 @@ class Run:
     def export(self, link: Path) -> None:
         """The weights of this step as a folder from_pretrained opens, with tokenizer and thresholds: best or final."""
         trainer = self.trainer
-        language, heads = trainer.exported()
+        model = trainer.whole()
         try:
             with checkpoint.agreed(trainer.processes):
                 if trainer.processes.main:
-                    self.write_export(link, language, heads)
+                    self.write_export(link, model)
         except checkpoint.NotWrittenError as error:
             raise TrainingStopped(
                 f"the {link.name} model, of step {trainer.step}, could not be written ({error}): checkpoints are kept."
             ) from error
 
-    def write_export(self, link: Path, language: Any, heads: dict[str, torch.Tensor]) -> None:
+    def write_export(self, link: Path, model: TaskModel) -> None:
         target = self.folder.exports / f"{link.name}-{checkpoint.step_name(self.trainer.step)}"
         shutil.rmtree(target, ignore_errors=True)
-        language.save_pretrained(target)
+        export_model(model, self.trainer.corpora[0], target)
         shutil.copytree(self.trainer.corpora[0].folder / "tokenizer", target, dirs_exist_ok=True)
-        if heads:
-            save_file({name: value.contiguous() for name, value in heads.items()}, target / "heads.safetensors")
         checkpoint.point(link, target)
         for other in self.folder.exports.glob(f"{link.name}-*"):
             if other != target:

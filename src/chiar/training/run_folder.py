@@ -48,9 +48,12 @@ class RunFolder:
         self.final = path / "final"
         self.metrics_path = path / METRICS
 
-    def create(self, record: dict[str, Any]) -> None:
+    def check_free(self) -> None:
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise InputError(f"{self.path} exists already: add --resume to continue it, or choose another folder.")
+
+    def create(self, record: dict[str, Any]) -> None:
+        self.check_free()
         self.path.mkdir(parents=True, exist_ok=True)
         aside = self.path / f".{RUN}.new"
         aside.write_text(json.dumps(record, indent=1))

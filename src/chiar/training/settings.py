@@ -18,6 +18,8 @@ class TrainSettings:
 
     data: list[str] = field(default_factory=list)
     """Prepared corpora; with several, `weights` or `added` says how they mix."""
+    initial: str = ""
+    """Model folder whose weights the run starts from; the seed's when empty. Heads always start anew."""
     mixing: str = "weights"
     """weights: each micro-batch comes from one corpus, drawn by weight. added: the first corpus always, and with
     probability `added_share` a micro-batch of another one beside it (the paper's mixed training)."""
@@ -51,7 +53,8 @@ class TrainSettings:
     """Decay of an exponential average of the weights, evaluated and exported beside them; 0 is off."""
     evaluate_every: int = 250
     evaluate_rows: int = 64
-    """Validation rows an evaluation reads; the first ones, the same each time."""
+    """Validation rows an evaluation reads, the same each time: a text's first ones, documents from all over the split
+    (files are often sorted by label). 0 reads all."""
     save_every: int = 250
     keep: int = 2
     """Newest checkpoints to keep, besides the best."""
@@ -69,7 +72,15 @@ class TrainSettings:
         for name in ("length", "batch", "micro_batch", "steps", "evaluate_every", "save_every", "log_every", "keep"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("warmup", "weight_decay", "clip", "learning_rate", "final_learning_rate", "recalibrate_every"):
+        for name in (
+            "warmup",
+            "weight_decay",
+            "clip",
+            "learning_rate",
+            "final_learning_rate",
+            "recalibrate_every",
+            "evaluate_rows",
+        ):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} must not be negative, got {getattr(self, name)}.")
         if self.length < 2:

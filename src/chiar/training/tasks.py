@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.layers.routers import one_hot
-from chiar.modeling import ChiarForCausalLM
+from chiar.modeling import ChiarForCausalLM, pool_states
 from chiar.ops.linear_cross_entropy import linear_cross_entropy
 from chiar.routing.collapse import mean_over_tokens
 
@@ -21,10 +21,12 @@ class TaskResult:
     """Fraction of tokens each operator of each routed layer got."""
     gate: Tensor
     """Mean g (0 without a MetaRouter)."""
+    correct: Tensor
+    """How many rows were given their class (0 for language)."""
 
 
 class TaskModel(nn.Module):
-    """Classification goes through the whole decoder: the head reads the state of a row's last real token."""
+    """Classification goes through the whole decoder; a head is the `score` of ChiarForSequenceClassification."""
 
     def __init__(self, language: ChiarForCausalLM, labels: dict[str, int]) -> None:
         super().__init__()
@@ -35,13 +37,13 @@ class TaskModel(nn.Module):
     def forward(self, ids_BT: Tensor, targets: Tensor, mask_BT: Tensor | None, head: str | None) -> TaskResult:
         decoded = self.language.model(ids_BT, attention_mask=mask_BT, output_routes=True)
         states_BTD = decoded.last_hidden_state
+        correct = states_BTD.new_zeros(())
         if head is None:
             loss = linear_cross_entropy(states_BTD.flatten(0, 1), self.language.lm_head.weight, targets.flatten())
         else:
-            assert mask_BT is not None
-            last_B = mask_BT.sum(1) - 1
-            logits_BC = self.heads[head](states_BTD[torch.arange(len(ids_BT), device=ids_BT.device), last_B])
+            logits_BC = self.heads[head](pool_states(states_BTD, mask_BT, self.language.config.classifier_pool))
             loss = F.cross_entropy(logits_BC.float(), targets)
+            correct = (logits_BC.detach().argmax(-1) == targets).sum()
         if self.training and decoded.routing_loss is not None:
             loss = loss + decoded.routing_loss
         real_BT = None if mask_BT is None else mask_BT.bool()
@@ -51,7 +53,7 @@ class TaskModel(nn.Module):
         gate = loss.new_zeros(())
         if decoded.gate_BT1 is not None:
             gate = mean_over_tokens(decoded.gate_BT1.detach(), real_BT)[0]
-        return TaskResult(loss + self._untouched(head), use_LK, gate)
+        return TaskResult(loss + self._untouched(head), use_LK, gate, correct)
 
     def _untouched(self, head: str | None) -> Tensor | float:
         """Zero times the parameters this task does not use, so that every process reduces every gradient."""

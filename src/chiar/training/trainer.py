@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,20 @@ from chiar.training.batches import Batch, ClassificationRows, LanguageRows, Rows
 from chiar.training.distributed import Processes, replicate, shard
 from chiar.training.optim import learning_rate, make_optimizer, set_learning_rate
 from chiar.training.settings import TrainSettings
-from chiar.training.weights import gathered, materialise, outline, whole_language_model
+from chiar.training.tasks import TaskModel
+from chiar.training.weights import materialise, outline, whole
 
 
 def open_rows(corpus: Any, split: str, length: int) -> Rows:
     kind = ClassificationRows if corpus.kind == "classification" else LanguageRows
     return kind(corpus.split(split), length)
+
+
+class Validation(NamedTuple):
+    """By corpus; accuracies of classification corpora only."""
+
+    losses: dict[str, float]
+    accuracies: dict[str, float]
 
 
 class Trainer:
@@ -39,12 +47,14 @@ class Trainer:
         self.sharded = settings.shards(parameters, processes.count)
         if self.sharded:
             shard(self.model, processes, settings.compile)
-        materialise(self.model, settings.seed, processes.device)
+        materialise(self.model, settings.seed, processes.device, settings.initial)
         if settings.gradient_checkpointing:
             self.model.language.model.gradient_checkpointing_enable()
         self.optimizer = make_optimizer(self.model, settings, processes.device)
         self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()} if settings.ema else {}
         self.step = 0
+        self.tokens = 0
+        """Real tokens this process has read since the loop last looked."""
         self.best: dict[str, float] | None = None
         self.first_bad_step = torch.full((), -1, device=processes.device)
         """The first step whose gradient was not finite; kept on the device so that no step waits for it."""
@@ -85,6 +95,7 @@ class Trainer:
         return {"losses": losses, "gates": gates, "use": torch.stack(use).mean(0), "norm": norm, "rate": rate}
 
     def _backward(self, batch: Batch, sync: bool) -> Any:
+        self.tokens += batch.tokens
         batch = batch.to(self.processes.device)
         head = self.names[batch.corpus] if isinstance(self.rows[batch.corpus], ClassificationRows) else None
         waits = sync or self.processes.count == 1 or self.sharded  # whole gradients would not fit where it shards
@@ -122,33 +133,43 @@ class Trainer:
             record["gate"] = {self.names[i]: float(table[i, 2] / table[i, 3]) for i in present}
         return record
 
+    def take_tokens(self) -> int:
+        """Real tokens all processes have read since the last call."""
+        taken, self.tokens = torch.tensor(self.tokens, device=self.processes.device), 0
+        return int(self.processes.total(taken))
+
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Validation loss of each corpus on its first rows, the same every time."""
+    def evaluate(self) -> Validation:
+        """Validation loss of each corpus, and the accuracy where it has classes, on the same rows every time."""
         self.parallel.eval()
+        found = Validation({}, {})
         with self.averaged():
-            losses = {
-                corpus.name: self._evaluate_rows(open_rows(corpus, "valid", self.settings.length), number)
-                for number, corpus in enumerate(self.corpora)
-            }
+            for number, corpus in enumerate(self.corpora):
+                rows = open_rows(corpus, "valid", self.settings.length)
+                found.losses[corpus.name], accuracy = self._evaluate_rows(rows, number)
+                if isinstance(rows, ClassificationRows):
+                    found.accuracies[corpus.name] = accuracy
             self.reshard()
         self.parallel.train()
-        return losses
+        return found
 
-    def _evaluate_rows(self, rows: Rows, number: int) -> float:
-        size, total = self.settings.micro_batch, torch.zeros(2, device=self.processes.device, dtype=torch.float64)
-        wanted = min(self.settings.evaluate_rows, rows.count)
+    def _evaluate_rows(self, rows: Rows, number: int) -> tuple[float, float]:
+        size, total = self.settings.micro_batch, torch.zeros(3, device=self.processes.device, dtype=torch.float64)
+        wanted = rows.evaluated(self.settings.evaluate_rows)
         head = self.names[number] if isinstance(rows, ClassificationRows) else None
-        firsts = range(0, wanted, size)
+        firsts = range(0, len(wanted), size)
         for turn in range(0, len(firsts), self.processes.count):
             mine = turn + self.processes.rank < len(firsts)  # a process without rows keeps the others company
             first = firsts[turn + self.processes.rank if mine else 0]
-            batch = rows.batch(number, list(range(first, min(first + size, wanted)))).to(self.processes.device)
+            batch = rows.batch(number, wanted[first : first + size]).to(self.processes.device)
             with self.autocast():
-                loss = self.model(batch.ids, batch.targets, batch.mask, head).loss
-            total += mine * len(batch.ids) * torch.stack([loss.double(), loss.new_ones(()).double()])
+                result = self.model(batch.ids, batch.targets, batch.mask, head)
+            if mine:
+                total[0] += result.loss.double() * len(batch.ids)
+                total[1] += result.correct
+                total[2] += len(batch.ids)
         total = self.processes.total(total)
-        return float(total[0] / total[1])
+        return float(total[0] / total[2]), float(total[1] / total[2])
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -179,17 +200,19 @@ class Trainer:
         if self.sharded:
             self.model.reshard()  # type: ignore[operator]
 
-    def exported(self) -> tuple[Any, dict[str, Tensor]]:
-        """The whole language model and the heads, averaged where an average is kept. Every process takes part."""
+    def whole(self) -> TaskModel:
+        """The model in one piece on the CPU, averaged where an average is kept. Every process takes part."""
         with self.averaged():
-            language = whole_language_model(self.model)
-            return language, gathered(self.model.heads.state_dict())
+            return whole(self.model)
 
     def recalibrate(self) -> list:
         """Per-layer thresholds from rows of the step just done, the same in every process."""
         slots = range(min(self.schedule.slots, 4))
         batches = [self.schedule.batches(self.step - 1, slot)[0] for slot in slots]
-        stream = [{"input_ids": batch.ids} for batch in batches if batch.mask is None]
+        texts = [batch for batch in batches if batch.mask is None] or batches
+        stream = [
+            {"input_ids": batch.ids} | ({} if batch.mask is None else {"attention_mask": batch.mask}) for batch in texts
+        ]
         with self.language() as language:
             found = calibrate(language, stream)
         thresholds = found.thresholds(len(self.config.routed_layers))

@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from chiar.load import load_weights
 from chiar.modeling import ChiarForCausalLM
 from chiar.training.distributed import local_rows
 from chiar.training.tasks import TaskModel
@@ -22,15 +24,19 @@ def module_seed(seed: int, name: str) -> int:
     return int(np.random.SeedSequence([seed, *name.encode()]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def materialise(model: TaskModel, seed: int, device: torch.device) -> None:
-    """Give an outline memory and the weights of `seed`: the same ones whether it is whole or sharded."""
+def materialise(model: TaskModel, seed: int, device: torch.device, initial: str = "") -> None:
+    """Give an outline memory and the weights of `seed`: the same ones whether it is whole or sharded.
+
+    With `initial`, a folder, the language model has its weights instead.
+    """
     model.to_empty(device=device)
     model.language.tie_weights()
-    config = model.language.config
-    source = outline(config, {name: head.out_features for name, head in model.heads.items()})  # type: ignore[misc]
+    source = outline(model.language.config, head_sizes(model))
     places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    stored = load_weights(initial, model.language.config).state_dict() if initial else {}
     for name, value in drawn(source, seed):
         start, rows = local_rows(places[name])
+        value = stored.get(name.removeprefix("language."), value)
         with torch.no_grad():
             rows.copy_(value[start : start + len(rows)] if value.ndim else value)
 
@@ -53,24 +59,24 @@ def drawn(source: TaskModel, seed: int) -> Iterator[tuple[str, Tensor]]:
         module.to_empty(device="meta", recurse=False)
 
 
-def build(config: Any, labels: dict[str, int], seed: int, device: str = "cpu") -> TaskModel:
+def build(config: Any, labels: dict[str, int], seed: int, device: str = "cpu", initial: str = "") -> TaskModel:
     """A whole model with the weights of `seed`."""
     model = outline(config, labels)
-    materialise(model, seed, torch.device(device))
+    materialise(model, seed, torch.device(device), initial)
     return model
 
 
-def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole copies on the CPU. Every process must take part."""
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().cpu() for name, t in tensors.items()}
+def whole(model: TaskModel) -> TaskModel:
+    """A copy in one piece on the CPU. Every process must take part."""
+    state = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
+    }
+    copy = outline(model.language.config, head_sizes(model))
+    copy.to_empty(device="cpu")
+    copy.language.tie_weights()
+    copy.load_state_dict(state)
+    return copy
 
 
-def whole_language_model(model: TaskModel) -> nn.Module:
-    """The language model without sharding, on the CPU."""
-    state = gathered(model.language.state_dict())
-    with torch.device("meta"):
-        language = ChiarForCausalLM(model.language.config)
-    language.to_empty(device="cpu")
-    language.load_state_dict(state)
-    language.tie_weights()
-    return language
+def head_sizes(model: TaskModel) -> dict[str, int]:
+    return {name: len(head.bias) for name, head in model.heads.items()}  # type: ignore[arg-type]
