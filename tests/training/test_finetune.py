@@ -26,7 +26,7 @@ from chiar.training.batches import ClassificationRows
 from chiar.training.finetune import classification_settings
 from chiar.training.loop import is_better, train
 from chiar.training.run_folder import RunFolder
-from chiar.training.tasks import build
+from chiar.training.weights import build
 from commands import run
 
 SMALL = ["--no-compile", "--set", "precision=fp32", "--set", "log_every=1", "--device", "cpu"]
