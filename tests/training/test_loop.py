@@ -19,7 +19,7 @@ from chiar.training import checkpoint
 from chiar.training.loop import TrainingStopped, train
 from chiar.training.run_folder import RunFolder
 
-TIMINGS = ("tokens_per_second",)
+TIMINGS = ("tokens_per_second", "mfu")
 
 
 def final_state(out):

@@ -1,6 +1,7 @@
 """`chiar train`, also as `torchrun -m chiar.train`. Heavy imports happen inside."""
 
 import json
+import os
 import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -31,6 +32,7 @@ def train(
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to train.")] = "auto",
 ) -> None:
     """Train a model on prepared corpora; killed at any moment, --resume continues exactly where it was saved."""
+    from chiar.training.interruption import Interrupted
     from chiar.training.loop import TrainingStopped
     from chiar.training.loop import train as run_training
     from chiar.training.settings import TrainSettings
@@ -53,6 +55,10 @@ def train(
     except TrainingStopped as stopped:
         typer.echo(f"stopped: {stopped}", err=True)
         sys.exit(1)
+    except Interrupted as interrupted:
+        if int(os.environ.get("RANK", "0")) == 0:
+            typer.echo(f"interrupted: {interrupted}", err=True)
+        sys.exit(130)
 
 
 def parse(item: str) -> tuple[str, Any]:
@@ -82,14 +88,16 @@ def configuration(model: str, changes: dict[str, Any], corpus: Path) -> Any:
     from chiar.config import ChiarConfig
     from chiar.data import Corpus
     from chiar.load import load_config
+    from chiar.training.settings import TrainSettings
 
+    for name in changes:
+        if name not in ChiarConfig.__annotations__:
+            known = [*(field.name for field in fields(TrainSettings)), *ChiarConfig.__annotations__]
+            raise unknown_name("training setting or configuration field", name, known)
     if model in presets.NAMES:
         opened = Corpus.open(corpus)
         end = opened.end_of_text
         taken = {"vocab_size": opened.vocab_size, "bos_token_id": end, "eos_token_id": end}
         return presets.get(model, **{**taken, **changes})
     fields_of = load_config(model).to_dict()
-    for name in changes:
-        if name not in ChiarConfig.__annotations__:
-            raise unknown_name("training setting or configuration field", name, ChiarConfig.__annotations__)
     return ChiarConfig(**{**fields_of, **changes})

@@ -51,6 +51,10 @@ class TrainSettings:
     keep: int = 2
     """Newest checkpoints to keep, besides the best."""
     log_every: int = 10
+    tensorboard: bool = False
+    """Also write what is measured to RUN/tensorboard."""
+    peak_tflops: float = 0.0
+    """What one device can do, for MFU; 0 looks its name up."""
     sample: str = ""
     """Prompt continued at each evaluation; none when empty."""
     recalibrate_every: int = 0
@@ -61,10 +65,12 @@ class TrainSettings:
         for name, allowed in (("precision", PRECISIONS), ("mixing", MIXINGS)):
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
-        for name in ("length", "batch", "micro_batch", "steps", "evaluate_every", "save_every", "log_every", "keep"):
+        counts = ("length", "batch", "micro_batch", "steps", "evaluate_every", "save_every", "log_every", "keep")
+        for name in (*counts, "evaluate_rows"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("warmup", "weight_decay", "clip", "learning_rate", "final_learning_rate", "recalibrate_every"):
+        rates = ("weight_decay", "clip", "learning_rate", "final_learning_rate")
+        for name in (*rates, "warmup", "recalibrate_every", "peak_tflops"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} must not be negative, got {getattr(self, name)}.")
         if self.length < 2:
