@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from chiar.data.prepare import prepare
 from chiar.data.stdlib import Stdlib
 from chiar.data.tokenizer_choice import TokenizerChoice
+from chiar.training.checkpoint import TENSORS
 from chiar.training.run_folder import RunFolder
 
 STEPS = 40
@@ -36,7 +37,7 @@ def command(corpus: Path, out: Path, resume: bool) -> list[str]:
 
 def state(out: Path) -> tuple[dict[str, torch.Tensor], list[dict]]:
     records = RunFolder(out).read_metrics()
-    return load_file(out / "checkpoints" / "latest" / "tensors-0.safetensors"), [
+    return load_file(out / "checkpoints" / "latest" / TENSORS), [
         {key: value for key, value in record.items() if key not in ("tokens_per_second", "mfu")} for record in records
     ]
 

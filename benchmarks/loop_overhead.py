@@ -2,8 +2,8 @@
 
     python benchmarks/loop_overhead.py CORPUS --preset baseline-16m --batch 128 --micro-batch 128
 
-The bare step is forward, backward, clipping and the optimiser in a plain loop over one fixed batch that is on the device
-already. The loop is `train()` as it is: batches, seeds, learning rates, measurements, metrics.jsonl. Both run in one
+The bare step is forward, backward, clipping and the optimiser in a plain loop over one fixed batch that already is on
+the device. The loop is `train()` as it is: batches, seeds, learning rates, measurements, metrics.jsonl. Both run in one
 process on the same (compiled) model in turns of `--turn` steps, so that a change of clock or load meets both.
 Evaluations and checkpoints are not part of either.
 """
