@@ -37,7 +37,7 @@ def command(corpus: Path, out: Path, resume: bool) -> list[str]:
 def state(out: Path) -> tuple[dict[str, torch.Tensor], list[dict]]:
     records = RunFolder(out).read_metrics()
     return load_file(out / "checkpoints" / "latest" / "tensors-0.safetensors"), [
-        {key: value for key, value in record.items() if key != "tokens_per_second"} for record in records
+        {key: value for key, value in record.items() if key not in ("tokens_per_second", "mfu")} for record in records
     ]
 
 

@@ -79,8 +79,10 @@ def test_what_differs_is_refused_or_marked(tmp_path, two, changes, field):
     assert "≠" not in row(text, "routed")
 
 
-def run_folder(path, losses, speeds=(90.0, 100.0, 300.0), tail=""):
+def run_folder(path, losses, speeds=(90.0, 100.0, 300.0), tail="", data=None, **settings):
     path.mkdir()
+    settings = {"length": 16, "evaluate_rows": 4, **settings}
+    (path / "run.json").write_text(json.dumps({"data": data or {"text": "abc"}, "settings": settings}))
     lines = [{"step": n, "loss": 3.0, "tokens_per_second": speed} for n, speed in enumerate(speeds)]
     lines += [{"step": 9, "validation": {"text": 9.0}}, {"step": 10, "validation": losses}]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
@@ -92,6 +94,34 @@ def test_runs_show_what_training_measured(tmp_path):
     text = printed(compare(runs))
     assert row(text, "b") == ["b", "2.5000", "+0.5000", "100"]
     assert "training's own evaluations" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"data": {"text": "xyz"}}, "data"), ({"length": 8}, "length"), ({"evaluate_rows": 5}, "evaluate_rows")],
+)
+def test_runs_validated_otherwise_are_refused_or_marked(tmp_path, changes, field):
+    runs = [run_folder(tmp_path / "a", {"text": 2.0}), run_folder(tmp_path / "b", {"text": 2.5})]
+    runs.append(run_folder(tmp_path / "other", {"text": 2.5}, **changes))
+    with pytest.raises(InputError, match=f"other was evaluated with another {field} than a: "):
+        compare(runs)
+    text = printed(compare(runs, anyway=True))
+    assert row(text, "other")[-2:] == ["≠", field] and row(text, "b")[-1] == "alike"
+    assert "mean little" in text
+
+
+def test_a_run_that_does_not_say_its_data(tmp_path):
+    runs = [run_folder(tmp_path / "a", {"text": 2.0}), run_folder(tmp_path / "b", {"text": 2.5})]
+    (runs[1] / "run.json").unlink()
+    for first, second in (runs, runs[::-1]):
+        with pytest.raises(InputError, match="was evaluated with another data"):
+            compare([first, second])
+    (runs[0] / "run.json").unlink()
+    with pytest.raises(InputError, match="b was evaluated with another data"):
+        compare(runs)
+    (runs[0] / "run.json").write_text('{"settings": {}}')
+    with pytest.raises(InputError, match=r"run\.json is damaged"):
+        compare(runs)
 
 
 def test_a_run_with_an_evaluation(tmp_path, two):

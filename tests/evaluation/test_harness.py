@@ -9,7 +9,7 @@ from chiar.data.tokenizer_choice import TokenizerChoice
 from chiar.errors import InputError
 from chiar.evaluation.harness import evaluate
 from chiar.evaluation.report import EvaluationReport
-from chiar.routing.flops import baseline_of, count_flops
+from chiar.routing.flops import baseline_of, count_flops, operator_shares
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,7 @@ def test_language_report(corpus, language):
     assert report.fingerprint == corpus.fingerprint
     assert sum(done for done, _ in progress) == progress[0][1] == -(-(corpus.split("test").tokens - 1) // LENGTH)
     config = tiny_model().config
-    fractions = [layer.fraction for layer in report.routing.layers]
-    assert report.flops == count_flops(config, LENGTH, fractions).total
+    assert report.flops == count_flops(config, LENGTH, [layer.use for layer in report.routing.layers]).total
     assert report.baseline_flops == count_flops(baseline_of(config), LENGTH).total
     assert report.remarks == corpus.remarks
     assert EvaluationReport.from_dict(json.loads(report.to_json())) == report
@@ -69,7 +68,6 @@ def test_classification_report(classes, classifier):
         ({"gate_pool": "batch"}, "all 4 rows evaluated together"),
         ({"gate_pool": "sequence"}, "cut into rows"),
         ({"router": "learned", "routing": "soft"}, "soft routing runs every operator"),
-        ({"operators": ["spectral", "rbf", "attention"]}, "evenly between spectral and rbf"),
     ],
 )
 def test_remarks_on_the_model(tmp_path, corpus, changes, remark):
@@ -77,6 +75,16 @@ def test_remarks_on_the_model(tmp_path, corpus, changes, remark):
     report = evaluate(str(model), corpus.folder, batch_size=4)
     assert any(remark in line for line in report.remarks)
     assert report.routing.gate_pool == changes.get("gate_pool", "causal")
+
+
+def test_three_operators_are_counted_by_their_measured_shares(tmp_path, corpus):
+    model = tiny_model(operators=["spectral", "rbf", "attention"])
+    report = evaluate(str(save(model, tmp_path / "model", corpus)), corpus.folder)
+    shares = [layer.use for layer in report.routing.layers]
+    assert any(share["spectral"] != share["rbf"] for share in shares)
+    assert report.flops == count_flops(model.config, LENGTH, shares).total
+    evenly = operator_shares(model.config, [share["attention"] for share in shares])
+    assert report.flops != count_flops(model.config, LENGTH, evenly).total
 
 
 def test_the_batch_gate_depends_on_the_batch(tmp_path, corpus):

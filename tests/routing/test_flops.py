@@ -6,9 +6,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
-from chiar.routing.flops import compare_flops, count_dense_execution, count_flops, route_costs
+from chiar.routing.flops import compare_flops, count_dense_execution, count_flops, operator_shares, route_costs
 
 LARGE = presets.get("v3-400m")
+
+
+def at(fraction, config=LARGE):
+    """Shares of one f."""
+    return operator_shares(config, fraction)
 
 
 def squares(count, *parts, layers=None):
@@ -34,26 +39,26 @@ def test_one_attention_layer_costs_8_projections_16_ffn_and_2t_over_d_scores():
     ],
 )
 def test_what_half_the_tokens_save_at_400m_with_a_free_transform(settings, saved):
-    assert compare_flops(LARGE, 256, 0.5, transform="free", **settings).total == pytest.approx(saved, abs=1e-3)
+    assert compare_flops(LARGE, 256, at(0.5), transform="free", **settings).total == pytest.approx(saved, abs=1e-3)
 
 
 def test_the_papers_62_5_percent_is_51_5_weighted_by_cost_and_holds_only_at_t_4d():
-    assert compare_flops(LARGE, 256, 0.5, "routed").attention_in_routed_layers == pytest.approx(0.515, abs=1e-3)
-    assert compare_flops(LARGE, 4096, 0.5, "routed").attention_in_routed_layers == pytest.approx(0.625, abs=1e-3)
+    assert compare_flops(LARGE, 256, at(0.5), "routed").attention_in_routed_layers == pytest.approx(0.515, abs=1e-3)
+    assert compare_flops(LARGE, 4096, at(0.5), "routed").attention_in_routed_layers == pytest.approx(0.625, abs=1e-3)
 
 
 def test_removing_all_attention_at_length_256_saves_less_than_the_paper_claims():
-    assert compare_flops(LARGE, 256, 0.0, "routed", transform="free").total < 0.35
+    assert compare_flops(LARGE, 256, at(0.0), "routed", transform="free").total < 0.35
 
 
 def test_light_and_dark_shares_add_up():
-    full = count_flops(LARGE, 512, 1.0, "all", transform="free")
+    full = count_flops(LARGE, 512, at(1.0), "all", transform="free")
     baseline = count_flops(presets.get("baseline-400m"), 512)
     routed = LARGE.routed_layers
     assert full.part("projections", "scores", "ffn", layers=routed) == baseline.part(
         "projections", "scores", "ffn", layers=routed
     )
-    nothing = count_flops(LARGE, 512, 0.0, "routed")
+    nothing = count_flops(LARGE, 512, at(0.0), "routed")
     assert nothing.part("projections", "scores", layers=routed) == 0
     # One product for the entropy of every token, one for the filter (a D×D matrix) of light ones.
     assert squares(nothing, "router", layers=[1]) == 2
@@ -63,7 +68,7 @@ def test_light_and_dark_shares_add_up():
 @pytest.mark.parametrize(("fraction", "speedups"), [(0.5, (1.06, 1.15, 1.42)), (0.25, (1.12, 1.24, 1.64))])
 def test_bounds_on_the_speedup_with_matrix_products(fraction, speedups):
     for length, expected in zip((256, 2048, 8192), speedups, strict=True):
-        savings = compare_flops(LARGE, length, fraction, "routed")
+        savings = compare_flops(LARGE, length, at(fraction), "routed")
         assert savings.baseline.total / savings.chiar.total == pytest.approx(expected, abs=0.006)
 
 
@@ -71,8 +76,8 @@ def test_bounds_on_the_speedup_with_matrix_products(fraction, speedups):
 @pytest.mark.parametrize("light_ffn", [True, False])
 def test_routes_weighted_by_their_shares_make_the_layer(keys, light_ffn):
     fraction = 0.3
-    routes = route_costs(LARGE, 512, fraction, keys, light_ffn)
-    layer = count_flops(LARGE, 512, fraction, keys, light_ffn).layer(1)
+    routes = route_costs(LARGE, 512, at(fraction), keys, light_ffn)
+    layer = count_flops(LARGE, 512, at(fraction), keys, light_ffn).layer(1)
     assert (1 - fraction) * routes["spectral"] + fraction * routes["attention"] == pytest.approx(layer)
     assert routes["spectral"] < routes["attention"]
 
@@ -83,14 +88,14 @@ def test_static_layers_decide_for_themselves():
     assert squares(count, "projections", layers=[1]) == 8
     assert squares(count, "projections", layers=[2]) == 0
     with pytest.raises(InputError, match="leave the fraction out"):
-        count_flops(config, 256, 0.5)
+        operator_shares(config, 0.5)
     everywhere = presets.get("v3-400m", router="static", static_operators=["attention"] * 26)
     assert compare_flops(everywhere, 256).attention_in_routed_layers == 0
 
 
 def test_the_random_routers_own_fraction_is_used():
     config = presets.get("v3-400m", router="random", random_fraction=0.25)
-    assert count_flops(config, 256).total == count_flops(config, 256, 0.25).total
+    assert count_flops(config, 256).total == count_flops(config, 256, at(0.25, config)).total
 
 
 def test_soft_routing_runs_every_operator_and_every_path():
@@ -101,10 +106,31 @@ def test_soft_routing_runs_every_operator_and_every_path():
 
 def test_fractions_may_differ_by_layer():
     fractions = [0.0] * 13 + [1.0] * 13
-    count = count_flops(LARGE, 256, fractions, "routed")
+    count = count_flops(LARGE, 256, at(fractions), "routed")
     assert count.part("projections", layers=range(1, 14)) == 0
     assert squares(count, "projections", layers=[14]) == 8
     assert sum(count.layer(i) for i in range(28)) + count.part("logits") == pytest.approx(count.total)
+
+
+def test_each_operator_of_three_is_counted_by_its_own_share():
+    config = presets.get("v1-tiny", keys="routed")
+    shares = [{"spectral": 0.5, "rbf": 0.25, "attention": 0.25}, {"spectral": 0.0, "rbf": 1.0, "attention": 0.0}]
+    count = count_flops(config, 33, shares)
+    D, m = config.hidden_size, config.rbf_features
+    # A quarter of 33 tokens see a quarter of the 16 tokens before them on average, and themselves: 5 pairs.
+    assert count.part("spectral", layers=[1]) == 0.5 * 2 * D * D
+    assert count.part("projections", layers=[1]) == 0.25 * 8 * D * D
+    assert count.part("scores", layers=[1]) == 0.25 * 5 * 4 * D
+    assert count.part("rbf", layers=[1]) == 0.25 * (2 * D * m + 4 * m * D + 5 * 8 * m)
+    assert count.part("rbf", layers=[2]) == 2 * D * m + 4 * m * D + 17 * 8 * m
+    assert count.part("spectral", "projections", "scores", layers=[2]) == 0
+
+
+def test_soft_shares_are_all_one():
+    soft = presets.get("v1-tiny", routing="soft")
+    assert count_flops(soft, 24, at(0.3, soft)).total == count_flops(soft, 24).total
+    with pytest.raises(InputError, match="add up to 3 under soft"):
+        count_flops(soft, 24, [{"spectral": 0.5, "rbf": 0.25, "attention": 0.25}] * 2)
 
 
 def test_expected_pairs_match_a_count_over_random_routes():
@@ -113,7 +139,7 @@ def test_expected_pairs_match_a_count_over_random_routes():
     chosen = torch.rand(2000, length, generator=torch.Generator().manual_seed(0)) < fraction
     earlier = chosen.long().cumsum(1) - chosen.long()
     pairs = ((earlier + 1) * chosen).sum(1).double().mean() / length
-    counted = count_flops(LARGE, length, fraction, "routed").part("scores", layers=[1]) / (4 * LARGE.hidden_size)
+    counted = count_flops(LARGE, length, at(fraction), "routed").part("scores", layers=[1]) / (4 * LARGE.hidden_size)
     # 2,000 rows: the Monte-Carlo error of the mean is below 0.5%.
     assert counted == pytest.approx(float(pairs), rel=0.01)
 
@@ -137,8 +163,10 @@ def test_dense_execution_agrees_exactly_with_torchs_counter(name, changes):
     ("arguments", "message"),
     [
         ({"length": 0}, "length must be at least 1"),
-        ({"length": 8, "fraction": 1.5}, "between 0 and 1"),
-        ({"length": 8, "fraction": [0.5]}, "1 fractions for 26 routed layers"),
+        ({"length": 8, "shares": [{"spectral": 1.5, "attention": -0.5}] * 26}, "between 0 and 1"),
+        ({"length": 8, "shares": [{"spectral": 0.5, "attention": 0.4}] * 26}, "must add up to 1 under threshold"),
+        ({"length": 8, "shares": [{"spectral": 0.5, "rbf": 0.5}] * 26}, "each of .*attention"),
+        ({"length": 8, "shares": [{"spectral": 0.5, "attention": 0.5}]}, "shares of 1 layers for 26 routed layers"),
         ({"length": 8, "keys": "al"}, "Did you mean 'all'"),
         ({"length": 8, "transform": "gem"}, "Did you mean 'gemm'"),
     ],
@@ -146,3 +174,9 @@ def test_dense_execution_agrees_exactly_with_torchs_counter(name, changes):
 def test_bad_input(arguments, message):
     with pytest.raises(InputError, match=message):
         count_flops(LARGE, **arguments)
+
+
+@pytest.mark.parametrize(("fraction", "message"), [(1.5, "between 0 and 1"), ([0.5], "1 fractions for 26 routed")])
+def test_bad_fractions(fraction, message):
+    with pytest.raises(InputError, match=message):
+        operator_shares(LARGE, fraction)

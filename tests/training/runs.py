@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from chiar.training.run_folder import RunFolder
 
-TIMINGS = ("tokens_per_second",)
+TIMINGS = ("tokens_per_second", "mfu")
 
 
 def command(corpus, out, *more):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from chiar.data import Corpus
-from chiar.training.batches import ClassificationRows, LanguageRows, Schedule, slot_seed
+from chiar.training.batches import ClassificationRows, LanguageRows, Schedule, row_numbers, shuffled, slot_seed
 
 
 def rows_of(corpus, length=16):
@@ -34,6 +34,11 @@ def test_no_row_repeats_inside_an_epoch_and_epochs_differ(corpus, settings):
     assert len(set(second)) == len(second)
     assert first[: len(second)] != second
     assert first != sorted(first)
+
+
+def test_a_batch_may_span_epochs():
+    order = [shuffled(3, epoch, 5).tolist() for epoch in range(4)]
+    assert row_numbers(3, 4, 12, 5) == [order[0][4], *order[1], *order[2], order[3][0]]
 
 
 def test_the_global_batch_does_not_depend_on_how_it_is_split(corpus, settings):

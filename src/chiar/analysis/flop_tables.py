@@ -15,10 +15,11 @@ def savings_by_length(
     config: ChiarConfig, lengths: list[int], fraction: float | None, keys: str | None, light_ffn: bool | None
 ) -> list[tuple[Savings, Savings]]:
     """For each length: with the DCT as matrix products, and with the DCT free."""
+    shares = operator_shares(config, fraction)
     return [
         (
-            compare_flops(config, length, fraction, keys, light_ffn, "gemm"),
-            compare_flops(config, length, fraction, keys, light_ffn, "free"),
+            compare_flops(config, length, shares, keys, light_ffn, "gemm"),
+            compare_flops(config, length, shares, keys, light_ffn, "free"),
         )
         for length in lengths
     ]
@@ -32,7 +33,8 @@ def flop_tables(
     setting = f"{describe_fraction(config, fraction)}, keys {keys or config.keys}, light FFN {ffn}"
     tables = [part_table(name, setting, rows[0][0]), length_table(rows)]
     if not has_fixed_shares(config):
-        tables.insert(1, route_table(route_costs(config, lengths[0], fraction, keys, light_ffn), lengths[0]))
+        costs = route_costs(config, lengths[0], operator_shares(config, fraction), keys, light_ffn)
+        tables.insert(1, route_table(costs, lengths[0]))
     return tables
 
 

@@ -173,6 +173,8 @@ class Corpus:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
+    if not folder.exists():
+        raise InputError(f"there is no folder {folder}: chiar data prepare makes one.")
     if not path.is_file():
         raise InputError(f"{folder} is not a prepared corpus: it has no manifest.json (see chiar data prepare).")
     try:

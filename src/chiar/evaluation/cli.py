@@ -65,7 +65,7 @@ def compare(
     ],
     baseline: Annotated[str | None, typer.Option(metavar="NAME", help="What gaps refer to; the first one.")] = None,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Show reports of different corpora or lengths too, marked.")
+        bool, typer.Option("--anyway", help="Show what was measured on other corpora or lengths too, marked.")
     ] = False,
 ) -> None:
     """Put evaluations and training runs side by side: perplexity, gap to a baseline, FLOPs, routing, speed."""

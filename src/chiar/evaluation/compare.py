@@ -13,7 +13,9 @@ from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScore
 
 METRICS = "metrics.jsonl"
 REPORT = "evaluation.json"
+RUN = "run.json"
 MUST_AGREE = ("kind", "fingerprint", "split", "length", "stride", "rows")
+ROWS_MUST_AGREE = ("length", "evaluate_rows")
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class Training:
 
     validation: dict[str, float]
     tokens_per_second: float | None
+    measured_on: dict[str, Any]
+    """What decides which rows a validation loss is of, as run.json says."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,21 @@ def read_training(path: Path) -> Training:
                 raise InputError(f"{path}, line {number} is damaged: {first_line(error)}") from error
     validations = [record["validation"] for record in records if record.get("validation")]
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
-    return Training(dict(validations[-1]) if validations else {}, median(speeds) if speeds else None)
+    return Training(
+        dict(validations[-1]) if validations else {}, median(speeds) if speeds else None, read_measured_on(path.parent)
+    )
+
+
+def read_measured_on(run: Path) -> dict[str, Any]:
+    """Fingerprints of the corpora, and how their validation rows are cut; empty where run.json is not there."""
+    path = run / RUN
+    if not path.is_file():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return {"data": record["data"]} | {name: record["settings"][name] for name in ROWS_MUST_AGREE}
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is damaged: {first_line(error)}") from error
 
 
 def short_names(arguments: list[Path]) -> list[str]:
@@ -76,22 +94,43 @@ def compare(arguments: list[Path], baseline: str | None = None, anyway: bool = F
     first = choose_baseline(entries, arguments, baseline)
     reports = [entry for entry in entries if entry.report is not None]
     if not reports:
-        return [training_table(entries, first), "note: losses are those of training's own evaluations, not of a test."]
+        return compare_runs(entries, first, anyway)
     reference = first.report if first.report is not None else reports[0].report
     assert reference is not None
     differing = {entry.name: differences(entry.report, reference) for entry in reports if entry.report is not None}
+    marks = refuse_or_mark(differing, first, anyway)
+    table = report_table(entries, first, reference, differing)
+    remarks = dict.fromkeys(remark for entry in reports if entry.report for remark in entry.report.remarks)
+    return [table, *marks, *(f"note: {remark}" for remark in remarks)]
+
+
+def compare_runs(entries: list[Entry], first: Entry, anyway: bool) -> list[Table | str]:
+    """Runs nobody evaluated, by the validation losses of training: those are of the same rows, or marked."""
+    assert first.training is not None
+    reference = first.training.measured_on
+    differing = {}
+    for entry in entries:
+        assert entry.training is not None
+        ours = entry.training.measured_on
+        # A run without its run.json is compared with nothing, itself aside.
+        names = ours.keys() | reference.keys() or ({"data"} if entry is not first else set())
+        differing[entry.name] = sorted(name for name in names if name not in ours or ours[name] != reference.get(name))
+    marks = refuse_or_mark(differing, first, anyway)
+    note = "note: losses are those of training's own evaluations, not of a test."
+    return [training_table(entries, first, differing), *marks, note]
+
+
+def refuse_or_mark(differing: dict[str, list[str]], first: Entry, anyway: bool) -> list[str]:
+    """InputError where something was measured otherwise, or the note that goes with its mark."""
     strange = next((name for name, fields in differing.items() if fields), None)
-    if strange is not None and not anyway:
+    if strange is None:
+        return []
+    if not anyway:
         raise InputError(
             f"{strange} was evaluated with another {' and '.join(differing[strange])} than {first.name}: evaluate them "
             "alike, or add --anyway to see it marked."
         )
-    table = report_table(entries, first, reference, differing)
-    remarks = dict.fromkeys(remark for entry in reports if entry.report for remark in entry.report.remarks)
-    notes = [f"note: {remark}" for remark in remarks]
-    if strange is not None:
-        notes.insert(0, "note: rows marked ≠ were evaluated otherwise: their gaps and ratios mean little.")
-    return [table, *notes]
+    return ["note: rows marked ≠ were evaluated otherwise: their gaps and ratios mean little."]
 
 
 def choose_baseline(entries: list[Entry], arguments: list[Path], name: str | None) -> Entry:
@@ -138,10 +177,13 @@ def report_table(
                 shown(routing.fraction, ".3f"),
                 gate,
             ]
-        fields = differing.get(entry.name)
-        mark = [("≠ " + ", ".join(fields)) if fields else "alike"] if marked and report is not None else []
+        mark = [mark_of(differing[entry.name])] if marked and report is not None else []
         table.add_row(entry.name, *cells, *training_cells(entry.training), *mark)
     return table
+
+
+def mark_of(fields: list[str]) -> str:
+    return "≠ " + ", ".join(fields) if fields else "alike"
 
 
 def score_cells(scores: LanguageScores | ClassScores, classifies: bool) -> list[str]:
@@ -168,13 +210,14 @@ def training_cells(training: Training | None) -> list[str]:
     return [", ".join(losses) or "–", shown(training.tokens_per_second, ",.0f")]
 
 
-def training_table(entries: list[Entry], first: Entry) -> Table:
+def training_table(entries: list[Entry], first: Entry, differing: dict[str, list[str]]) -> Table:
     """Runs that were not evaluated: the validation losses of training, corpus by corpus."""
     base = first.training.validation if first.training else {}
     names = list(dict.fromkeys(name for entry in entries if entry.training for name in entry.training.validation))
     columns = [column for name in names for column in (f"{name}, nats", "gap")]
     title = f"last validation losses, baseline {first.name} (tokens/s measured in training)"
-    table = Table("name", *columns, "train tokens/s", box=None, title=title, title_justify="left")
+    marked = ["evaluated"] if any(differing.values()) else []
+    table = Table("name", *columns, "train tokens/s", *marked, box=None, title=title, title_justify="left")
     for entry in entries:
         assert entry.training is not None
         cells = []
@@ -182,5 +225,6 @@ def training_table(entries: list[Entry], first: Entry) -> Table:
             loss = entry.training.validation.get(name)
             gap = loss - base[name] if loss is not None and name in base else None
             cells += [shown(loss, ".4f"), shown(gap, "+.4f")]
-        table.add_row(entry.name, *cells, shown(entry.training.tokens_per_second, ",.0f"))
+        mark = [mark_of(differing[entry.name])] if marked else []
+        table.add_row(entry.name, *cells, shown(entry.training.tokens_per_second, ",.0f"), *mark)
     return table

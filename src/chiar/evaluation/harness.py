@@ -130,8 +130,9 @@ def load_language_model(folder: str) -> Any:
 
 def counted(config: Any, routing: RoutingUse, length: int, classifies: bool) -> tuple[float, float]:
     """FLOPs per token of the model and of attention everywhere; a classifier has no logits over the vocabulary."""
-    fractions = None if config.router == "static" else [layer.fraction for layer in routing.layers]
-    counts = count_flops(config, length, fractions), count_flops(baseline_of(config), length)
+    # Under soft routing what is measured is where a token weighs most; every operator runs.
+    shares = None if config.routing == "soft" else [layer.use for layer in routing.layers]
+    counts = count_flops(config, length, shares), count_flops(baseline_of(config), length)
     ours, baseline = (count.total - (count.part("logits") if classifies else 0.0) for count in counts)
     return ours, baseline
 
@@ -154,8 +155,6 @@ def explain(
         )
     if config.routed_layers and config.routing == "soft":
         remarks.append("soft routing runs every operator on every token: f counts the tokens attention weighs most in.")
-    elif config.routed_layers and len(config.operators) > 2:
-        remarks.append("counted FLOPs share the tokens not sent to attention evenly between spectral and rbf.")
     if length > config.max_position_embeddings:
         remarks.append(f"longer than the {config.max_position_embeddings} tokens the model was trained on.")
     if stride is not None and stride < length:

@@ -143,7 +143,7 @@ class EvaluationReport:
     scores: LanguageScores | ClassScores
     routing: RoutingUse
     flops: float
-    """Counted, forward, per token, from the measured fractions."""
+    """Counted, forward, per token, from the measured shares."""
     baseline_flops: float
     """The same for attention in every layer."""
     flops_length: int

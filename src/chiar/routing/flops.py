@@ -6,7 +6,7 @@ turns a spectrum into H, all of order D a token, and the gate where it is comput
 about three times as much, in the same proportions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chiar.config import CHOICES, ChiarConfig
@@ -14,6 +14,9 @@ from chiar.errors import InputError, unknown_name
 
 PARTS = ("router", "spectral", "rbf", "projections", "scores", "ffn", "gate", "logits")
 TRANSFORMS = ("gemm", "free")
+
+Shares = Sequence[Mapping[str, float]]
+"""For each routed layer, the share of tokens each operator runs on."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,15 @@ class FlopCount:
 def count_flops(
     config: ChiarConfig,
     length: int,
-    fraction: float | Sequence[float] | None = None,
+    shares: Shares | None = None,
     keys: str | None = None,
     light_ffn: bool | None = None,
     transform: str = "gemm",
 ) -> FlopCount:
     """What routing has to compute when each token runs only its own operator.
 
-    `fraction` is f, for all routed layers or one a layer; with three operators the rest is shared evenly. When not
-    given it is the random router's own, else ½. A static router's layers decide for themselves, and under soft routing
-    every operator runs on every token. `transform="free"` leaves out the DCT, as when weights absorb it.
+    `shares` are what a trace measured, or `operator_shares` of an f; its default when not given. `transform="free"`
+    leaves out the DCT, as when weights absorb it.
     """
     if length < 1:
         raise InputError(f"length must be at least 1, got {length}.")
@@ -66,26 +68,30 @@ def count_flops(
     if keys not in CHOICES["keys"]:
         raise unknown_name("keys", keys, CHOICES["keys"])
     light_ffn = config.light_ffn if light_ffn is None else light_ffn
-    shares_of = dict(zip(config.routed_layers, operator_shares(config, fraction), strict=True))
+    shares_of = dict(zip(config.routed_layers, checked_shares(config, shares), strict=True))
 
     assert config.layer_types is not None
     costs: list[Cost] = []
     for i, kind in enumerate(config.layer_types):
-        shares = shares_of.get(i, {kind: 1.0})
-        key_shares = shares if keys == "routed" else {name: float(share > 0) for name, share in shares.items()}
+        runs = shares_of.get(i, {kind: 1.0})
+        key_shares = runs if keys == "routed" else {name: float(share > 0) for name, share in runs.items()}
         ffn_runs = 1.0
         if kind == "routed" and not light_ffn:
-            ffn_runs = sum(share for name, share in shares.items() if name != "spectral")
+            ffn_runs = sum(share for name, share in runs.items() if name != "spectral")
         router = router_cost(config, transform) if kind == "routed" else 0.0
-        visible = {name: visible_pairs(length, shares[name], key_shares[name]) for name in shares}
+        visible = {name: visible_pairs(length, runs[name], key_shares[name]) for name in runs}
         # The filter Cᵀ diag(w) C is one D×D matrix.
         filter_cost = 2.0 * config.hidden_size**2 if transform == "gemm" else 0.0
-        costs += layer_costs(config, i, shares, key_shares, visible, ffn_runs, router, filter_cost)
+        costs += layer_costs(config, i, runs, key_shares, visible, ffn_runs, router, filter_cost)
     return FlopCount(tuple(costs), length)
 
 
-def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | None) -> list[dict[str, float]]:
-    """For each routed layer, the share of tokens each operator runs on."""
+def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | None = None) -> list[dict[str, float]]:
+    """The shares of f, for all routed layers or one a layer; with three operators the rest is shared evenly.
+
+    When not given f is the random router's own, else ½. A static router's layers decide for themselves, and under soft
+    routing every operator runs on every token.
+    """
     assert config.operators is not None
     count, others = len(config.routed_layers), len(config.operators) - 1
     if config.routing == "soft":
@@ -104,10 +110,27 @@ def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | Non
     return [{name: f if name == "attention" else (1.0 - f) / others for name in config.operators} for f in fractions]
 
 
+def checked_shares(config: ChiarConfig, shares: Shares | None) -> Shares:
+    """The shares given, or those of the configuration's own f; InputError unless they fit the routed layers."""
+    assert config.operators is not None
+    if shares is None:
+        return operator_shares(config)
+    if len(shares) != len(config.routed_layers):
+        raise InputError(f"shares of {len(shares)} layers for {len(config.routed_layers)} routed layers.")
+    total = len(config.operators) if config.routing == "soft" else 1
+    for share in shares:
+        if set(share) != set(config.operators) or not all(0.0 <= value <= 1.0 for value in share.values()):
+            raise InputError(f"a share between 0 and 1 is needed for each of {config.operators}, got {dict(share)}.")
+        # Measured shares are rounded to six digits in metrics.
+        if abs(sum(share.values()) - total) > 1e-5:
+            raise InputError(f"shares of a layer must add up to {total} under {config.routing} routing: {dict(share)}.")
+    return shares
+
+
 def route_costs(
     config: ChiarConfig,
     length: int,
-    fraction: float | Sequence[float] | None = None,
+    shares: Shares | None = None,
     keys: str | None = None,
     light_ffn: bool | None = None,
     transform: str = "gemm",
@@ -115,13 +138,13 @@ def route_costs(
     """FLOPs of one token in the first routed layer, by the operator it takes. Keys it gives to others are its cost."""
     assert config.operators is not None
     keys, light_ffn = keys or config.keys, config.light_ffn if light_ffn is None else light_ffn
-    shares = operator_shares(config, fraction)[0]
+    first = checked_shares(config, shares)[0]
     layer, filter_cost = config.routed_layers[0], 2.0 * config.hidden_size**2 if transform == "gemm" else 0.0
     result = {}
     for taken in config.operators:
         runs = {name: float(name == taken) for name in config.operators}
         gives_keys = dict.fromkeys(runs, 1.0) if keys == "all" else runs
-        visible = {name: visible_pairs(length, runs[name], shares[name] if keys == "routed" else 1.0) for name in runs}
+        visible = {name: visible_pairs(length, runs[name], first[name] if keys == "routed" else 1.0) for name in runs}
         ffn_runs = 1.0 if light_ffn else float(taken != "spectral")
         router = router_cost(config, transform)
         costs = layer_costs(config, layer, runs, gives_keys, visible, ffn_runs, router, filter_cost)
@@ -166,8 +189,8 @@ def router_cost(config: ChiarConfig, transform: str) -> float:
 def layer_costs(
     config: ChiarConfig,
     layer: int,
-    shares: dict[str, float],
-    key_shares: dict[str, float],
+    shares: Mapping[str, float],
+    key_shares: Mapping[str, float],
     visible: dict[str, float],
     ffn_runs: float,
     router: float,
@@ -219,12 +242,12 @@ class Savings:
 def compare_flops(
     config: ChiarConfig,
     length: int,
-    fraction: float | Sequence[float] | None = None,
+    shares: Shares | None = None,
     keys: str | None = None,
     light_ffn: bool | None = None,
     transform: str = "gemm",
 ) -> Savings:
-    chiar = count_flops(config, length, fraction, keys, light_ffn, transform)
+    chiar = count_flops(config, length, shares, keys, light_ffn, transform)
     baseline = count_flops(baseline_of(config), length)
     routed = config.routed_layers
     attention = ("projections", "scores")

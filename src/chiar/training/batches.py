@@ -3,6 +3,7 @@
 A step has batch / micro_batch slots. Slot k of a step belongs to process k mod W, so processes slice one global order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,10 +23,13 @@ def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(count)
 
 
-def row_number(seed: int, drawn: int, count: int) -> int:
-    """Which of `count` rows is the `drawn`-th to be read: every row once an epoch, in an order of its own."""
-    epoch, place = divmod(drawn, count)
-    return int(shuffled(seed, epoch, count)[place])
+def row_numbers(seed: int, first: int, size: int, count: int) -> list[int]:
+    """Which of `count` rows are the `first`-th to be read and those after: each once an epoch, in its own order."""
+    epochs, places = np.divmod(np.arange(first, first + size), count)
+    numbers = np.empty_like(places)
+    for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+        numbers[epochs == epoch] = shuffled(seed, epoch, count)[places[epochs == epoch]]
+    return numbers.tolist()
 
 
 @dataclass
@@ -43,12 +47,15 @@ class Batch:
         return self.ids.numel() if self.mask is None else int(self.mask.sum())
 
     def to(self, device: torch.device) -> "Batch":
-        def move(value: Tensor | None) -> Any:
-            if value is None:
-                return None
-            return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value
+        return self._each(lambda value: value.to(device, non_blocking=True))
 
-        return Batch(self.corpus, move(self.ids), move(self.targets), move(self.mask))
+    def pinned(self) -> "Batch":
+        """In memory a GPU copies from while the program goes on."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        mask = None if self.mask is None else change(self.mask)
+        return Batch(self.corpus, change(self.ids), change(self.targets), mask)
 
 
 class LanguageRows:
@@ -133,8 +140,7 @@ class Schedule:
     def _batch(self, corpus: int, used: int) -> Batch:
         rows, size = self.corpora[corpus], self.settings.micro_batch
         seed = self.settings.seed * 1_000_003 + corpus
-        numbers = [row_number(seed, used * size + i, rows.count) for i in range(size)]
-        return rows.batch(corpus, numbers)
+        return rows.batch(corpus, row_numbers(seed, used * size, size, rows.count))
 
 
 def slot_seed(seed: int, step: int, slot: int) -> int:

@@ -1,6 +1,7 @@
 """`chiar train`, also as `torchrun -m chiar.train`. Heavy imports happen inside."""
 
 import json
+import os
 import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -55,6 +56,7 @@ def train(
 
 
 def run(config: Any, settings: Any, out: Path, resume: bool, device: str) -> None:
+    from chiar.training.interruption import Interrupted
     from chiar.training.loop import TrainingStopped
     from chiar.training.loop import train as run_training
 
@@ -63,6 +65,10 @@ def run(config: Any, settings: Any, out: Path, resume: bool, device: str) -> Non
     except TrainingStopped as stopped:
         typer.echo(f"stopped: {stopped}", err=True)
         sys.exit(1)
+    except Interrupted as interrupted:
+        if int(os.environ.get("RANK", "0")) == 0:
+            typer.echo(f"interrupted: {interrupted}", err=True)
+        sys.exit(130)
 
 
 def sort_settings(given: dict[str, Any], setting: list[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -105,14 +111,16 @@ def configuration(model: str, changes: dict[str, Any], corpus: Path) -> Any:
     from chiar.config import ChiarConfig
     from chiar.data import Corpus
     from chiar.load import load_config
+    from chiar.training.settings import TrainSettings
 
+    for name in changes:
+        if name not in ChiarConfig.__annotations__:
+            known = [*(field.name for field in fields(TrainSettings)), *ChiarConfig.__annotations__]
+            raise unknown_name("training setting or configuration field", name, known)
     if model in presets.NAMES:
         opened = Corpus.open(corpus)
         end = opened.end_of_text
         taken = {"vocab_size": opened.vocab_size, "bos_token_id": end, "eos_token_id": end}
         return presets.get(model, **{**taken, **changes})
     fields_of = load_config(model).to_dict()
-    for name in changes:
-        if name not in ChiarConfig.__annotations__:
-            raise unknown_name("training setting or configuration field", name, ChiarConfig.__annotations__)
     return ChiarConfig(**{**fields_of, **changes})

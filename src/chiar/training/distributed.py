@@ -88,18 +88,16 @@ def replicate(model: nn.Module, processes: Processes) -> nn.Module:
     return DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
 
 
-def shard(model: Any, processes: Processes, compiled: bool) -> None:
+def shard(model: Any, processes: Processes) -> None:
     """FSDP2 in place: each layer's weights, gradients and optimiser state are split by rows over the processes.
 
-    Weights are gathered in fp32, so the numbers are DDP's. Layers are compiled one by one: gathering stays outside.
+    Weights are gathered in fp32, so the numbers are DDP's.
     """
     if not dist.is_initialized():  # alone, without torchrun
         backend = "nccl" if processes.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     mesh = dist.init_device_mesh(processes.device.type, (processes.count,))
     for layer in model.language.model.layers:
-        if compiled:
-            layer.compile()
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 

@@ -18,19 +18,23 @@ from chiar.load import check_tokenizer
 from chiar.training import checkpoint
 from chiar.training.display import Display
 from chiar.training.distributed import Processes, attempt, start
+from chiar.training.events import Events, require_tensorboard
+from chiar.training.interruption import explained
 from chiar.training.run_folder import RUN, Metrics, RunFolder, command_line, commit, versions
 from chiar.training.settings import TrainSettings
 from chiar.training.tasks import TaskModel
-from chiar.training.trainer import Trainer
+from chiar.training.trainer import Trainer, open_rows
+from chiar.training.utilisation import Utilisation
 
-# What may differ when a run is resumed: how long it is, and how it is shown.
-MAY_CHANGE = ("steps", "compile", "parallel", "keep", "log_every", "transformers_version")
+# What may differ when a run is resumed: how long it is, how it is spread, and how it is shown.
+MAY_CHANGE = ("steps", "compile", "parallel", "keep", "log_every", "tensorboard", "peak_tflops", "transformers_version")
 
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says why and what is kept."""
 
 
+@explained
 def train(
     config: ChiarConfig,
     settings: TrainSettings,
@@ -56,6 +60,7 @@ def train_among(
 
     corpora = [Corpus.open(Path(path)) for path in settings.data]
     notes = check_run(config, settings, corpora)
+    check_rows(settings, corpora, processes)
     if settings.deterministic:
         torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
@@ -63,18 +68,20 @@ def train_among(
     resume = resume or (attempt() > 0 and (out / RUN).is_file())
     if not resume:
         folder.check_free()
-    trainer = Trainer(config, settings, corpora, processes)  # first: what cannot be built leaves no folder
+    trainer, metrics = Trainer(config, settings, corpora, processes), None  # what cannot be built leaves no folder
     found = open_run(folder, config, settings, corpora, resume, processes)
     display = Display(settings.steps, found.state["step"] if found else 0, quiet or not processes.main)
-    for note in notes:
-        display.say(f"note: {note}")
-    if found is not None:
-        trainer.restore(found)
-        for complaint in found.complaints:
-            display.say(f"warning: {complaint}")
-        display.say(f"resuming after step {trainer.step} of {settings.steps}")
-    metrics = Metrics(folder.metrics_path, found.state["metrics_bytes"] if found else 0) if processes.main else None
     try:
+        for note in notes:
+            display.say(f"note: {note}")
+        if found is not None:
+            trainer.restore(found)
+            for complaint in found.complaints:
+                display.say(f"warning: {complaint}")
+            display.say(f"resuming after step {trainer.step} of {settings.steps}")
+        if processes.main:
+            events = Events(out / "tensorboard", trainer.step, config) if settings.tensorboard else None
+            metrics = Metrics(folder.metrics_path, found.state["metrics_bytes"] if found else 0, events)
         return Run(trainer, folder, metrics, display).go()
     finally:
         display.close()
@@ -108,9 +115,19 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Any]) 
         raise InputError(f"the corpus has {needed} token ids, the model only {config.vocab_size}: set vocab_size.")
     if settings.recalibrate_every and (config.router != "entropy" or not config.routed_layers):
         raise InputError("recalibrate_every needs routed layers with the entropy router.")
+    if settings.tensorboard:
+        require_tensorboard()
     if config.positions == "learned" and settings.length > config.max_position_embeddings:
         raise InputError(f"length {settings.length} exceeds the {config.max_position_embeddings} learned positions.")
     return notes
+
+
+def check_rows(settings: TrainSettings, corpora: list[Any], processes: Processes) -> None:
+    """InputError now, before anything is written, where the batch does not divide or a split is missing or small."""
+    settings.accumulation(processes.count)
+    for corpus in corpora:
+        for split in ("train", "valid"):
+            open_rows(corpus, split, settings.length)
 
 
 def open_run(
@@ -165,12 +182,19 @@ class Run:
     def __init__(self, trainer: Trainer, folder: RunFolder, metrics: Metrics | None, display: Display) -> None:
         self.trainer, self.folder, self.metrics, self.display = trainer, folder, metrics, display
         self.settings = trainer.settings
+        processes = trainer.processes
+        self.utilisation = Utilisation(
+            trainer.config, trainer.settings, trainer.corpora, processes.count, processes.device
+        )
+        self.compiled = metrics.last.get("compiled") if metrics is not None else None
+        """Whether the steps before were compiled; None before the first."""
 
     def go(self) -> dict[str, Any] | None:
         trainer, settings, record = self.trainer, self.settings, None
         self.marked_step, self.marked_time = trainer.step, time.perf_counter()
         while trainer.step < settings.steps:
             measured = trainer.train_step()
+            self.tell_compiling()
             step, last = trainer.step, trainer.step == settings.steps
             self.display.advance(step)
             evaluates = step % settings.evaluate_every == 0 or last
@@ -188,6 +212,17 @@ class Run:
         self.export(self.folder.final)  # here, so that a run killed after its last step is completed when resumed
         return record
 
+    def tell_compiling(self) -> None:
+        """Say where compiling failed, and where steps are computed otherwise than those before them."""
+        forward = self.trainer.forward
+        if forward.failure and not forward.told:
+            forward.told = True
+            self.display.say(f"warning: torch.compile failed, so the run goes on without it: {forward.failure}")
+        if self.compiled is not None and self.compiled != forward.compiled:
+            before, now = ("", "not ") if self.compiled else ("not ", "")
+            self.display.say(f"warning: the steps before were {before}compiled, from here on they are {now}compiled.")
+        self.compiled = forward.compiled
+
     def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
         record = self.trainer.summary(measured)
         bad = int(self.trainer.first_bad_step)
@@ -197,6 +232,10 @@ class Run:
         tokens = self.trainer.take_tokens()
         record["tokens_per_second"] = round(tokens / (now - self.marked_time), 1)
         self.marked_step, self.marked_time = self.trainer.step, now
+        mfu = self.utilisation.of(record["tokens_per_second"])
+        if mfu is not None:
+            record["mfu"] = mfu
+        record["compiled"] = self.compiled
         if self.trainer.processes.device.type == "cuda":
             record["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
         return record

@@ -76,14 +76,19 @@ class RunFolder:
 class Metrics:
     """Appends one JSON object a line; on resume what lies behind the checkpoint is cut off."""
 
-    def __init__(self, path: Path, keep_bytes: int = 0) -> None:
+    def __init__(self, path: Path, keep_bytes: int = 0, events: Any = None) -> None:
         path.touch()
         os.truncate(path, min(keep_bytes, path.stat().st_size))
-        self.file = path.open("a")
+        lines = path.read_text().splitlines()
+        self.last: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+        """The newest record kept."""
+        self.file, self.events = path.open("a"), events
 
     def write(self, record: dict[str, Any]) -> None:
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
+        if self.events is not None:
+            self.events.write(record)
 
     @property
     def bytes(self) -> int:
@@ -94,6 +99,8 @@ class Metrics:
 
     def close(self) -> None:
         self.file.close()
+        if self.events is not None:
+            self.events.close()
 
 
 def command_line() -> str:

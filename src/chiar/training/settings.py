@@ -59,6 +59,10 @@ class TrainSettings:
     keep: int = 2
     """Newest checkpoints to keep, besides the best."""
     log_every: int = 10
+    tensorboard: bool = False
+    """Also write what is measured to RUN/tensorboard."""
+    peak_tflops: float = 0.0
+    """What one device can do, for MFU; 0 looks its name up."""
     sample: str = ""
     """Prompt continued at each evaluation; none when empty."""
     recalibrate_every: int = 0
@@ -72,15 +76,8 @@ class TrainSettings:
         for name in ("length", "batch", "micro_batch", "steps", "evaluate_every", "save_every", "log_every", "keep"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in (
-            "warmup",
-            "weight_decay",
-            "clip",
-            "learning_rate",
-            "final_learning_rate",
-            "recalibrate_every",
-            "evaluate_rows",
-        ):
+        rates = ("weight_decay", "clip", "learning_rate", "final_learning_rate")
+        for name in (*rates, "warmup", "recalibrate_every", "evaluate_rows", "peak_tflops"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} must not be negative, got {getattr(self, name)}.")
         if self.length < 2:

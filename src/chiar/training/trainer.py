@@ -1,7 +1,7 @@
 """The state of a run and one step of it: the same code for one process and for many."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -13,8 +13,10 @@ from chiar.config import ChiarConfig
 from chiar.routing.calibration import calibrate
 from chiar.training import checkpoint
 from chiar.training.batches import Batch, ClassificationRows, LanguageRows, Rows, Schedule, slot_seed
+from chiar.training.compiling import Forward
 from chiar.training.distributed import Processes, replicate, shard
 from chiar.training.optim import learning_rate, make_optimizer, set_learning_rate
+from chiar.training.prefetch import Prefetch
 from chiar.training.settings import TrainSettings
 from chiar.training.tasks import TaskModel
 from chiar.training.weights import materialise, outline, whole
@@ -46,7 +48,7 @@ class Trainer:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.sharded = settings.shards(parameters, processes.count)
         if self.sharded:
-            shard(self.model, processes, settings.compile)
+            shard(self.model, processes)
         materialise(self.model, settings.seed, processes.device, settings.initial)
         if settings.gradient_checkpointing:
             self.model.language.model.gradient_checkpointing_enable()
@@ -59,24 +61,34 @@ class Trainer:
         self.first_bad_step = torch.full((), -1, device=processes.device)
         """The first step whose gradient was not finite; kept on the device so that no step waits for it."""
         self.parallel = self.model if self.sharded else replicate(self.model, processes)
-        compiled = settings.compile and not self.sharded
-        self.forward: Callable[..., Any] = torch.compile(self.parallel) if compiled else self.parallel
+        parts = list(self.model.language.model.layers) if self.sharded else None
+        self.forward = Forward(self.parallel, settings.compile, parts)
+        self.slots = [turn * processes.count + processes.rank for turn in range(self.accumulation)]
+        self.prefetch = Prefetch(self.schedule, self.slots, processes.device)
 
     def train_step(self) -> dict[str, Any]:
-        """One optimiser step: accumulate, clip, update. Returns what was measured, still on the device."""
-        settings, processes = self.settings, self.processes
+        """One optimiser step; where compiling fails in it, the whole step is run again without."""
+        try:
+            return self._train_step()
+        except Exception as error:
+            if not self.forward.fall_back(error):
+                raise
+        self.optimizer.zero_grad(set_to_none=True)
+        return self._train_step()
+
+    def _train_step(self) -> dict[str, Any]:
+        """Accumulate, clip, update. Returns what was measured, still on the device."""
+        settings = self.settings
         rate = learning_rate(settings, self.step)
         set_learning_rate(self.optimizer, rate)
         self.parallel.train()
         losses: dict[int, list[Tensor]] = {}
         gates: dict[int, list[Tensor]] = {}
         use: list[Tensor] = []
-        for turn in range(self.accumulation):
-            slot = turn * processes.count + processes.rank
+        for slot, batches in zip(self.slots, self.prefetch.batches(self.step), strict=True):
             torch.manual_seed(slot_seed(settings.seed, self.step, slot))
-            batches = self.schedule.batches(self.step, slot)
             for number, batch in enumerate(batches):
-                last = turn == self.accumulation - 1 and number == len(batches) - 1
+                last = slot == self.slots[-1] and number == len(batches) - 1
                 result = self._backward(batch, sync=last)
                 losses.setdefault(batch.corpus, []).append(result.loss.detach())
                 if self.config.meta_router:

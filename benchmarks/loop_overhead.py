@@ -1,0 +1,126 @@
+"""What the training loop costs over the bare step. The aim is at most 3%.
+
+    python benchmarks/loop_overhead.py CORPUS --preset baseline-16m --batch 128 --micro-batch 128
+
+The bare step is forward, backward, clipping and the optimiser in a plain loop over one fixed batch that already is on
+the device. The loop is `train()` as it is: batches, seeds, learning rates, measurements, metrics.jsonl. Both run in one
+process on the same (compiled) model in turns of `--turn` steps, so that a change of clock or load meets both.
+Evaluations and checkpoints are not part of either.
+"""
+
+import argparse
+import platform
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from chiar.training import loop
+from chiar.training.batches import Batch
+from chiar.training.cli import configuration
+from chiar.training.settings import TrainSettings
+from chiar.training.trainer import Trainer
+
+WARM_UP = 2
+"""Turns that are not counted: compiling, and the first use of memory."""
+
+
+class Done(Exception):
+    """Enough turns: what follows in a run would be an evaluation and a checkpoint."""
+
+
+def bare_step(trainer: Trainer, batches: list[Batch]) -> None:
+    for batch in batches:
+        with trainer.autocast():
+            result = trainer.forward.call(batch.ids, batch.targets, batch.mask, None)
+        (result.loss / len(batches)).backward()
+    torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.settings.clip)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad(set_to_none=True)
+
+
+class Turns(loop.Run):
+    """A run that hands its model to the bare loop after each record."""
+
+    turns: list[tuple[float, float]]
+    """Seconds a step, bare and in the loop."""
+    wanted: int
+
+    def go(self) -> dict[str, Any] | None:
+        slots = range(self.trainer.schedule.slots)
+        made = [self.trainer.schedule.batches(0, slot)[0] for slot in slots]
+        self.fixed = [batch.to(self.trainer.processes.device) for batch in made]
+        return super().go()
+
+    def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
+        steps = self.trainer.step - self.marked_step
+        record = super().measure(measured)  # waits for the device
+        in_loop = self.settings.batch * self.settings.length / record["tokens_per_second"]
+        began = time.perf_counter()
+        for _ in range(steps):
+            bare_step(self.trainer, self.fixed)
+        if self.trainer.processes.device.type == "cuda":
+            torch.cuda.synchronize()
+        Turns.turns.append(((time.perf_counter() - began) / steps, in_loop))
+        if len(Turns.turns) == Turns.wanted:
+            raise Done
+        self.marked_step, self.marked_time = self.trainer.step, time.perf_counter()
+        return record
+
+
+def hardware() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def show(arguments: argparse.Namespace, compiled: bool, turns: list[tuple[float, float]]) -> None:
+    how = f"{arguments.batch} × {arguments.length} tokens a step in micro-batches of {arguments.micro_batch}"
+    title = f"{arguments.preset}, {how}, {'compiled' if compiled else 'plain'}\n{hardware()}, torch {torch.__version__}"
+    table = Table("step", "median, ms", "least", "most", "tokens/s", box=None)
+    for number, name in enumerate(("bare", "in train()")):
+        times = [turn[number] for turn in turns]
+        cells = (f"{1e3 * value:,.3f}" for value in (median(times), min(times), max(times)))
+        table.add_row(name, *cells, f"{arguments.batch * arguments.length / median(times):,.0f}")
+    console = Console(width=140, highlight=False)
+    console.print(title)
+    console.print(table)
+    over = median(ours / bare for bare, ours in turns) - 1
+    console.print(f"train() takes {over:+.2%} over the bare step (median of {len(turns)} turns; the aim is at most 3%)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help="a prepared language corpus")
+    parser.add_argument("--preset", default="v3-tiny")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--micro-batch", type=int, default=32)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=200, help="steps of each kind that count")
+    parser.add_argument("--turn", type=int, default=10, help="steps of one kind at a time")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    arguments = parser.parse_args()
+    Turns.turns, Turns.wanted = [], WARM_UP + 1 + arguments.steps // arguments.turn  # step 1 is a turn of its own
+    settings = TrainSettings(
+        data=[arguments.data], length=arguments.length, batch=arguments.batch, micro_batch=arguments.micro_batch,
+        steps=Turns.wanted * arguments.turn + 1, log_every=arguments.turn, compile=arguments.compile,
+        evaluate_every=1 << 30, save_every=1 << 30,
+    )  # fmt: skip
+    config = configuration(arguments.preset, {}, Path(arguments.data))
+    loop.Run = Turns
+    print(f"{Turns.wanted} turns of {arguments.turn} steps of each kind …", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            loop.train(config, settings, Path(folder) / "run", device=arguments.device, quiet=True)
+        except Done:
+            show(arguments, settings.compile, Turns.turns[WARM_UP + 1 :])
+
+
+if __name__ == "__main__":
+    main()

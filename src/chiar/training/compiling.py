@@ -1,0 +1,54 @@
+"""The model under torch.compile, or plainly where compiling fails."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from chiar.errors import first_line
+
+
+class Forward:
+    """Calls the model. Compiling happens inside the first calls and first backward passes, so that is where it fails.
+
+    `fall_back` is asked about an error of a step; after it said yes the step must be run again from its beginning.
+    A sharded model is compiled in `parts`, its layers, so that gathering weights stays outside.
+    """
+
+    def __init__(self, model: nn.Module, compile: bool, parts: list[nn.Module] | None = None) -> None:
+        self.model, self.parts = model, parts or []
+        self.call: Any = model
+        self.compiled = False
+        self.failure: str | None = None
+        """Why the model is not compiled although that was asked for."""
+        self.told = False
+        if compile:
+            try:
+                for part in self.parts:
+                    part.compile()
+                self.call = model if self.parts else torch.compile(model)
+                self.compiled = True
+            except RuntimeError as error:  # this Python or this system has no compiler at all
+                self.failure = first_line(error)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.call(*arguments)
+
+    def fall_back(self, error: Exception) -> bool:
+        """Whether `error` came from compiling; if so the model is called plainly from now on."""
+        if not self.compiled or not is_compile_error(error):
+            return False
+        for part in self.parts:
+            part._compiled_call_impl = None
+        self.call, self.compiled = self.model, False
+        self.failure = first_line(getattr(error, "inner_exception", None) or error)
+        return True
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """Of tracing or of a code generator. Out of memory stays what it is, also where a compiler wrapped it."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    if isinstance(getattr(error, "inner_exception", error), torch.OutOfMemoryError):
+        return False
+    return isinstance(error, TorchDynamoException) or type(error).__module__ == "torch._inductor.exc"
