@@ -11,6 +11,7 @@ import typer
 from chiar.data.cli import data_app
 from chiar.errors import InputError
 from chiar.evaluation.cli import compare, evaluate
+from chiar.generation.cli import generate
 from chiar.training.cli import train
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app.add_typer(data_app, name="data")
 app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("compare")(compare)
+app.command("generate")(generate)
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
 Keys = Annotated[
@@ -132,6 +134,8 @@ def calibrate(
     token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Token ids instead: .npy, or raw little-endian uint16.")
     ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="CORPUS", help="A prepared corpus instead.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the corpus.")] = "valid",
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")] = None,
     rule: Annotated[
         str, typer.Option(metavar="embeddings|layers", help="One τ, as the paper, or one a layer.")
@@ -146,13 +150,17 @@ def calibrate(
         Path | None, typer.Option(help="Model folder that gets the thresholds; MODEL itself by default.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="New folder for the model with its thresholds.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the calibration to a new file, for train --thresholds.")
+    ] = None,
 ) -> None:
     """Measure the entropies a model produces and set the routing thresholds from them."""
     from chiar.analysis.calibration_report import run_calibration
 
     for table in run_calibration(
-        model, text_file, token_file, tokenizer, rule, fraction, rows, length, batch_size, apply_to, out
-    ):
+        model, text_file, token_file, data, split, tokenizer, rule, fraction, rows, length, batch_size, apply_to, out,
+        json,
+    ):  # fmt: skip
         show(table)
 
 

@@ -89,6 +89,9 @@ def compare(arguments: list[Path], baseline: str | None = None, anyway: bool = F
     table = report_table(entries, first, reference, differing)
     remarks = dict.fromkeys(remark for entry in reports if entry.report for remark in entry.report.remarks)
     notes = [f"note: {remark}" for remark in remarks]
+    least = getattr(reference.scores, "unigram_entropy", None)
+    if least is not None:
+        notes.insert(0, f"note: without any context no model gets below {least:.4f} nats (unigram entropy).")
     if strange is not None:
         notes.insert(0, "note: rows marked ≠ were evaluated otherwise: their gaps and ratios mean little.")
     return [table, *notes]

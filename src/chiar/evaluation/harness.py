@@ -13,7 +13,7 @@ from chiar.errors import InputError, first_line, unknown_name
 from chiar.evaluation.classification import choose_documents, measure_classification
 from chiar.evaluation.perplexity import count_windows, measure_perplexity
 from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, RoutingUse
-from chiar.load import load_config, load_model
+from chiar.load import load_config, load_model, resolve_model
 from chiar.routing.flops import baseline_of, count_flops
 
 PRECISIONS = ("fp32", "bf16")
@@ -106,16 +106,6 @@ def choose_device(name: str) -> torch.device:
 
 def describe_device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def resolve_model(name: str) -> tuple[str, str | None]:
-    """The folder to load, and the training run it belongs to if one was named."""
-    best = Path(name) / "best"
-    if (best / "config.json").is_file():
-        return str(best), name
-    if (Path(name) / "metrics.jsonl").is_file() and not (Path(name) / "config.json").is_file():
-        raise InputError(f"{name} is a training run without a best model yet: let it reach its first evaluation.")
-    return name, None
 
 
 def check_tokenizer(folder: str, config: Any, corpus: Corpus) -> list[str]:

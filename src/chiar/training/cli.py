@@ -20,6 +20,9 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Any training setting or configuration field."),
     ] = None,
+    thresholds: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Route by the thresholds of chiar calibrate --json.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
     batch: Annotated[int | None, typer.Option(help="Rows a step.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Rows of one forward pass.")] = None,
@@ -48,6 +51,12 @@ def train(
     settings = TrainSettings.from_dict({**chosen, "data": list(data)})
     check_types(settings)
     config = configuration(model, changes, Path(data[0]))
+    if thresholds is not None:
+        from chiar.routing.calibration_file import read_thresholds
+
+        if "thresholds" in changes:
+            raise InputError("--thresholds and --set thresholds say the same thing twice: give one of them.")
+        config = configuration(model, {**changes, "thresholds": read_thresholds(thresholds, config)}, Path(data[0]))
     try:
         run_training(config, settings, out, resume=resume, device=device)
     except TrainingStopped as stopped:
