@@ -2,7 +2,7 @@
 
 import unicodedata
 
-# Controls, formatting (which can reverse text), surrogates, private and unassigned code points, line and paragraph ends.
+# Controls, formatting (which can reverse text), surrogates, private and unassigned code points, line separators.
 HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
