@@ -59,7 +59,7 @@ def test_heights_are_right():
     ]
     assert x0 < x1
     assert y0 - y1 == 150
-    assert ticks(0, 1, 4) == [0, 0.5, 1]
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1]
     assert ticks(0, 600, 6) == [0, 100, 200, 300, 400, 500, 600]
     assert ticks(4.3, 4.31, 4) == pytest.approx([4.3, 4.305, 4.31])
 

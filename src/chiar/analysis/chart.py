@@ -95,7 +95,7 @@ def draw_panel(panel: Panel, top: float, first: float, last: float, named: bool)
         return bottom - (y - low) / (high - low) * PANEL
 
     parts = [label(LEFT, top - 8, panel.title, anchor="start", size=13, weight="600")]
-    for tick in ticks(low, high, 4):
+    for tick in ticks(low, high):
         parts.append(f'<path d="M{LEFT} {up(tick):.1f} H{right}" stroke="#dddddd"/>')
         parts.append(label(LEFT - 8, up(tick) + 4, f"{tick:g}", size=11, anchor="end"))
     for tick in ticks(first, last, 6):
