@@ -25,7 +25,11 @@ mkdir -p "$out"
 touch "$out/made-by-demo"
 
 run() {
-  printf '\n$ %s\n' "$*"
+  printf '\n$'
+  for word in "$@"; do
+    case $word in *" "*) printf " '%s'" "$word" ;; *) printf ' %s' "$word" ;; esac
+  done
+  printf '\n'
   "$@"
 }
 
