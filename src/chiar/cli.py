@@ -151,7 +151,8 @@ def calibrate(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="New folder for the model with its thresholds.")] = None,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the calibration to a new file, for train --thresholds.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the calibration to a new file, for train --thresholds; - to print."),
     ] = None,
 ) -> None:
     """Measure the entropies a model produces and set the routing thresholds from them."""
@@ -161,7 +162,7 @@ def calibrate(
         model, text_file, token_file, data, split, tokenizer, rule, fraction, rows, length, batch_size, apply_to, out,
         json,
     ):  # fmt: skip
-        show(table)
+        typer.echo(table) if isinstance(table, str) else show(table)
 
 
 @app.command("import-checkpoint")

@@ -71,6 +71,18 @@ def test_hostile_names_are_text(tmp_path):
     assert "<script>&\"'\\x1b: train" in words(root)
 
 
+def test_a_run_that_goes_on(tmp_path):
+    folder = make_run(tmp_path / "run")
+    whole = draw_curves([folder])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    assert draw_curves([folder]) == whole
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 6}\n')
+    with pytest.raises(InputError, match="line 5 is damaged"):
+        draw_curves([folder])
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_short_runs(tmp_path, steps):
     ElementTree.fromstring(draw_curves([make_run(tmp_path / "run", steps=steps)]))

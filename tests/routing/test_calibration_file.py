@@ -47,6 +47,8 @@ def test_a_run_is_trained_with_the_baselines_threshold(place):
     assert load_config(str(place / "v3" / "best")).thresholds == [tau, tau]
     arguments = ["--data", place / "corpus", "--rule", "embeddings", "--json", place / "tau.json"]
     assert "exists already" in run("calibrate", place / "baseline", *arguments)[1]
+    _, printed = run("calibrate", place / "baseline", *arguments[:-1], "-", "--length", 16)
+    assert json.loads(printed) == stored
 
 
 def test_the_corpus_is_read_as_its_text_would_be(place, tmp_path):

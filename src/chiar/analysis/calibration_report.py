@@ -41,7 +41,8 @@ def run_calibration(
         raise InputError("give the stream to calibrate on as exactly one of --text-file, --token-file and --data.")
     if apply_to is not None and out is None:
         raise InputError("--apply-to needs --out: the calibrated model goes to a new folder.")
-    for new in (out, json):
+    printed = str(json) == "-"
+    for new in (out, None if printed else json):
         if new is not None:
             check_new(new)
     model, folder = load_model(resolve_model(name)[0])
@@ -67,6 +68,8 @@ def run_calibration(
     found = with_progress(model, stream, rule, fraction, target)
     if out is not None:
         write(target, target_folder, tokenizer, found, out)
+    if printed:
+        return [to_json(found, model.config)]
     if json is not None:
         write_new(json, to_json(found, model.config))
     notes = [] if found.converged else ["warning: the splits were still moving in the last pass: read more rows."]

@@ -6,7 +6,7 @@ from typing import Any
 
 from chiar.analysis.chart import COLOURS, Line, Panel, draw_chart
 from chiar.errors import InputError
-from chiar.evaluation.compare import short_names
+from chiar.evaluation.compare import read_records, short_names
 from chiar.training.run_folder import RunFolder
 
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
@@ -17,7 +17,8 @@ class Curves:
 
     def __init__(self, path: Path, name: str, number: int) -> None:
         folder = RunFolder(path)
-        stored, self.records = folder.read(), [r for r in folder.read_metrics() if "step" in r]
+        stored = folder.read()
+        self.records = read_records(folder.metrics_path) if folder.metrics_path.is_file() else []
         if not self.records:
             raise InputError(f"{path} has no measurements yet: let it train a few steps.")
         self.name, self.number, self.colour = name, number, COLOURS[number % len(COLOURS)]
