@@ -5,7 +5,7 @@
 set -eu
 
 out=${DEMO_OUT:-runs/demo}
-steps=${DEMO_STEPS:-700}
+steps=${DEMO_STEPS:-400}
 length=128
 # Wider than the tiny presets; pre-norm learns faster at this size; a causal gate may also generate.
 shape="--set hidden_size=128 --set num_attention_heads=4 --set norm_position=pre --set dropout=0.0"
