@@ -2,14 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-SENTENCE := The overwhelming consensus of many scientists is that carbon matters.
 
 .PHONY: demo test lint setup test-oldest figures clean
 
+# Trains, evaluates and draws two small models into runs/demo: see examples/demo.sh.
 demo: $(STAMP)
-	$(BIN)/chiar presets
-	$(BIN)/chiar trace v3-tiny --text "$(SENTENCE)"
-	$(BIN)/chiar flops v3-400m --length 256,2048,8192 --fraction 0.5 --keys routed
+	PATH="$(abspath $(BIN)):$$PATH" sh examples/demo.sh
 
 test: lint
 	$(BIN)/pytest -n 2

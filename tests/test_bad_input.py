@@ -70,7 +70,7 @@ CASES = {
     "a batch of none": ([*TRAIN, "--data", "corpus", "--out", "new", "--batch", "0"], "batch must be at least 1"),
     "a negative micro-batch": ([*TRAIN, "--data", "corpus", "--out", "new", "--micro-batch", "-2"], "at least 1"),
     "rows longer than the corpus": ([*TRAIN, "--data", "corpus", "--out", "new", "--length", "99999"], "too few"),
-    "no validation rows": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "evaluate_rows=0"], "at least 1"),
+    "validation rows": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "evaluate_rows=-1"], "not be negative"),
     "no such data": ([*TRAIN, "--data", "none", "--out", "new"], "there is no folder none"),
     "data that is no corpus": ([*TRAIN, "--data", "nothing", "--out", "new"], "not a prepared corpus"),
     "data that is a file": ([*TRAIN, "--data", "notes.txt", "--out", "new"], "not a prepared corpus"),

@@ -203,7 +203,7 @@ def test_diagram_never_replaces_a_file_unasked(tmp_path):
     assert mine.read_text() == "keep"
     assert run("diagram", "v3-tiny", mine, "--overwrite")[0] == 0
     assert mine.read_text().startswith("<svg")
-    assert "diagrams are SVG" in refused("diagram", "v3-tiny", tmp_path / "x.png")
+    assert "pictures are SVG" in refused("diagram", "v3-tiny", tmp_path / "x.png")
 
 
 @pytest.fixture

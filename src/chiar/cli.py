@@ -11,6 +11,7 @@ import typer
 from chiar.data.cli import data_app
 from chiar.errors import InputError
 from chiar.evaluation.cli import compare, evaluate
+from chiar.generation.cli import generate
 from chiar.reproduce.cli import reproduce
 from chiar.training.cli import train
 from chiar.training.finetune_cli import finetune
@@ -28,6 +29,7 @@ app.command("finetune")(finetune)
 app.command("eval")(evaluate)
 app.command("compare")(compare)
 app.command("reproduce")(reproduce)
+app.command("generate")(generate)
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
 Keys = Annotated[
@@ -136,6 +138,8 @@ def calibrate(
     token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Token ids instead: .npy, or raw little-endian uint16.")
     ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="CORPUS", help="A prepared corpus instead.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the corpus.")] = "valid",
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")] = None,
     rule: Annotated[
         str, typer.Option(metavar="embeddings|layers", help="One τ, as the paper, or one a layer.")
@@ -150,14 +154,19 @@ def calibrate(
         Path | None, typer.Option(help="Model folder that gets the thresholds; MODEL itself by default.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="New folder for the model with its thresholds.")] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the calibration to a new file, for train --thresholds; - to print."),
+    ] = None,
 ) -> None:
     """Measure the entropies a model produces and set the routing thresholds from them."""
     from chiar.analysis.calibration_report import run_calibration
 
     for table in run_calibration(
-        model, text_file, token_file, tokenizer, rule, fraction, rows, length, batch_size, apply_to, out
-    ):
-        show(table)
+        model, text_file, token_file, data, split, tokenizer, rule, fraction, rows, length, batch_size, apply_to, out,
+        json,
+    ):  # fmt: skip
+        typer.echo(table) if isinstance(table, str) else show(table)
 
 
 @app.command("import-checkpoint")
@@ -192,15 +201,23 @@ def trace(
     text: Annotated[str, typer.Option(help="Text to route.")],
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")] = None,
     json: Json = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the routes to a new .svg file.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")] = 0,
 ) -> None:
     """Route a text and show which operator each token took in each layer."""
+    from chiar.analysis.trace_picture import draw_routing
     from chiar.analysis.trace_view import route_text, views
-    from chiar.folders import check_new
+    from chiar.folders import check_new, write_new
 
     if json is not None and str(json) != "-":
         check_new(json)
+    if picture is not None:
+        check_svg(picture)
+        check_new(picture)
     routed = route_text(model, text, tokenizer, seed)
+    if picture is not None:
+        write_new(picture, draw_routing(routed))
+        typer.echo(f"wrote {picture}", err=json is not None)
     if json is not None:
         write_json(json, routed.trace.to_json())
     if json is None or str(json) != "-":
@@ -219,10 +236,32 @@ def diagram(
     from chiar.folders import write_new
     from chiar.load import load_config
 
-    if out.suffix != ".svg":
-        raise InputError(f"diagrams are SVG: name the file {out.with_suffix('.svg').name}.")
+    check_svg(out)
     write_new(out, draw(load_config(model), title=Path(model).name), overwrite)
     typer.echo(f"wrote {out}")
+
+
+@app.command()
+def curves(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Training runs.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="New .svg file.")],
+    data: Annotated[
+        Path | None, typer.Option(metavar="CORPUS", help="Mark the unigram entropy of this corpus's validation split.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Draw losses, learning rate, f by layer and g of training runs over their steps, as SVG."""
+    from chiar.analysis.curves import draw_curves
+    from chiar.folders import write_new
+
+    check_svg(out)
+    write_new(out, draw_curves(runs, data), overwrite)
+    typer.echo(f"wrote {out}")
+
+
+def check_svg(out: Path) -> None:
+    if out.suffix != ".svg":
+        raise InputError(f"pictures are SVG: name the file {out.with_suffix('.svg').name}.")
 
 
 def main() -> None:

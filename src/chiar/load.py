@@ -9,6 +9,16 @@ from chiar.config import ChiarConfig
 from chiar.errors import InputError, first_line, unknown_name
 
 
+def resolve_model(name: str) -> tuple[str, str | None]:
+    """The folder to load, and the training run it belongs to if one was named."""
+    best = Path(name) / "best"
+    if (best / "config.json").is_file():
+        return str(best), name
+    if (Path(name) / "metrics.jsonl").is_file() and not (Path(name) / "config.json").is_file():
+        raise InputError(f"{name} is a training run without a best model yet: let it reach its first evaluation.")
+    return name, None
+
+
 def load_config(name: str) -> ChiarConfig:
     """A preset's configuration or a folder's."""
     path = Path(name) / "config.json"
@@ -27,16 +37,6 @@ def load_config(name: str) -> ChiarConfig:
     if name not in presets.NAMES:
         raise unknown_name("preset or folder", name, presets.NAMES)
     return presets.get(name)
-
-
-def resolve_model(name: str) -> tuple[str, str | None]:
-    """The folder to load, and the training run it belongs to if one was named."""
-    best = Path(name) / "best"
-    if (best / "config.json").is_file():
-        return str(best), name
-    if (Path(name) / "metrics.jsonl").is_file() and not (Path(name) / "config.json").is_file():
-        raise InputError(f"{name} is a training run without a best model yet: let it reach its first evaluation.")
-    return name, None
 
 
 def architecture(folder: str) -> str | None:

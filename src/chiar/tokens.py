@@ -1,5 +1,7 @@
 """Token ids from a user's text or token file, in rows of one length."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +15,60 @@ from chiar.folders import check_file
 BYTE_VOCABULARIES = (256, 257)
 
 
-def encode(text: str, config: Any, folder: Path | None, tokenizer: Path | None = None) -> tuple[list[int], list[str]]:
-    """Ids and the piece of text each stands for: the model's own tokenizer, or bytes where the vocabulary is bytes."""
-    source = tokenizer or folder
-    if source is not None and any((source / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        from transformers import AutoTokenizer
+class TextCodec:
+    """A model's own tokenizer, or bytes where the vocabulary is bytes."""
 
-        try:
-            loaded = AutoTokenizer.from_pretrained(source)
-            ids = loaded(text, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
-            raise InputError(f"the tokenizer in {source} cannot be used: {first_line(error)}") from error
-        return ids, [loaded.decode([i]) for i in ids]
-    if tokenizer is not None:
-        raise InputError(f"{tokenizer} is not a tokenizer folder: it has no tokenizer.json or vocab.json.")
-    if config.vocab_size in BYTE_VOCABULARIES:
-        data = text.encode()
-        return list(data), [chr(byte) if 32 <= byte < 127 else "·" for byte in data]
-    raise InputError(
-        f"the model has a vocabulary of {config.vocab_size} and no tokenizer beside it: pass --tokenizer FOLDER."
-    )
+    def __init__(self, tokenizer: Any, source: Path | None) -> None:
+        self.tokenizer, self.source = tokenizer, source
+
+    @classmethod
+    def open(cls, config: Any, folder: Path | None, tokenizer: Path | None = None) -> "TextCodec":
+        source = tokenizer or folder
+        if source is not None and any((source / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+            from transformers import AutoTokenizer
+
+            with blamed_on(source):
+                return cls(AutoTokenizer.from_pretrained(source), source)
+        if tokenizer is not None:
+            raise InputError(f"{tokenizer} is not a tokenizer folder: it has no tokenizer.json or vocab.json.")
+        if config.vocab_size in BYTE_VOCABULARIES:
+            return cls(None, None)
+        raise InputError(
+            f"the model has a vocabulary of {config.vocab_size} and no tokenizer beside it: pass --tokenizer FOLDER."
+        )
+
+    def encode(self, text: str) -> list[int]:
+        if self.source is None:
+            return list(text.encode())
+        with blamed_on(self.source):
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of these ids; the end of text stands for none."""
+        if self.source is None:
+            return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def pieces(self, ids: list[int]) -> list[str]:
+        """What to show of each id."""
+        if self.source is None:
+            return [chr(i) if 32 <= i < 127 else "·" for i in ids]
+        return [self.tokenizer.decode([i]) for i in ids]
+
+
+@contextmanager
+def blamed_on(source: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
+        raise InputError(f"the tokenizer in {source} cannot be used: {first_line(error)}") from error
+
+
+def encode(text: str, config: Any, folder: Path | None, tokenizer: Path | None = None) -> tuple[list[int], list[str]]:
+    """Ids and the piece of text each stands for."""
+    codec = TextCodec.open(config, folder, tokenizer)
+    ids = codec.encode(text)
+    return ids, codec.pieces(ids)
 
 
 def read_token_file(path: Path) -> np.ndarray:

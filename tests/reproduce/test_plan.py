@@ -107,7 +107,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(corpus, tmp_path, argument
 def test_data_that_does_not_fit(corpus, listops, tmp_path):
     with pytest.raises(InputError, match="give --data once, not 2 times"):
         make_plan("scaling-400m", [corpus, listops], size="tiny")
-    with pytest.raises(InputError, match="first corpus must be a language corpus"):
+    with pytest.raises(InputError, match="is a language corpus: name it first"):
         make_plan("mixed", [listops, corpus], size="tiny")
     with pytest.raises(InputError, match="not a prepared corpus"):
         make_plan("ablation-16m", [str(tmp_path)], size="tiny")

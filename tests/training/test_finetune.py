@@ -73,7 +73,7 @@ def classifier(tmp_path_factory, sentiment):
 
 def best_record(out):
     """The evaluation the export is of."""
-    step = int((out / "best").resolve().name.removeprefix("step-"))
+    step = int((out / "best").resolve().name.removeprefix("best-step-"))
     return next(record for record in metrics(out) if record["step"] == step)
 
 

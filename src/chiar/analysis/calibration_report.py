@@ -1,6 +1,5 @@
 """Calibration from the command line: read a stream, report the entropies, write a calibrated model."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -11,10 +10,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from chiar.config import ChiarConfig
+from chiar.data.shards import Corpus
 from chiar.errors import InputError
-from chiar.folders import check_new, new_folder
-from chiar.load import load_model
+from chiar.folders import check_new, new_folder, write_new
+from chiar.load import load_model, resolve_model
 from chiar.routing.calibration import PERCENTILES, Calibration, LayerReport, calibrate
+from chiar.routing.calibration_file import check_comparable, to_json
 from chiar.tokens import batches, encode, read_text_file, read_token_file
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
@@ -24,6 +25,8 @@ def run_calibration(
     name: str,
     text_file: Path | None,
     token_file: Path | None,
+    data: Path | None,
+    split: str,
     tokenizer: Path | None,
     rule: str,
     fraction: float | None,
@@ -32,15 +35,20 @@ def run_calibration(
     batch_size: int,
     apply_to: Path | None,
     out: Path | None,
+    json: Path | None = None,
 ) -> list[Table | str]:
-    if (text_file is None) == (token_file is None):
-        raise InputError("give the stream to calibrate on as exactly one of --text-file and --token-file.")
+    if [text_file, token_file, data].count(None) != 2:
+        raise InputError("give the stream to calibrate on as exactly one of --text-file, --token-file and --data.")
     if apply_to is not None and out is None:
         raise InputError("--apply-to needs --out: the calibrated model goes to a new folder.")
-    if out is not None:
-        check_new(out)
-    model, folder = load_model(name)
-    if token_file is not None:
+    printed = str(json) == "-"
+    for new in (out, None if printed else json):
+        if new is not None:
+            check_new(new)
+    model, folder = load_model(resolve_model(name)[0])
+    if data is not None:
+        ids = read_corpus(data, split, str(folder or name), model.config, rows * length)
+    elif token_file is not None:
         ids = read_token_file(token_file)
     else:
         assert text_file is not None
@@ -49,30 +57,34 @@ def run_calibration(
     if apply_to is None:
         target, target_folder = model, folder
     else:
-        target, target_folder = load_model(str(apply_to))
+        target, target_folder = load_model(resolve_model(str(apply_to))[0])
         if rule != "embeddings":
             raise InputError(
                 "--apply-to goes with --rule embeddings: per-layer thresholds belong to the model measured."
             )
-        check_comparable(model.config, target.config)
+        check_comparable(model.config.to_dict(), target.config)
     if out is not None and not target.config.routed_layers:
         raise InputError("the model to write has no routed layers: name one that has with --apply-to.")
     found = with_progress(model, stream, rule, fraction, target)
     if out is not None:
         write(target, target_folder, tokenizer, found, out)
+    if printed:
+        return [to_json(found, model.config)]
+    if json is not None:
+        write_new(json, to_json(found, model.config))
     notes = [] if found.converged else ["warning: the splits were still moving in the last pass: read more rows."]
-    notes += [f"wrote {out}"] if out is not None else []
+    notes += [f"wrote {new}" for new in (out, json) if new is not None]
     return [*tables(found, name), *notes]
 
 
-def check_comparable(measured: ChiarConfig, target: ChiarConfig) -> None:
-    """One model's thresholds mean something in another only if H is the same function of the same kind of vector."""
-    for field in ("hidden_size", "vocab_size", "basis", "basis_seed", "entropy_eps", "entropy_dc_weight"):
-        ours, theirs = getattr(measured, field), getattr(target, field)
-        if ours != theirs:
-            raise InputError(f"the two models differ in {field} ({ours!r}, {theirs!r}), so thresholds do not carry.")
-    if target.router != "entropy":
-        raise InputError(f"the model to write has router={target.router!r}, which has no thresholds.")
+def read_corpus(data: Path, split: str, folder: str, config: ChiarConfig, tokens: int) -> np.ndarray:
+    """The first tokens of a prepared split, which must be those the model was trained for."""
+    from chiar.evaluation.harness import check_tokenizer
+
+    corpus = Corpus.open(data)
+    check_tokenizer(folder, config, corpus)
+    opened = corpus.split(split)
+    return opened.read(0, min(tokens, opened.tokens))
 
 
 def with_progress(model: Any, stream: list, rule: str, fraction: float | None, target: Any) -> Calibration:
@@ -85,7 +97,7 @@ def write(target: Any, folder: Path | None, tokenizer: Path | None, found: Calib
     target.model.set_thresholds(found.thresholds(len(target.config.routed_layers)))
     with new_folder(out) as aside:
         target.save_pretrained(aside)
-        (aside / "calibration.json").write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
+        (aside / "calibration.json").write_text(to_json(found, target.config), encoding="utf-8")
         for name in TOKENIZER_FILES:
             for source in (tokenizer, folder):
                 if source is not None and (source / name).is_file() and not (aside / name).exists():

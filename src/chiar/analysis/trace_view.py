@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chiar.errors import InputError
-from chiar.load import load_model
+from chiar.load import load_model, resolve_model
 from chiar.routing.trace import LayerTrace, RoutingTrace
 from chiar.tokens import encode
 
@@ -28,7 +28,7 @@ class RoutedText:
 
 
 def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> RoutedText:
-    model, folder = load_model(name, seed)
+    model, folder = load_model(resolve_model(name)[0], seed)
     ids, pieces = encode(text, model.config, folder, tokenizer)
     if not ids:
         raise InputError("the text is empty: there is nothing to route.")

@@ -48,7 +48,8 @@ def read_entry(argument: Path, name: str) -> Entry:
     return Entry(name, report_or_none, read_training(metrics) if metrics.is_file() else None)
 
 
-def read_training(path: Path) -> Training:
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file; a run that goes on may be in the middle of its last line."""
     lines = path.read_text(encoding="utf-8").splitlines()
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
@@ -58,8 +59,13 @@ def read_training(path: Path) -> Training:
                 raise ValueError(f"expected an object, got {line[:40]!r}")
             records.append(record)
         except ValueError as error:
-            if number < len(lines):  # a run that goes on may be in the middle of its last line
+            if number < len(lines):
                 raise InputError(f"{path}, line {number} is damaged: {first_line(error)}") from error
+    return records
+
+
+def read_training(path: Path) -> Training:
+    records = read_records(path)
     validations = [record["validation"] for record in records if record.get("validation")]
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
     return Training(
@@ -101,6 +107,9 @@ def compare(arguments: list[Path], baseline: str | None = None, anyway: bool = F
     marks = refuse_or_mark(differing, first, anyway)
     table = report_table(entries, first, reference, differing)
     remarks = dict.fromkeys(remark for entry in reports if entry.report for remark in entry.report.remarks)
+    least = getattr(reference.scores, "unigram_entropy", None)
+    if least is not None:
+        marks.append(f"note: without any context no model gets below {least:.4f} nats (unigram entropy).")
     return [table, *marks, *(f"note: {remark}" for remark in remarks)]
 
 

@@ -15,6 +15,7 @@ from chiar.data.shards import Corpus, Split
 from chiar.errors import InputError
 from chiar.evaluation.report import LanguageScores, RoutingUse
 from chiar.evaluation.routing_use import RoutingTally
+from chiar.evaluation.unigram import unigram_entropy
 
 # Logits of a whole batch over GPT-2's vocabulary would take gigabytes.
 LOGIT_ROWS = 1024
@@ -103,7 +104,8 @@ def measure_perplexity(
     if not math.isfinite(float(total)):
         raise InputError("the loss is not finite: the model's weights are damaged or its training diverged.")
     words, lines, size = count_text(corpus, split, tokens)
-    return LanguageScores(tokens, float(total) / tokens, words, lines, size), tally.use()
+    without_context = unigram_entropy(split, corpus.vocab_size, tokens)
+    return LanguageScores(tokens, float(total) / tokens, words, lines, size, without_context), tally.use()
 
 
 def token_losses(lm_head: torch.nn.Module, states_ND: Tensor, targets_N: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +28,8 @@ class LanguageScores:
     words: int
     lines: int
     bytes: int
+    unigram_entropy: float | None = None
+    """Nats per token: entropy of the frequencies of these very targets, the least loss without any context."""
 
     @property
     def perplexity(self) -> float:
@@ -169,7 +171,9 @@ class EvaluationReport:
         try:
             record = {known.name: data[known.name] for known in fields(cls)}
             scores = LanguageScores if data["kind"] == LanguageScores.kind else ClassScores
-            record["scores"] = scores(**{known.name: data["scores"][known.name] for known in fields(scores)})
+            stored = data["scores"]
+            needed = [known.name for known in fields(scores) if known.default is MISSING or known.name in stored]
+            record["scores"] = scores(**{name: stored[name] for name in needed})
             layers = [LayerUse(**layer) for layer in data["routing"]["layers"]]
             record["routing"] = RoutingUse(**{**data["routing"], "layers": layers})
             return cls(**record)
@@ -221,6 +225,7 @@ def score_rows(scores: LanguageScores | ClassScores) -> list[tuple[str, str]]:
         return [
             ("tokens predicted", f"{scores.tokens:,}"),
             ("loss, nats per token", f"{scores.nll:.4f}"),
+            ("unigram entropy of the same tokens, nats", shown(scores.unigram_entropy, ".4f")),
             ("token perplexity", perplexity(scores.perplexity)),
             ("word perplexity (words + lines)", perplexity(scores.word_perplexity)),
             ("bits per byte", shown(scores.bits_per_byte, ".4f")),

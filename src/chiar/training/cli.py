@@ -33,6 +33,9 @@ def train(
     out: Out,
     resume: Resume = False,
     setting: Set = None,
+    thresholds: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Route by the thresholds of chiar calibrate --json.")
+    ] = None,
     steps: Steps = None,
     batch: Rows = None,
     micro_batch: MicroRows = None,
@@ -52,6 +55,12 @@ def train(
     settings = TrainSettings.from_dict({**chosen, "data": list(data)})
     check_types(settings)
     config = configuration(model, changes, Path(data[0]))
+    if thresholds is not None:
+        from chiar.routing.calibration_file import read_thresholds
+
+        if "thresholds" in changes:
+            raise InputError("--thresholds and --set thresholds say the same thing twice: give one of them.")
+        config = configuration(model, {**changes, "thresholds": read_thresholds(thresholds, config)}, Path(data[0]))
     run(config, settings, out, resume, device)
 
 

@@ -1,0 +1,1 @@
+"""Text from a trained model, as it is produced."""

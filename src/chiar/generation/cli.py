@@ -1,0 +1,41 @@
+"""`chiar generate`. Heavy imports happen inside the verb."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def generate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a training run (its best model).")],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Sample at this temperature instead of taking the likeliest token.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that make up this share.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
+    routes: Annotated[bool, typer.Option("--routes", help="Show how light or dark each token was routed.")] = False,
+    gate: Annotated[
+        str,
+        typer.Option(metavar="prefill|refuse", help="A gate that sees the future: freeze it at the prompt, or stop."),
+    ] = "prefill",
+    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")] = None,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")] = "auto",
+) -> None:
+    """Continue a text, shown as it is produced. Greedy unless a sampling option is given."""
+    from chiar.generation.stream import Sampling, stream_text
+
+    stream_text(
+        model,
+        prompt,
+        Sampling(max_new_tokens, temperature, top_k, top_p, seed),
+        routes=routes,
+        gate=gate,
+        tokenizer=tokenizer,
+        device=device,
+        note=lambda text: typer.echo(f"note: {text}", err=True),
+    )

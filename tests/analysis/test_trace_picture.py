@@ -1,0 +1,77 @@
+"""Routing pictures: a cell for every layer and token, coloured by route and distance from the threshold."""
+
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from chiar.analysis.trace_picture import RAMPS, distance, draw_routing, mix
+from chiar.analysis.trace_view import RoutedText
+from commands import run
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def routed(lively, option, pieces, heading="model"):
+    ids = torch.arange(len(pieces))[None]
+    with torch.no_grad():
+        return RoutedText(heading, pieces, lively(option)(ids, output_routing=True).routing)
+
+
+def cells(root):
+    return [element for element in root.iter(f"{SVG}rect") if element.get("class") == "cell"]
+
+
+def luminance(colour):
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_a_cell_for_every_layer_and_token(lively, router_option):
+    text = routed(lively, router_option, ["token"] * 40)
+    found = cells(ElementTree.fromstring(draw_routing(text)))
+    assert len(found) == 4 * 40
+    assert all(float(cell.get("x")) + float(cell.get("width")) <= 960 for cell in found)
+
+
+def test_colours_are_the_routes(lively):
+    text = routed(lively, {}, [f"t{n}" for n in range(10)])
+    found = cells(ElementTree.fromstring(draw_routing(text)))
+    layers = text.trace.layers
+    for number, cell in enumerate(found):
+        token, layer = divmod(number, 4)
+        operator = layers[layer].operators[int(layers[layer].choice_BT[0, token])]
+        assert f"layer {layer + 1}: {operator}" in cell[0].text
+        gap = distance(layers[layer], token)
+        if gap is not None:
+            assert (gap > 0) == (operator == "attention")
+        assert (luminance(cell.get("fill")) < 180) == (operator == "attention")
+
+
+def test_light_is_paler_than_dark_at_any_distance():
+    assert min(luminance(mix("spectral", s)) for s in (0, 0.5, 1)) > max(
+        luminance(mix("attention", s)) for s in (0, 0.5, 1)
+    )
+    assert set(RAMPS) == {"spectral", "rbf", "attention"}
+
+
+def test_hostile_text_is_text(lively):
+    hostile = ["</text><script>", "&amp;", "\x00\x1b", "\n\t", "", "\udc80", "]]>", '"', "x" * 500]
+    root = ElementTree.fromstring(draw_routing(routed(lively, {}, hostile, heading="<b>&\x07")))
+    assert not list(root.iter(f"{SVG}script"))
+    words = [element.text for element in root.iter(f"{SVG}text")]
+    assert {"</text><script>", "&amp;", "\\x00\\x1b", "⏎⇥", "<b>&\\x07"} <= set(words)
+
+
+def test_the_command(tmp_path):
+    code, output = run("trace", "v3-tiny", "--text", "light & dark", "--picture", tmp_path / "t.svg")
+    assert code == 0 and "wrote" in output
+    assert len(cells(ElementTree.fromstring((tmp_path / "t.svg").read_text()))) == 4 * 12
+    assert "exists already" in run("trace", "v3-tiny", "--text", "x", "--picture", tmp_path / "t.svg")[1]
+    assert "pictures are SVG" in run("trace", "v3-tiny", "--text", "x", "--picture", tmp_path / "t.png")[1]
+
+
+@pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny"])
+def test_other_presets(tmp_path, preset):
+    assert run("trace", preset, "--text", "light", "--picture", tmp_path / "t.svg")[0] == 0
+    ElementTree.fromstring((tmp_path / "t.svg").read_text())

@@ -1,0 +1,149 @@
+"""`chiar generate` shows what model.generate produces, as it comes, and nothing that harms a terminal."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from chiar.cli import app
+from chiar.data.tokenizers import Tokenizer
+from chiar.generation.routes import SHADES
+from chiar.generation.stream import TokenStreamer
+from chiar.modeling import ChiarForCausalLM
+from chiar.tokens import TextCodec
+from chiar.visible import visible
+from helpers import randomise, small_config
+
+PROMPT = "light and dark"
+
+
+def make(folder, tokenizer=None, preset="v3-tiny", **changes):
+    tokenizer = tokenizer or Tokenizer.of_bytes()
+    fields = {"vocab_size": tokenizer.vocab_size, "gate_pool": "causal", "max_position_embeddings": 64, **changes}
+    randomise(ChiarForCausalLM(small_config(preset, **fields)), seed=4).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("generate") / "model")
+
+
+def generate(*arguments):
+    """Exit code, standard output and standard error."""
+    result = CliRunner().invoke(app, ["generate", *map(str, arguments)])
+    return result.exit_code, result.stdout, str(result.exception or "") + result.stderr
+
+
+def expected(folder, prompt=PROMPT, **settings):
+    model, tokenizer = ChiarForCausalLM.from_pretrained(folder).eval(), Tokenizer.open(folder)
+    ids = torch.tensor([tokenizer.encode_batch([prompt])[0].tolist()])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **{"do_sample": False, **settings})[0]
+    return model, out, tokenizer.decode(out.numpy())
+
+
+def test_the_output_is_what_generate_gives(folder):
+    code, output, _ = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 30)
+    assert code == 0
+    assert output == visible(expected(folder, max_new_tokens=30)[2]) + "\n"
+
+
+def test_a_trained_vocabulary(tmp_path):
+    tokenizer = Tokenizer.train(["light and dark tokens 漢 naïve " * 20], 300)
+    folder = make(tmp_path / "model", tokenizer)
+    _, output, _ = generate(folder, "--prompt", "dark 漢 tokens", "--max-new-tokens", 30)
+    assert output == visible(expected(folder, "dark 漢 tokens", max_new_tokens=30)[2]) + "\n"
+
+
+def test_sampling_is_seeded_and_keeps_all_tokens_unless_told(folder):
+    drawn = [generate(folder, "--prompt", PROMPT, "--temperature", 1.5, "--seed", seed)[1] for seed in (3, 3, 4)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    torch.manual_seed(3)
+    sampled = expected(folder, max_new_tokens=64, do_sample=True, temperature=1.5, top_k=0)[2]
+    assert drawn[0] == visible(sampled) + "\n"
+    assert generate(folder, "--prompt", PROMPT, "--top-k", 1)[1] == generate(folder, "--prompt", PROMPT)[1]
+    assert generate(folder, "--prompt", PROMPT, "--temperature", 0)[1] == generate(folder, "--prompt", PROMPT)[1]
+
+
+def test_routes_are_those_of_the_whole_text(folder):
+    _, output, _ = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 1, "--routes")
+    legend, shown = output.split("\n", 1)
+    assert "light" in legend and "dark" in legend
+    model, out, _ = expected(folder, max_new_tokens=1)
+    with torch.no_grad():
+        trace = model(out[None], output_routing=True).routing
+    layers = [trace.layers[layer] for layer in trace.routed_layers]
+    dark = torch.stack([(layer.choice_BT[0] == 1).float() for layer in layers]).mean(0).tolist()
+    marks = [SHADES[min(int(share * 4), 3)] for share in dark]
+    assert len(set(marks)) > 1
+    assert shown.startswith("".join(mark + letter for mark, letter in zip(marks, PROMPT, strict=False)))
+
+
+def test_colour_where_there_is_colour(folder, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    _, output, _ = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 1, "--routes")
+    assert "\x1b[" in output and SHADES[3] not in output
+
+
+def test_a_prompt_cannot_command_the_terminal(folder):
+    _, output, _ = generate(folder, "--prompt", "\x1b[31mred\x07", "--max-new-tokens", 8)
+    assert "\x1b" not in output and output.startswith("\\x1b[31mred\\x07")
+
+
+def test_characters_appear_whole():
+    seen = []
+    streamer = TokenStreamer(TextCodec(None, None), None, lambda text, dark: seen.append(text))
+    for byte in "a漢é".encode() + b"\xe6":
+        streamer.put(torch.tensor([byte]))
+    assert seen == ["a", "漢", "é"]
+    streamer.end()
+    assert seen[3:] == ["\N{REPLACEMENT CHARACTER}"]
+
+
+def test_a_gate_that_sees_the_future_is_frozen_with_a_note(tmp_path):
+    folder = make(tmp_path / "model", gate_pool="batch")
+    code, output, notes = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 20, "--routes")
+    assert code == 0 and "stays as the prompt set it" in notes
+    _, output, _ = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 20)
+    model = ChiarForCausalLM.from_pretrained(folder, gate_generation="prefill").eval()
+    ids = torch.tensor([list(PROMPT.encode())])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)[0]
+    assert output == visible(Tokenizer.of_bytes().decode(out.numpy())) + "\n"
+    code, output, message = generate(folder, "--prompt", PROMPT, "--gate", "refuse")
+    assert code != 0 and not output and "generation is not defined" in message
+
+
+def test_learned_positions_end(tmp_path):
+    folder = make(tmp_path / "model", preset="v2-tiny", max_position_embeddings=20)
+    code, output, notes = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 50)
+    assert code == 0 and "6 tokens fit" in notes
+    assert output == visible(expected(folder, max_new_tokens=6)[2]) + "\n"
+    assert "shorten it" in generate(folder, "--prompt", "x" * 20)[2]
+
+
+def test_a_run_stands_for_its_best_model(tmp_path):
+    make(tmp_path / "best")
+    code, _, notes = generate(tmp_path, "--prompt", PROMPT, "--max-new-tokens", 2)
+    assert code == 0 and "its best model writes" in notes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "a", "--gate", "open"], "unknown gate"),
+        (["--prompt", "a", "--top-p", "0"], "above 0"),
+        (["--prompt", "a", "--device", "tpu"], "unknown device"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input(folder, arguments, message):
+    code, output, said = generate(folder, *arguments)
+    assert code != 0 and message in said and not output
+
+
+def test_a_baseline_has_no_routes(tmp_path):
+    assert (
+        "no routed layers" in generate(make(tmp_path / "model", preset="baseline-tiny"), "--prompt", "a", "--routes")[2]
+    )
