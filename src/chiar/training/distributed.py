@@ -95,7 +95,8 @@ def shard(model: Any, processes: Processes) -> None:
     """
     if not dist.is_initialized():  # alone, without torchrun
         backend = "nccl" if processes.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     mesh = dist.init_device_mesh(processes.device.type, (processes.count,))
     for layer in model.language.model.layers:
         fully_shard(layer, mesh=mesh)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import time
 from pathlib import Path
@@ -62,6 +63,7 @@ def train_among(
     notes = check_run(config, settings, corpora)
     check_rows(settings, corpora, processes)
     if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
     folder = RunFolder(out)
