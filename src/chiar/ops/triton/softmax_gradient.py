@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_BLOCK = 4096
-WARPS = 8
+WARPS = 16
 
 
 @triton.jit
