@@ -22,6 +22,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("chiar needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
+	@echo "installing PyTorch, transformers and the rest into .venv: a minute or more, two gigabytes or more"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 

@@ -1,6 +1,7 @@
 """The `chiar` command: thin verbs over typed functions. Heavy imports happen inside the verbs."""
 
 import io
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from chiar.training.finetune_cli import finetune
 
 app = typer.Typer(
     no_args_is_help=True,
+    context_settings={"max_content_width": 120},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="CHIAR-Former: language models that send each token to a spectral filter (light) or to attention (dark).",
@@ -275,7 +277,8 @@ def guarded(command: Callable[[], Any]) -> None:
     try:
         command()
     except InputError as error:
-        typer.echo(f"error: {error}", err=True)
+        if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+            typer.echo(f"error: {error}", err=True)
         sys.exit(2)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""

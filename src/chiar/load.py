@@ -54,6 +54,8 @@ def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
 
     config = load_config(name)
     if Path(name).is_dir():
+        if architecture(name) == "ChiarForSequenceClassification":
+            raise InputError(f"{name} is a classifier, not a language model: chiar eval measures it on labelled text.")
         return open_weights(ChiarForCausalLM, name).eval(), Path(name)
     torch.manual_seed(seed)
     return ChiarForCausalLM(config).eval(), None

@@ -144,6 +144,18 @@ def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(config, settings, 
     assert not list(checkpoint.partials(tmp_path / "run" / "checkpoints"))
 
 
+def test_an_export_that_cannot_be_written_leaves_the_one_before(config, settings, tmp_path):
+    train(config(), settings(), tmp_path / "run", device="cpu", quiet=True)
+    before = ChiarForCausalLM.from_pretrained(tmp_path / "run" / "final").state_dict()
+    with full_disk(20_000), pytest.raises(TrainingStopped, match="final model, of step 12, could not be written"):
+        train(config(), settings(), tmp_path / "run", resume=True, device="cpu", quiet=True)
+    after = ChiarForCausalLM.from_pretrained(tmp_path / "run" / "final").state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    train(config(), settings(), tmp_path / "run", resume=True, device="cpu", quiet=True)
+    assert len(list((tmp_path / "run" / "exports").iterdir())) == 2
+    assert [entry["step"] for entry in RunFolder(tmp_path / "run").read()["resumed"]] == [12, 12]
+
+
 def test_an_existing_run_is_not_touched_unless_resumed_alike(config, settings, tmp_path):
     train(config(), settings(steps=4), tmp_path / "run", device="cpu", quiet=True)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()

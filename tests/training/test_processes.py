@@ -107,6 +107,27 @@ def test_a_killed_process_is_started_again_and_nothing_changes(corpus, tmp_path)
     assert_same_run(tmp_path / "straight", out)
 
 
+def test_sharded_processes_with_unequal_batches_wait_for_each_other(corpus, labelled, tmp_path):
+    """Added corpora give one process two batches where another has one."""
+    out = tmp_path / "run"
+    mixed = ("--data", str(labelled), "--set", "mixing=added", "--set", "added_share=0.5", "--steps", "4")
+    run(torchrun(2, 0, arguments(corpus, out, "fsdp", *mixed)))
+    run(torchrun(2, 0, arguments(corpus, tmp_path / "replicated", "ddp", *mixed)))
+    assert_close(out, tmp_path / "replicated")
+
+
+def test_a_restart_does_not_continue_a_run_of_somebody_else(alone, corpus, tmp_path):
+    out = tmp_path / "theirs"
+    shutil.copytree(alone, out, symlinks=True)
+    before = (out / "run.json").read_text()
+    command_line = torchrun(2, 1, arguments(corpus, out, "ddp", "--steps", "20"))
+    done = subprocess.run(command_line, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode != 0
+    assert done.stderr.count("exists already") == 2, "one process says it, at each attempt"
+    assert (out / "run.json").read_text() == before
+    assert len(metrics(out)) == 12
+
+
 def children(pid):
     """Processes started by `pid`, from Linux's /proc."""
     found = []

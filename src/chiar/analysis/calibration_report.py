@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 from rich.table import Table
+from transformers.utils import logging
 
 from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.folders import check_new, new_folder, write_new
-from chiar.load import load_model, resolve_model
+from chiar.load import check_tokenizer, load_model, resolve_model
 from chiar.routing.calibration import PERCENTILES, Calibration, LayerReport, calibrate
 from chiar.routing.calibration_file import check_comparable, to_json
 from chiar.tokens import batches, encode, read_text_file, read_token_file
@@ -79,8 +80,6 @@ def run_calibration(
 
 def read_corpus(data: Path, split: str, folder: str, config: ChiarConfig, tokens: int) -> np.ndarray:
     """The first tokens of a prepared split, which must be those the model was trained for."""
-    from chiar.evaluation.harness import check_tokenizer
-
     corpus = Corpus.open(data)
     check_tokenizer(folder, config, corpus)
     opened = corpus.split(split)
@@ -95,6 +94,7 @@ def with_progress(model: Any, stream: list, rule: str, fraction: float | None, t
 
 def write(target: Any, folder: Path | None, tokenizer: Path | None, found: Calibration, out: Path) -> None:
     target.model.set_thresholds(found.thresholds(len(target.config.routed_layers)))
+    logging.disable_progress_bar()
     with new_folder(out) as aside:
         target.save_pretrained(aside)
         (aside / "calibration.json").write_text(to_json(found, target.config), encoding="utf-8")

@@ -6,8 +6,8 @@ from typing import Any
 
 from chiar.analysis.chart import COLOURS, Line, Panel, draw_chart
 from chiar.errors import InputError
-from chiar.evaluation.compare import read_records, short_names
-from chiar.training.run_folder import RunFolder
+from chiar.evaluation.compare import short_names
+from chiar.training.run_folder import RunFolder, read_records
 
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 

@@ -125,6 +125,8 @@ def build_source(named: list[str], /, **options: Any) -> Source | tokens_file.To
     name, paths = named[0].lower(), [Path(path) for path in named[1:]]
     if name not in CATALOG:
         if not Path(named[0]).exists():
+            if "/" in named[0] or Path(named[0]).suffix:
+                raise InputError(f"there is no file or folder {named[0]}.")
             raise unknown_name("corpus or file", named[0], CATALOG)
         name, paths = "text", [Path(path) for path in named]
     entry = CATALOG[name]

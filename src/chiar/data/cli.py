@@ -26,6 +26,7 @@ def prepare(
         ),
     ],
     out: Annotated[Path, typer.Option(help="New folder for the corpus.")],
+    name: Annotated[str | None, typer.Option(help="What metrics call it; to mix several texts of your own.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="gpt2, bpe (trained on the corpus; default) or bytes.")] = None,
     tokenizer_path: Annotated[Path | None, typer.Option(help="Folder with the tokenizer's files.")] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Entries of a trained bpe (8192).")] = None,
@@ -77,6 +78,7 @@ def prepare(
         examples=three_counts(examples) if examples is not None else None,
         seed=seed,
     )
+    source.name = name or source.name
     choice = TokenizerChoice(tokenizer, tokenizer_path, vocab_size, like, from_hub)
     with terminal_display() as display:
         prepare_corpus(source, out, choice, workers=workers, shard_tokens=shard_tokens, display=display)

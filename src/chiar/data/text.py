@@ -60,6 +60,8 @@ class Text(Source):
 def text_files(path: Path) -> list[Path]:
     """The file itself, or the text files anywhere below a folder, by name."""
     if path.is_file():
+        if plain_name(path).endswith((".csv", ".tsv")):
+            raise InputError(f'{path} is a table: write its text column as .jsonl, one object with a "text" a line.')
         return [path]
     if not path.is_dir():
         raise InputError(f"there is no file or folder {path}.")

@@ -10,10 +10,9 @@ from rich.table import Table
 
 from chiar.errors import InputError, first_line, unknown_name
 from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, perplexity, shown
+from chiar.training.run_folder import METRICS, RUN, read_records
 
-METRICS = "metrics.jsonl"
 REPORT = "evaluation.json"
-RUN = "run.json"
 MUST_AGREE = ("kind", "fingerprint", "split", "length", "stride", "rows")
 ROWS_MUST_AGREE = ("length", "evaluate_rows")
 
@@ -46,22 +45,6 @@ def read_entry(argument: Path, name: str) -> Entry:
         raise InputError(f"{argument} is neither a training run ({METRICS}) nor does it hold an {REPORT}.")
     report_or_none = EvaluationReport.read(saved) if saved.is_file() else None
     return Entry(name, report_or_none, read_training(metrics) if metrics.is_file() else None)
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a run that goes on may be in the middle of its last line."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError(f"expected an object, got {line[:40]!r}")
-            records.append(record)
-        except ValueError as error:
-            if number < len(lines):
-                raise InputError(f"{path}, line {number} is damaged: {first_line(error)}") from error
-    return records
 
 
 def read_training(path: Path) -> Training:

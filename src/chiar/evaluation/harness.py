@@ -12,7 +12,7 @@ from chiar.evaluation.classification import choose_documents, measure_classifica
 from chiar.evaluation.perplexity import count_windows, measure_perplexity
 from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, RoutingUse
 from chiar.heads import open_classifier
-from chiar.load import architecture, check_tokenizer, load_config, load_model, resolve_model
+from chiar.load import check_tokenizer, load_config, load_model, resolve_model
 from chiar.routing.flops import baseline_of, count_flops
 
 PRECISIONS = ("fp32", "bf16")
@@ -78,7 +78,7 @@ def evaluate(
         scores, routing = measure_perplexity(
             loaded, corpus, opened, length=length, stride=stride, advance=lambda done: progress(done, total), **settings
         )
-        seen = length
+        seen = min(length, opened.tokens - 1)
     ours, baseline = counted(config, routing, seen, classifies)
     return EvaluationReport(
         model=folder,
@@ -123,8 +123,6 @@ def compare_classes(config: Any, corpus: Corpus) -> list[str]:
 
 
 def load_language_model(folder: str) -> Any:
-    if architecture(folder) == "ChiarForSequenceClassification":
-        raise InputError(f"{folder} is a classifier: evaluate it on a classification corpus.")
     return load_model(folder)[0]
 
 

@@ -32,6 +32,7 @@ def reproduce(
     from chiar.reproduce.procedure import Result, write
     from chiar.reproduce.procedure import reproduce as run_procedure
     from chiar.reproduce.table import to_json, to_markdown, to_rich
+    from chiar.training.interruption import Interrupted
     from chiar.training.loop import TrainingStopped
 
     plan = make_plan(recipe, list(data), budget=budget, size=size, seed=seed, changes=parse_changes(setting or []))
@@ -45,6 +46,9 @@ def reproduce(
     except TrainingStopped as stopped:
         typer.echo(f"stopped: {stopped}", err=True)
         sys.exit(1)
+    except Interrupted:
+        typer.echo("interrupted: the same command goes on from the last checkpoint.", err=True)
+        sys.exit(130)
     for part in to_rich(plan, results):
         typer.echo(part) if isinstance(part, str) else show(part)
     typer.echo(f"wrote {out / 'table.md'} and {out / 'table.json'}")

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 
 from chiar.errors import InputError
-from chiar.evaluation.compare import METRICS, REPORT, read_training
+from chiar.evaluation.compare import REPORT, read_training
 from chiar.evaluation.harness import choose_device, evaluate
 from chiar.evaluation.report import EvaluationReport
 from chiar.load import count_parameters, load_model
 from chiar.reproduce.plan import Plan, PlannedRow
 from chiar.routing.calibration import calibrate
+from chiar.routing.calibration_file import read_thresholds, to_json
 from chiar.tokens import batches
 from chiar.training.loop import train
-from chiar.training.run_folder import RUN, RunFolder
+from chiar.training.run_folder import METRICS, RUN, RunFolder
 
 PROCEDURE, CALIBRATION, VALIDATION = "procedure.json", "calibration.json", "validation.json"
 CALIBRATION_ROWS = 200
@@ -119,11 +120,9 @@ def calibrated_threshold(plan: Plan, out: Path) -> float:
         valid, length = plan.corpora[0].split("valid"), plan.settings.length
         ids = valid.read(0, min(valid.tokens, CALIBRATION_ROWS * length))
         found = calibrate(baseline, batches(ids, CALIBRATION_ROWS, length, 8), rule="embeddings")
-        write(path, json.dumps(found.to_dict(), indent=1))
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["layers"][0]["thresholds"][0]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise InputError(f"{path} is damaged: remove it, and τ is measured again.") from error
+        write(path, to_json(found, baseline.config))
+    routed = next(planned.config() for planned in plan.rows if planned.calibrated)
+    return read_thresholds(path, routed)[0]
 
 
 def train_row(planned: PlannedRow, run: Path, tau: float | None, device: str, quiet: bool) -> None:

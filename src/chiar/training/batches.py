@@ -131,6 +131,10 @@ class Schedule:
         self.uses = uses
         self.before = np.cumsum(uses, axis=0) - uses
 
+    def passes(self, step: int, slot: int) -> int:
+        """How many micro-batches a slot has."""
+        return int(self.uses[step * self.slots + slot].sum())
+
     def batches(self, step: int, slot: int) -> list[Batch]:
         """The micro-batches of one slot: one, or two where another corpus is added."""
         place = step * self.slots + slot

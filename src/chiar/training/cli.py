@@ -72,7 +72,8 @@ def run(config: Any, settings: Any, out: Path, resume: bool, device: str) -> Non
     try:
         run_training(config, settings, out, resume=resume, device=device)
     except TrainingStopped as stopped:
-        typer.echo(f"stopped: {stopped}", err=True)
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(f"stopped: {stopped}", err=True)
         sys.exit(1)
     except Interrupted as interrupted:
         if int(os.environ.get("RANK", "0")) == 0:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chiar.errors import first_line
+from chiar.errors import InputError, first_line
 
 
 class Forward:
@@ -38,11 +38,20 @@ class Forward:
         """Whether `error` came from compiling; if so the model is called plainly from now on."""
         if not self.compiled or not is_compile_error(error):
             return False
-        for part in self.parts:
-            part._compiled_call_impl = None
+        if self.parts:  # others may be in the middle of the same step: it cannot be begun again
+            raise InputError(f"torch.compile failed ({failure_of(error)}): add --no-compile.") from error
         self.call, self.compiled = self.model, False
-        self.failure = first_line(getattr(error, "inner_exception", None) or error)
+        self.failure = failure_of(error)
         return True
+
+
+def failure_of(error: BaseException) -> str:
+    return first_line(getattr(error, "inner_exception", None) or error)
+
+
+def uncompiled() -> Any:
+    """A block that runs plainly: evaluations and samples, whose shapes would each be compiled again."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def is_compile_error(error: BaseException) -> bool:

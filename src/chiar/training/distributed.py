@@ -2,8 +2,10 @@
 
 import gc
 import os
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from chiar.errors import InputError
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -46,6 +50,19 @@ class Processes:
         if self.count > 1:
             dist.all_gather_object(values, value)
         return values
+
+    def from_main(self, work: Callable[[], T]) -> T:
+        """What `work` gives in the main process, in all of them; an InputError too."""
+        result, complaint = None, None
+        if self.main:
+            try:
+                result = work()
+            except InputError as error:
+                complaint = str(error)
+        result, complaint = self.all((result, complaint))[0]
+        if complaint is not None:
+            raise InputError(complaint)
+        return result
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -85,7 +102,9 @@ def replicate(model: nn.Module, processes: Processes) -> nn.Module:
     if processes.count == 1:
         return model
     ids = [processes.device.index] if processes.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of broadcast_buffers, which torch 2.11 still needs
+        return DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
 
 
 def shard(model: Any, processes: Processes) -> None:

@@ -45,7 +45,4 @@ def classification_settings(
         "evaluate_rows": 0,
         "save_every": epoch,
     }
-    settings = TrainSettings.from_dict({**defaults, **chosen})
-    if config.positions == "rope" and isinstance(settings.length, int):
-        config.max_position_embeddings = settings.length  # the length it is trained on, which evaluation cuts to
-    return config, settings
+    return config, TrainSettings.from_dict({**defaults, **chosen})

@@ -1,10 +1,9 @@
 """A run from beginning to end: open the folder, resume or start, step, measure, save."""
 
-import json
 import math
 import os
-import shutil
 import time
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,17 @@ from safetensors.torch import save_file
 from transformers.utils import logging
 
 from chiar.config import ChiarConfig
-from chiar.errors import InputError
-from chiar.heads import export_model
-from chiar.load import check_tokenizer
 from chiar.training import checkpoint
 from chiar.training.display import Display
-from chiar.training.distributed import Processes, attempt, start
-from chiar.training.events import Events, require_tensorboard
+from chiar.training.distributed import Processes, start
+from chiar.training.events import Events
+from chiar.training.export import export
 from chiar.training.interruption import explained
-from chiar.training.run_folder import RUN, Metrics, RunFolder, command_line, commit, versions
+from chiar.training.opening import check_rows, check_run, describe, goes_on, open_run
+from chiar.training.run_folder import Metrics, RunFolder
 from chiar.training.settings import TrainSettings
-from chiar.training.tasks import TaskModel
-from chiar.training.trainer import Trainer, open_rows
+from chiar.training.trainer import Trainer
 from chiar.training.utilisation import Utilisation
-
-# What may differ when a run is resumed: how long it is, how it is spread, and how it is shown.
-MAY_CHANGE = ("steps", "compile", "parallel", "keep", "log_every", "tensorboard", "peak_tflops", "transformers_version")
 
 
 class TrainingStopped(RuntimeError):
@@ -60,6 +54,9 @@ def train_among(
     from chiar.data import Corpus
 
     corpora = [Corpus.open(Path(path)) for path in settings.data]
+    if config.positions == "rope":
+        config = deepcopy(config)
+        config.max_position_embeddings = settings.length  # the trained length, which evaluation takes as its own
     notes = check_run(config, settings, corpora)
     check_rows(settings, corpora, processes)
     if settings.deterministic:
@@ -67,11 +64,10 @@ def train_among(
         torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
     folder = RunFolder(out)
-    resume = resume or (attempt() > 0 and (out / RUN).is_file())
-    if not resume:
-        folder.check_free()
+    resume = processes.from_main(lambda: goes_on(folder, resume))
     trainer, metrics = Trainer(config, settings, corpora, processes), None  # what cannot be built leaves no folder
-    found = open_run(folder, config, settings, corpora, resume, processes)
+    record = describe(config, settings, corpora, processes)
+    found = processes.from_main(lambda: open_run(folder, record, resume))
     display = Display(settings.steps, found.state["step"] if found else 0, quiet or not processes.main)
     try:
         for note in notes:
@@ -80,7 +76,10 @@ def train_among(
             trainer.restore(found)
             for complaint in found.complaints:
                 display.say(f"warning: {complaint}")
-            display.say(f"resuming after step {trainer.step} of {settings.steps}")
+            left = "" if trainer.step < settings.steps else ": nothing is left to train"
+            display.say(f"resuming after step {trainer.step} of {settings.steps}{left}")
+        if settings.compile and trainer.step < settings.steps:
+            display.say("compiling: the first step takes a minute or two (--no-compile starts at once)")
         if processes.main:
             events = Events(out / "tensorboard", trainer.step, config) if settings.tensorboard else None
             metrics = Metrics(folder.metrics_path, found.state["metrics_bytes"] if found else 0, events)
@@ -89,87 +88,6 @@ def train_among(
         display.close()
         if metrics is not None:
             metrics.close()
-
-
-def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Any]) -> list[str]:
-    """InputError where the run cannot be; otherwise what a reader of its figures must know."""
-    texts = [corpus.name for corpus in corpora if corpus.kind == "language"]
-    if texts and corpora[0].kind != "language":
-        raise InputError(f"{texts[0]} is a language corpus: name it first, before {corpora[0].name}.")
-    if not texts and settings.sample:
-        raise InputError("sample continues a text, and the run has no language corpus: leave it out.")
-    for corpus in corpora:
-        for split in ("train", "valid"):
-            if split not in corpus.splits:
-                raise InputError(
-                    f"{corpus.folder} has no {split} split (only {', '.join(corpus.splits)}): prepare it with one."
-                )
-    for corpus in corpora[1:]:
-        corpora[0].require_same_tokenizer(corpus)
-    names = [corpus.name for corpus in corpora]
-    if len(set(names)) < len(names):
-        raise InputError(f"two corpora have the same name ({', '.join(names)}): their metrics could not be told apart.")
-    notes = [remark for corpus in corpora for remark in corpus.remarks]
-    if settings.initial:
-        notes += check_tokenizer(settings.initial, config, corpora[0])
-    needed = corpora[0].vocab_size
-    if needed > config.vocab_size:
-        raise InputError(f"the corpus has {needed} token ids, the model only {config.vocab_size}: set vocab_size.")
-    if settings.recalibrate_every and (config.router != "entropy" or not config.routed_layers):
-        raise InputError("recalibrate_every needs routed layers with the entropy router.")
-    if settings.tensorboard:
-        require_tensorboard()
-    if config.positions == "learned" and settings.length > config.max_position_embeddings:
-        raise InputError(f"length {settings.length} exceeds the {config.max_position_embeddings} learned positions.")
-    return notes
-
-
-def check_rows(settings: TrainSettings, corpora: list[Any], processes: Processes) -> None:
-    """InputError now, before anything is written, where the batch does not divide or a split is missing or small."""
-    settings.accumulation(processes.count)
-    for corpus in corpora:
-        for split in ("train", "valid"):
-            open_rows(corpus, split, settings.length)
-
-
-def open_run(
-    folder: RunFolder,
-    config: ChiarConfig,
-    settings: TrainSettings,
-    corpora: list[Any],
-    resume: bool,
-    processes: Processes,
-) -> checkpoint.Found | None:
-    """Create the folder, or check that it is the same run and find its newest sound checkpoint."""
-    record = {
-        "command": command_line(),
-        "config": config.to_dict(),
-        "settings": settings.to_dict(),
-        "versions": versions(),
-        "commit": commit(),
-        "data": {corpus.name: corpus.fingerprint for corpus in corpora},
-        "remarks": {corpus.name: corpus.remarks for corpus in corpora},
-        "processes": processes.count,
-    }
-    if not resume:
-        if processes.main:
-            folder.create(record)
-        processes.barrier()
-        return None
-    stored, record = folder.read(), json.loads(json.dumps(record))
-    for part in ("config", "settings", "data"):
-        for key in sorted(set(stored[part]) | set(record[part])):
-            if key not in MAY_CHANGE and stored[part].get(key) != record[part].get(key):
-                raise InputError(
-                    f"{folder.path} was started with {part} {key} = {stored[part].get(key)!r}, "
-                    f"not {record[part].get(key)!r}: resume it with the same."
-                )
-    found = None
-    if processes.main:
-        for leftover in checkpoint.partials(folder.checkpoints):
-            shutil.rmtree(leftover)
-        found = checkpoint.find(folder.checkpoints)
-    return processes.all(found)[0]
 
 
 def is_better(now: dict[str, float], best: dict[str, float]) -> bool:
@@ -282,22 +200,12 @@ class Run:
         model = trainer.whole()
         try:
             with checkpoint.agreed(trainer.processes):
-                if trainer.processes.main:
-                    self.write_export(link, model)
+                if model is not None:
+                    export(model, trainer.corpora[0], self.folder, link, trainer.step)
         except checkpoint.NotWrittenError as error:
             raise TrainingStopped(
                 f"the {link.name} model, of step {trainer.step}, could not be written ({error}): checkpoints are kept."
             ) from error
-
-    def write_export(self, link: Path, model: TaskModel) -> None:
-        target = self.folder.exports / f"{link.name}-{checkpoint.step_name(self.trainer.step)}"
-        shutil.rmtree(target, ignore_errors=True)
-        export_model(model, self.trainer.corpora[0], target)
-        shutil.copytree(self.trainer.corpora[0].folder / "tokenizer", target, dirs_exist_ok=True)
-        checkpoint.point(link, target)
-        for other in self.folder.exports.glob(f"{link.name}-*"):
-            if other != target:
-                shutil.rmtree(other, ignore_errors=True)
 
     def sample(self, new_tokens: int = 48) -> str:
         """The prompt continued greedily. A gate that sees the future is frozen at the prompt for this."""
@@ -321,14 +229,13 @@ class Run:
         """The loss or gradient of `step` was not finite: keep its batches, say so, stop."""
         trainer = self.trainer
         path = self.folder.path / f"not-finite-{checkpoint.step_name(step + 1)}.safetensors"
-        if trainer.processes.main:
-            tensors = {}
-            for slot in range(trainer.schedule.slots):
-                for batch in trainer.schedule.batches(step, slot):
-                    tensors[f"slot{slot}.{trainer.names[batch.corpus]}.ids"] = batch.ids
-                    tensors[f"slot{slot}.{trainer.names[batch.corpus]}.targets"] = batch.targets
-            save_file(tensors, path)
-        raise TrainingStopped(
-            f"the gradient of step {step + 1} is not finite: its batches are in {path.name}, "
-            "and the last good checkpoint is kept."
-        )
+        kept = f"its batches are in {path.name}"
+        try:
+            with checkpoint.agreed(trainer.processes):
+                if trainer.processes.main:
+                    save_file(trainer.batch_tensors(step), path)
+        except checkpoint.NotWrittenError as error:
+            kept = f"its batches could not be written ({error})"
+        saved = checkpoint.steps(self.folder.checkpoints)
+        last = f"{saved[0].name} is the last good checkpoint" if saved else "no checkpoint was saved before"
+        raise TrainingStopped(f"the gradient of step {step + 1} is not finite: {kept}, and {last}.")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from chiar.errors import InputError
+from chiar.errors import InputError, first_line
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 
@@ -37,6 +37,22 @@ def commit() -> str | None:
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "") if head.returncode == 0 else None
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file; a run that goes on may be in the middle of its last line."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError(f"expected an object, got {line[:40]!r}")
+            records.append(record)
+        except ValueError as error:
+            if number < len(lines):
+                raise InputError(f"{path}, line {number} is damaged: {first_line(error)}") from error
+    return records
+
+
 class RunFolder:
     """RUN/run.json, metrics.jsonl, checkpoints/step-*, best → exports/best-step-*, final alike."""
 
@@ -55,6 +71,9 @@ class RunFolder:
     def create(self, record: dict[str, Any]) -> None:
         self.check_free()
         self.path.mkdir(parents=True, exist_ok=True)
+        self.write(record)
+
+    def write(self, record: dict[str, Any]) -> None:
         aside = self.path / f".{RUN}.new"
         aside.write_text(json.dumps(record, indent=1))
         os.replace(aside, self.path / RUN)
@@ -70,7 +89,7 @@ class RunFolder:
     def read_metrics(self) -> list[dict[str, Any]]:
         if not self.metrics_path.is_file():
             raise InputError(f"{self.path} has no {METRICS}.")
-        return [json.loads(line) for line in self.metrics_path.read_text().splitlines() if line.strip()]
+        return read_records(self.metrics_path)
 
 
 class Metrics:

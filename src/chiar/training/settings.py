@@ -1,5 +1,6 @@
 """Every choice of a training run that is not architecture."""
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -78,8 +79,8 @@ class TrainSettings:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
         rates = ("weight_decay", "clip", "learning_rate", "final_learning_rate")
         for name in (*rates, "warmup", "recalibrate_every", "evaluate_rows", "peak_tflops"):
-            if not getattr(self, name) >= 0:
-                raise InputError(f"{name} must not be negative, got {getattr(self, name)}.")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"{name} must be a number and not negative, got {getattr(self, name)}.")
         if self.length < 2:
             raise InputError("length must be at least 2: a row needs a token to predict.")
         if not 0.0 <= self.ema < 1.0:
@@ -97,9 +98,12 @@ class TrainSettings:
     def accumulation(self, processes: int) -> int:
         """Micro-batches of one process in one step."""
         if self.batch % (self.micro_batch * processes):
+            each, over = divmod(self.batch, processes)
+            smaller = math.gcd(each, self.micro_batch)
+            way = f"--micro-batch {smaller} would" if smaller and not over else f"make it a multiple of {processes}"
             raise InputError(
                 f"a batch of {self.batch} rows does not divide into micro-batches of {self.micro_batch} on {processes} "
-                f"process(es): make batch a multiple of {self.micro_batch * processes}."
+                f"process(es): {way}."
             )
         return self.batch // (self.micro_batch * processes)
 

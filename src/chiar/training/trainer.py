@@ -13,7 +13,7 @@ from chiar.config import ChiarConfig
 from chiar.routing.calibration import calibrate
 from chiar.training import checkpoint
 from chiar.training.batches import Batch, ClassificationRows, LanguageRows, Rows, Schedule, slot_seed
-from chiar.training.compiling import Forward
+from chiar.training.compiling import Forward, uncompiled
 from chiar.training.distributed import Processes, replicate, shard
 from chiar.training.optim import learning_rate, make_optimizer, set_learning_rate
 from chiar.training.prefetch import Prefetch
@@ -68,11 +68,13 @@ class Trainer:
 
     def train_step(self) -> dict[str, Any]:
         """One optimiser step; where compiling fails in it, the whole step is run again without."""
+        tokens = self.tokens
         try:
             return self._train_step()
         except Exception as error:
             if not self.forward.fall_back(error):
                 raise
+        self.tokens = tokens
         self.optimizer.zero_grad(set_to_none=True)
         return self._train_step()
 
@@ -94,6 +96,8 @@ class Trainer:
                 if self.config.meta_router:
                     gates.setdefault(batch.corpus, []).append(result.gate)
                 use.append(result.use_LK)
+            for _ in range(self._company(slot) - len(batches)):
+                self._backward(batches[-1], sync=True, share=0.0)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip or math.inf)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
@@ -106,15 +110,24 @@ class Trainer:
         self.step += 1
         return {"losses": losses, "gates": gates, "use": torch.stack(use).mean(0), "norm": norm, "rate": rate}
 
-    def _backward(self, batch: Batch, sync: bool) -> Any:
-        self.tokens += batch.tokens
+    def _company(self, slot: int) -> int:
+        """Passes every process makes in this turn: sharded, none can do without the others, though where corpora are
+        added one may have two batches and another one."""
+        if not self.sharded:
+            return 0
+        first = slot - self.processes.rank
+        return max(self.schedule.passes(self.step, first + rank) for rank in range(self.processes.count))
+
+    def _backward(self, batch: Batch, sync: bool, share: float = 1.0) -> Any:
+        """One micro-batch. With a share of 0 it is only there for the other processes."""
+        self.tokens += batch.tokens if share else 0
         batch = batch.to(self.processes.device)
         head = self.names[batch.corpus] if isinstance(self.rows[batch.corpus], ClassificationRows) else None
         waits = sync or self.processes.count == 1 or self.sharded  # whole gradients would not fit where it shards
         with nullcontext() if waits else self.parallel.no_sync():  # type: ignore[operator]
             with self.autocast():
                 result = self.forward(batch.ids, batch.targets, batch.mask, head)
-            (result.loss / self.accumulation).backward()
+            (share * result.loss / self.accumulation).backward()
         return result
 
     def autocast(self) -> Any:
@@ -155,7 +168,7 @@ class Trainer:
         """Validation loss of each corpus, and the accuracy where it has classes, on the same rows every time."""
         self.parallel.eval()
         found = Validation({}, {})
-        with self.averaged():
+        with self.averaged(), uncompiled():
             for number, corpus in enumerate(self.corpora):
                 rows = open_rows(corpus, "valid", self.settings.length)
                 found.losses[corpus.name], accuracy = self._evaluate_rows(rows, number)
@@ -203,7 +216,8 @@ class Trainer:
         if self.sharded:
             self.model.unshard()  # type: ignore[operator]
         try:
-            yield self.model.language
+            with uncompiled():
+                yield self.model.language
         finally:
             self.reshard()
 
@@ -212,10 +226,10 @@ class Trainer:
         if self.sharded:
             self.model.reshard()  # type: ignore[operator]
 
-    def whole(self) -> TaskModel:
-        """The model in one piece on the CPU, averaged where an average is kept. Every process takes part."""
+    def whole(self) -> TaskModel | None:
+        """The main process gets the model in one piece on the CPU, averaged where an average is kept; all take part."""
         with self.averaged():
-            return whole(self.model)
+            return whole(self.model, wanted=self.processes.main)
 
     def recalibrate(self) -> list:
         """Per-layer thresholds from rows of the step just done, the same in every process."""
@@ -230,6 +244,16 @@ class Trainer:
         thresholds = found.thresholds(len(self.config.routed_layers))
         self.model.language.model.set_thresholds(thresholds)
         return thresholds
+
+    def batch_tensors(self, step: int) -> dict[str, Tensor]:
+        """Everything a step reads, by slot and corpus."""
+        found: dict[str, Tensor] = {}
+        for slot in range(self.schedule.slots):
+            for batch in self.schedule.batches(step, slot):
+                named = {"ids": batch.ids, "targets": batch.targets, "mask": batch.mask}
+                name = f"slot{slot}.{self.names[batch.corpus]}"
+                found |= {f"{name}.{part}": value for part, value in named.items() if value is not None}
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         return checkpoint.state_tensors(self.model, self.optimizer, self.average)

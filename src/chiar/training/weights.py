@@ -66,11 +66,15 @@ def build(config: Any, labels: dict[str, int], seed: int, device: str = "cpu", i
     return model
 
 
-def whole(model: TaskModel) -> TaskModel:
-    """A copy in one piece on the CPU. Every process must take part."""
-    state = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
-    }
+def whole(model: TaskModel, wanted: bool) -> TaskModel | None:
+    """A copy in one piece on the CPU, where it is wanted. Every process must take part, one tensor at a time."""
+    state = {}
+    for name, value in model.state_dict().items():
+        complete = value.full_tensor() if isinstance(value, DTensor) else value
+        if wanted:
+            state[name] = complete.cpu()
+    if not wanted:
+        return None
     copy = outline(model.language.config, head_sizes(model))
     copy.to_empty(device="cpu")
     copy.language.tie_weights()
