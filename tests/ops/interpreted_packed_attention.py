@@ -35,6 +35,13 @@ def poisoned(values: torch.Tensor, capacity: int) -> torch.Tensor:
     return whole[:, 1]
 
 
+def relative(found: torch.Tensor, true: torch.Tensor) -> float:
+    """The largest error, in units of the largest entry."""
+    if not true.numel():
+        return 0.0
+    return float(((found - true).abs().max() / true.abs().max().clamp(min=1e-9)).detach())
+
+
 def run(lengths: list[int], chosen: list[int], keys: str, heads: int, d: int, dtype: str, padding: int) -> dict:
     """Rows of `lengths` tokens, of which `chosen` are queries; keys are "all" tokens or the "routed" ones."""
     torch.manual_seed(0)
@@ -73,7 +80,7 @@ def run(lengths: list[int], chosen: list[int], keys: str, heads: int, d: int, dt
     for name, ours, true in zip(NAMES, found, exact, strict=True):
         assert ours.dtype == kind
         used_part, rest = ours[: len(true)].double(), ours[len(true) :]
-        errors[name] = float((used_part - true).abs().max() / true.abs().max().clamp(min=1e-9)) if len(true) else 0.0
+        errors[name] = relative(used_part, true)
         errors[f"{name} padding"] = float(rest.double().abs().nan_to_num(9.0).sum())
     return errors
 

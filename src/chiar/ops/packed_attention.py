@@ -254,7 +254,7 @@ def backward_flops(
     q_shape: tuple[int, int, int],
     k_shape: tuple[int, int, int],
     v_shape: tuple[int, int, int],
-    out_shape: tuple[int, int, int],
+    output_shape: tuple[int, int, int],
     log_sum_shape: tuple[int, int],
     query_rows_shape: tuple[int],
     key_rows_shape: tuple[int],

@@ -30,18 +30,17 @@ LARGEST_HEAD = 256
 
 
 def tiles(kernel: str, head: int, max_keys: int, dtype: torch.dtype) -> Tiles:
-    """For "forward", "queries" (dQ) or "keys" (dK and dV)."""
+    """For "forward", "queries" (dQ) or "keys" (dK and dV): what an H200's registers hold, two blocks at a time."""
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2) if head <= 128 else Tiles(16, 16, 4, 1)
     if head > 128:
         return Tiles(64, 32, 4, 2)
     if max_keys <= SHORT:  # a routed row is shorter still: large blocks would be half empty
-        return Tiles(64, 64, 4, 3 if head <= 64 else 2)
+        return Tiles(64, 64, 4, 3) if head <= 64 else Tiles(64 if kernel != "keys" else 32, 64, 4, 2)
+    stages = 3 if head <= 64 else 2
     if kernel == "forward":
-        return Tiles(128, 128, 8, 3) if head <= 64 else Tiles(128, 64, 8, 3)
-    if kernel == "queries":
-        return Tiles(128, 64, 8, 3 if head <= 64 else 2)
-    return Tiles(64, 128, 8, 3 if head <= 64 else 2)
+        return Tiles(128, 128, 4, 3) if head <= 64 else Tiles(128, 64, 8, 3)
+    return Tiles(128, 64, 8, stages) if kernel == "queries" else Tiles(64, 128, 8, stages)
 
 
 @triton.jit
@@ -172,7 +171,7 @@ def _forward(
     seen = limit > 0
     out = out / tl.where(seen, total, 1.0)[:, None]
     _store(out_ptr, out, start, out_stride, end, QUERIES, HEAD)
-    log_sum = tl.where(seen, largest + tl.log2(total), float("inf"))
+    log_sum = tl.where(seen, largest + tl.log2(tl.where(seen, total, 1.0)), float("inf"))
     tl.store(log_sum_ptr + head * capacity + places, log_sum, mask=places < end)
 
 
