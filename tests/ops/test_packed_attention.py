@@ -1,4 +1,4 @@
-"""Packed attention is scaled_dot_product_attention of each row: values, gradients, padding, compiled and as a kernel."""
+"""Packed attention is scaled_dot_product_attention of each row: values, gradients, padding, compiled, as kernels."""
 
 import importlib.util
 import json
@@ -199,8 +199,8 @@ def test_wrong_arguments_are_named(change, message):
         packed_attention(*arguments, **options)
 
 
-# Lengths, queries in each, keys, heads, d, dtype, padding. Blocks are 32 (fp32), 64 (half precision, rows up to 512) and
-# 128; bf16 products fail in the interpreter, which multiplies their bits.
+# Lengths, queries in each, keys, heads, d, dtype, padding. Blocks are 32 (fp32), 64 (fp16, rows up to 512) and 128.
+# No bf16: the interpreter would multiply its bits as integers.
 KERNEL_CASES = {
     "one-token": ([1], [1], "routed", 1, 32, "float32", 0),
     "all-tokens": ([70, 33, 64], [70, 33, 64], "routed", 2, 32, "float32", 0),

@@ -112,7 +112,7 @@ def _attend(
     return out, total, largest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _forward(
     q_ptr,
     k_ptr,
@@ -209,7 +209,7 @@ def _add_to_queries(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _backward_queries(
     grad_ptr,
     q_ptr,
@@ -320,7 +320,7 @@ def _add_to_keys(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "capacity"])
 def _backward_keys(
     grad_ptr,
     q_ptr,
@@ -485,10 +485,15 @@ def grid(max_keys: int, capacity: int, block: int, heads: int, rows: Tensor) -> 
 
 
 def options(cut: Tiles, q: Tensor) -> dict[str, int | str]:
-    # tf32 would keep 10 bits of an fp32 product.
-    precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    sizes = {"HEAD": q.shape[2], "QUERIES": cut.queries, "KEYS": cut.keys, "PRECISION": precision}
-    return {**sizes, "num_warps": cut.warps, "num_stages": cut.stages}
+    return {
+        "HEAD": q.shape[2],
+        "QUERIES": cut.queries,
+        "KEYS": cut.keys,
+        # tf32, Triton's default, would keep 10 bits of an fp32 factor; half precision does not ask.
+        "PRECISION": "ieee",
+        "num_warps": cut.warps,
+        "num_stages": cut.stages,
+    }
 
 
 def base_two_scale(d: int) -> float:
