@@ -32,6 +32,7 @@ CHOICES = {
     "basis": ("dct", "identity", "random"),
     "random_key": ("token", "position"),
     "classifier_pool": ("last", "mean"),
+    "execution": ("dense", "sparse", "auto"),
 }
 AUTO_CLASSES = {
     "AutoConfig": "ChiarConfig",
@@ -86,6 +87,10 @@ class ChiarConfig(PreTrainedConfig):
     """all: every token is a key. routed: only tokens sent to an operator are keys in it."""
     light_ffn: bool = True
     """False: in routed layers light tokens skip the feed-forward network and its norm."""
+
+    execution: str = "dense"
+    """How routed layers run: dense computes every operator for every token and selects, the definition; sparse computes
+    only what was chosen; auto is sparse wherever that is possible. The numbers are the same."""
 
     spectral_form: str = "sublayer"
     """Light path of post-norm layers: sublayer (the released code) or equation (the paper's Eq. 3)."""
@@ -167,6 +172,12 @@ class ChiarConfig(PreTrainedConfig):
     def routed_layers(self) -> list[int]:
         """Indices of the routed layers."""
         return [i for i, kind in enumerate(self.layer_types or []) if kind == "routed"]
+
+    @property
+    def can_run_sparse(self) -> bool:
+        """Whether a token needs one operator only. Soft routing blends all, and the paper's straight-through estimator
+        takes its gradient from all."""
+        return self.routing == "threshold" or (self.routing == "hard" and self.hard_estimator == "selected")
 
     @property
     def head_size(self) -> int:
@@ -284,6 +295,9 @@ class ChiarConfig(PreTrainedConfig):
 
     def _check_combinations(self) -> None:
         assert self.layer_types is not None
+        if self.execution == "sparse" and not self.can_run_sparse:
+            needs = "soft routing" if self.routing == "soft" else "hard_estimator='both'"
+            raise InputError(f"{needs} needs every operator's output, so execution='sparse' cannot be: use 'auto'.")
         if self.norm_position == "pre" and self.spectral_form == "equation":
             raise InputError("spectral_form='equation' is a post-norm form: use norm_position='post' or 'sublayer'.")
         if self.spectral_form == "equation" and not self.light_ffn:

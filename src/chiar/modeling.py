@@ -148,6 +148,8 @@ class ChiarModel(ChiarPreTrainedModel):
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         context = make_context(config, self.basis.matrix_DD, x_BTD, input_ids, attention_mask, position_ids, past)
         context.keep_entropy = output_routing
+        context.sparse = self._runs_sparse(context, past_key_values is not None)
+        context.basis_is_identity = config.basis == "identity"
         check_routes(forced_routes, config, tuple(x_BTD.shape[:2]))
         if self.embed_positions is not None:
             x_BTD = x_BTD + self.embed_positions(context.positions_BT)
@@ -190,6 +192,20 @@ class ChiarModel(ChiarPreTrainedModel):
             gate_BT1=gate_BT1 if output_routes else None,
         )
         return output if return_dict is not False else output.to_tuple()
+
+    def _runs_sparse(self, context: TokenContext, cached: bool) -> bool:
+        """Whether routed layers run only what was chosen; where `sparse` was asked for and cannot be, an error."""
+        config: ChiarConfig = self.config
+        if config.execution == "dense" or not config.routed_layers:
+            return False
+        obstacle = None
+        if self.training and config.dropout > 0:
+            obstacle = "it has no dropout of attention weights: set dropout=0.0"
+        elif context.attention_implementation == "eager":
+            obstacle = "it keeps no attention weights: leave attn_implementation at sdpa"
+        if obstacle and config.execution == "sparse":
+            raise InputError(f"execution='sparse' is not possible here: {obstacle}, or use 'auto'.")
+        return obstacle is None and not cached and config.can_run_sparse
 
     def _run(
         self,

@@ -1,6 +1,7 @@
 """One layer: route every token, run the operators, combine, feed forward.
 
-This is dense execution, the definition of truth: every operator runs on every token and the route selects.
+This is dense execution, the definition of truth: every operator runs on every token and the route selects. sparse.py
+computes the same with what was chosen only.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from chiar.layers.attention import CausalAttention
 from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import Route, make_router
+from chiar.layers.sparse import run_sparse
 from chiar.layers.spectral import SpectralFilter
 from chiar.ops.spectral_entropy import spectral_entropy
 
@@ -102,6 +104,8 @@ class Block(nn.Module):
     ) -> LayerOutput:
         entropy_BT = self.entropy(x_BTD, context)
         route = self.choose(x_BTD, entropy_BT, context, forced_BT)
+        if context.sparse and route is not None:
+            return LayerOutput(run_sparse(self, x_BTD, context, route), route, entropy_BT)
         outputs, attention_weights = self.run_operators(x_BTD, context, route, memory)
         combine = self.combine_pre_norm if self.pre_norm else self.combine_post_norm
         y_BTD = combine(x_BTD, outputs, None if route is None else route.weights_BTK)

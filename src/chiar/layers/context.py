@@ -31,6 +31,9 @@ class TokenContext:
     rope: tuple[Tensor, Tensor] | None
     """cos and sin, each (B, 1, T, head size)."""
     attention_implementation: str = "sdpa"
+    sparse: bool = False
+    """Routed layers run only the operators that were chosen."""
+    basis_is_identity: bool = False
     keep_entropy: bool = False
     """Compute H of every layer's input, also where no router reads it."""
 

@@ -1,0 +1,158 @@
+"""Sparse execution is dense execution: the same routes in, the same outputs and gradients out."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chiar import ChiarForCausalLM, presets
+from chiar.errors import InputError
+
+B, T = 3, 12
+
+
+def build(**changes):
+    """In float64, with every weight drawn, so that nothing is 1 or 0 by chance."""
+    base = {"hidden_size": 16, "num_attention_heads": 2, "dropout": 0.0, "gate_pool": "causal", "vocab_size": 61}
+    model = ChiarForCausalLM(presets.get("v3-tiny", **{**base, **changes})).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return model
+
+
+def tokens(rows=B, length=T):
+    return torch.randint(0, 61, (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+def routes(model, rows=B, length=T, fraction=0.5, seed=3):
+    """Forced, so that rounding cannot turn a token round."""
+    operators = len(model.config.operators)
+    drawn = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed))
+    choice = torch.where(drawn < fraction, operators - 1, (drawn * 1000).long() % (operators - 1))
+    return {layer: choice.roll(layer, 1) for layer in model.config.routed_layers}
+
+
+def run(model, execution, ids, **inputs):
+    """Loss-like sum over real tokens, and its gradients."""
+    model.config.execution = execution
+    model.zero_grad()
+    states = model(ids, output_hidden_states=True, **inputs)
+    real = inputs.get("attention_mask")
+    logits = states.logits if real is None else states.logits[real.bool()]
+    weights = torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view(logits.shape)
+    (logits * weights).sum().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_alike(model, ids, **inputs):
+    dense, dense_gradients = run(model, "dense", ids, **inputs)
+    sparse, sparse_gradients = run(model, "sparse", ids, **inputs)
+    torch.testing.assert_close(sparse, dense, atol=1e-10, rtol=1e-9)
+    for name, gradient in dense_gradients.items():
+        ours = sparse_gradients.get(name, torch.zeros_like(gradient))
+        torch.testing.assert_close(ours, gradient, atol=1e-9, rtol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+    assert sparse_gradients.keys() == dense_gradients.keys(), "every parameter stays in the graph"
+
+
+DESIGNS = {
+    "post": {},
+    "post equation": {"spectral_form": "equation"},
+    "post light skips": {"light_ffn": False},
+    "pre": {"norm_position": "pre"},
+    "pre rms": {"norm_position": "pre", "norm": "rmsnorm"},
+    "pre light skips": {"norm_position": "pre", "norm": "rmsnorm", "light_ffn": False},
+    "pre identity": {"norm_position": "pre", "norm": "rmsnorm", "basis": "identity"},
+    "learned positions": {"positions": "learned", "meta_router": False},
+}
+ROUTERS = {
+    "entropy": {},
+    "random": {"router": "random"},
+    "static": {"router": "static"},
+    "hard": {"routing": "hard", "hard_estimator": "selected"},
+    "three": {"operators": ["spectral", "rbf", "attention"]},
+    "three hard": {"operators": ["spectral", "rbf", "attention"], "routing": "hard", "hard_estimator": "selected"},
+}
+
+
+@pytest.mark.parametrize("keys", ["all", "routed"])
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("design", DESIGNS)
+def test_outputs_and_gradients(design, router, keys):
+    model = build(keys=keys, **DESIGNS[design], **ROUTERS[router])
+    assert_alike(model, tokens(), forced_routes=routes(model))
+
+
+@pytest.mark.parametrize("keys", ["all", "routed"])
+@pytest.mark.parametrize("design", ["post", "pre light skips", "pre identity"])
+@pytest.mark.parametrize("fraction", [0.0, 1.0], ids=["all light", "all dark"])
+@pytest.mark.parametrize("shape", [(3, 12), (1, 1), (4, 1)], ids=str)
+def test_extremes(shape, fraction, design, keys):
+    model = build(keys=keys, **DESIGNS[design])
+    forced = {layer: torch.full(shape, int(fraction)) for layer in model.config.routed_layers}
+    assert_alike(model, tokens(*shape), forced_routes=forced)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("keys", ["all", "routed"])
+@pytest.mark.parametrize("design", ["post", "post light skips", "pre", "pre light skips"])
+def test_padding(design, keys, side):
+    model = build(keys=keys, **DESIGNS[design])
+    mask = torch.ones(B, T, dtype=torch.long)
+    for row, missing in enumerate((0, 4, 9)):
+        mask[row, :missing] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    assert_alike(model, tokens(), attention_mask=mask, forced_routes=routes(model))
+
+
+@given(bits=st.lists(st.booleans(), min_size=15, max_size=15), keys=st.sampled_from(["all", "routed"]))
+@settings(max_examples=25, deadline=None)
+def test_any_split(bits, keys):
+    model = build(keys=keys, **DESIGNS["pre light skips"])
+    choice = torch.tensor(bits).long().view(3, 5)
+    assert_alike(model, tokens(3, 5), forced_routes=dict.fromkeys(model.config.routed_layers, choice))
+
+
+def test_its_own_routes_are_the_same():
+    model = build(keys="routed").float()
+    ids = tokens()
+    found = {}
+    for execution in ("dense", "sparse"):
+        model.config.execution = execution
+        found[execution] = model(ids, output_routing=True).routing
+    for layer in model.config.routed_layers:
+        assert torch.equal(found["dense"].layers[layer].choice_BT, found["sparse"].layers[layer].choice_BT)
+
+
+@pytest.mark.parametrize("changes", [{"routing": "soft"}, {"routing": "hard", "hard_estimator": "both"}])
+def test_what_needs_all_operators_is_refused_or_runs_densely(changes):
+    with pytest.raises(InputError, match="execution='sparse' cannot be"):
+        presets.get("v3-tiny", execution="sparse", **changes)
+    model = build(execution="auto", **changes)
+    ids = tokens()
+    automatic = model(ids).logits
+    model.config.execution = "dense"
+    assert torch.equal(automatic, model(ids).logits)
+
+
+def test_dropout_of_attention_weights_is_refused_in_training_only():
+    model = build(execution="sparse", dropout=0.1)
+    with pytest.raises(InputError, match="dropout=0.0"):
+        model.train()(tokens())
+    assert model.eval()(tokens()).logits.isfinite().all()
+
+
+def test_one_graph_serves_every_split():
+    model = build(execution="sparse", keys="routed", **DESIGNS["pre identity"]).float()
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model.model, backend=count, fullgraph=True, dynamic=False)
+    for fraction in (0.0, 0.3, 1.0):
+        compiled(tokens(), forced_routes=routes(model, fraction=fraction))
+    assert len(graphs) == 1
