@@ -30,7 +30,7 @@ LARGEST_HEAD = 256
 
 
 def tiles(kernel: str, head: int, max_keys: int, dtype: torch.dtype) -> Tiles:
-    """For "forward", "queries" (dQ) or "keys" (dK and dV): what an H200's registers hold, two blocks at a time."""
+    """For "forward", "queries" (dQ) or "keys" (dK and dV): sizes whose loops fit the registers of an H200."""
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2) if head <= 128 else Tiles(16, 16, 4, 1)
     if head > 128:
