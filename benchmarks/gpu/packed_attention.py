@@ -110,8 +110,9 @@ def check(name: str, example: Example, attend: Callable[[], Tensor], dtype: str)
     expected = example.truth()
     errors = [relative(ours[: len(true)], true) for ours, true in zip(found, expected, strict=True)]
     clean = all(bool((ours[len(true) :] == 0).all()) for ours, true in zip(found, expected, strict=True))
-    # Rounded: the weights and dS before a product, the output, and (in delta) the output again.
-    limit = 1e-5 if dtype == "float32" else 2 * torch.finfo(getattr(torch, dtype)).eps
+    # Rounded: the weights and dS before a product, the output, and (in delta) the output again; most in short rows,
+    # where dS is a small difference.
+    limit = 1e-5 if dtype == "float32" else 4 * torch.finfo(getattr(torch, dtype)).eps
     passed = clean and all(error <= limit for error in errors)
     shown = ", ".join(f"{part} {error:.1e}" for part, error in zip(NAMES, errors, strict=True))
     say(f"{'ok  ' if passed else 'FAIL'} {name}: {shown}{'' if clean else ', padding is not zero'}")

@@ -24,6 +24,7 @@ SPLITS = {
     "row-without-query": ([6, 5, 4], [2, 0, 3]),
     "empty-rows": ([0, 5, 0, 0, 3, 0], [0, 2, 0, 0, 3, 0]),
     "no-query": ([4, 3], [0, 0]),
+    "no-token": ([0, 0], [0, 0]),
 }
 
 
@@ -209,6 +210,7 @@ KERNEL_CASES = {
     "empty-rows": ([0, 40, 0, 0, 35, 0], [0, 33, 0, 0, 35, 0], "all", 1, 32, "float32", 5),
     "row-without-query": ([40, 70, 20], [30, 0, 20], "all", 1, 32, "float32", 60),
     "no-query": ([40, 20], [0, 0], "all", 1, 32, "float32", 50),
+    "no-token": ([0, 0], [0, 0], "all", 1, 32, "float32", 5),
     "only-padding": ([40, 20], [0, 0], "routed", 1, 32, "float32", 70),
     "mostly-padding": ([60, 30], [3, 1], "routed", 2, 32, "float32", 400),
     "odd-head": ([50, 20], [30, 20], "all", 2, 24, "float32", 3),

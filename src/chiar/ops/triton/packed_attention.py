@@ -30,7 +30,7 @@ LARGEST_HEAD = 256
 
 
 def tiles(kernel: str, head: int, max_keys: int, dtype: torch.dtype) -> Tiles:
-    """For "forward", "queries" (dQ) or "keys" (dK and dV): what an H200's registers hold, two blocks at a time."""
+    """For "forward", "queries" (dQ) or "keys" (dK and dV): sizes whose loops fit the registers of an H200."""
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2) if head <= 128 else Tiles(16, 16, 4, 1)
     if head > 128:
@@ -449,7 +449,7 @@ def triton_backward(
     grad, q, k, v, out = (whole_vectors(x) for x in (grad_NHd, q_NHd, k_MHd, v_MHd, out_NHd))
     head = q.shape[2]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    delta_HN = torch.empty_like(log_sum_HN)
+    delta_HN = log_sum_HN.new_empty(log_sum_HN.shape)
     rows = query_rows, key_rows, limit_N
     strides = (*grad.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     scale = base_two_scale(d)
