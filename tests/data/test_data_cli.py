@@ -90,7 +90,7 @@ def test_text_options_and_like(tmp_path):
     ("arguments", "message"),
     [
         (["prepare", "wikitext-3", "--out", "x"], "Did you mean 'wikitext-103'"),
-        (["prepare", "missing.txt", "--out", "x"], "unknown corpus or file"),
+        (["prepare", "missing.txt", "--out", "x"], "there is no file or folder missing.txt"),
         (["prepare", "stdlib"], "Missing option"),
         (["prepare", "notes.txt", "--out", "x", "--tokenizer", "gpt"], "Did you mean 'gpt2'"),
         (["prepare", "notes.txt", "--out", "x", "--tokenizer", "gpt2"], "--tokenizer-path FOLDER"),

@@ -149,7 +149,7 @@ def test_a_run_starts_from_the_checkpoint(language, labelled, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
     settings = RunFolder(tmp_path / "run").read()["settings"]
     assert settings["initial"] == str(language / "best")
-    assert (settings["length"], settings["evaluate_rows"], settings["evaluate_every"]) == (256, 0, 2)
+    assert (settings["length"], settings["evaluate_rows"], settings["evaluate_every"]) == (32, 0, 2)
 
 
 def test_a_classifier_can_be_tuned_further(classifier, labelled, tmp_path):
@@ -264,11 +264,11 @@ def test_a_limited_evaluation_reads_all_over_the_split(sentiment):
 
 def test_defaults_follow_the_corpus_and_give_way(config, sentiment):
     corpora = [Corpus.open(sentiment)]
-    found, settings = classification_settings(config(), corpora, {"data": [], "initial": ""}, 2.5)
+    _, settings = classification_settings(config(), corpora, {"data": [], "initial": ""}, 2.5)
     assert (settings.batch, settings.steps, settings.evaluate_every, settings.length) == (32, 8, 3, 256)
     chosen = {"data": [], "initial": "folder", "batch": 8, "length": 20, "warmup": 1}
-    found, tuned = classification_settings(config(), corpora, chosen, 1)
-    assert (tuned.steps, tuned.micro_batch, tuned.warmup, found.max_position_embeddings) == (12, 8, 1, 20)
+    _, tuned = classification_settings(config(), corpora, chosen, 1)
+    assert (tuned.steps, tuned.micro_batch, tuned.warmup, tuned.length) == (12, 8, 1, 20)
     assert tuned.learning_rate < settings.learning_rate
 
 

@@ -49,7 +49,7 @@ class SparseLayer:
 
     def light(self, x_ND: Tensor) -> Tensor:
         """The filter's output; tokens that are not light get something arbitrary but finite."""
-        filter, basis_DD = self.block.operators[LIGHT], self.context.basis_DD
+        filter, basis_DD = self.block.operators[LIGHT], self.context.basis_DD.to(x_ND.dtype)
         if self.context.basis_is_identity:
             return filter(x_ND, basis_DD)
         packing = make_packing(self.of(LIGHT))
@@ -108,7 +108,7 @@ class SparseLayer:
 
     def chosen(self, parts: dict[str, Tensor]) -> Tensor:
         """Of each token the part of the operator it was sent to."""
-        (first, y_ND), *others = parts.items()
+        (_, y_ND), *others = parts.items()
         for name, part_ND in others:
             y_ND = torch.where((self.chosen_N == self.names.index(name))[:, None], part_ND, y_ND)
         return y_ND
@@ -174,5 +174,5 @@ def run_post_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
         return block.ffn_norm(layer.weighted(residual_ND) + block.ffn(layer.weighted(input_ND)))
     heavy = layer.heavy()
     u_PD = used(pack(residual_ND, heavy), heavy)
-    y_PD = block.ffn_norm(used(u_PD + layer.feed_forward(u_PD, heavy), heavy))
+    y_PD = used(block.ffn_norm(used(u_PD + layer.feed_forward(u_PD, heavy), heavy)), heavy)
     return layer.weighted(unpack(y_PD, residual_ND, heavy))

@@ -1,8 +1,8 @@
 """Some of the tokens of a batch, gathered into consecutive rows: what sparse execution computes with.
 
 How many there are is known on the device only. So packed tensors have room for every token (P = B·T rows), the first
-`count` hold the chosen tokens in order, and the rest is undefined and may be NaN: nothing that sums over packed rows may
-read it. Shapes, launches and compiled graphs are then the same for every split, and no step waits for the device.
+`count` hold the chosen tokens in order, and the rest is undefined and may be NaN: nothing that sums over packed rows
+may read it. Shapes, launches and compiled graphs are then the same for every split, and no step waits for the device.
 """
 
 from dataclasses import dataclass
@@ -156,7 +156,7 @@ def _(y_PK: Tensor, x_PD: Tensor, count: Tensor) -> Tensor:
 
 
 def aligned(weight_DK: Tensor) -> Tensor:
-    """Grouped products want one stride of 1 and the other a multiple of 16 bytes; ours are views of weights, which are."""
+    """Grouped products want one stride of 1 and the other a multiple of 16 bytes, which views of weights have."""
     return weight_DK if 1 in weight_DK.stride() else weight_DK.contiguous()
 
 

@@ -80,7 +80,7 @@ class TrainSettings:
         rates = ("weight_decay", "clip", "learning_rate", "final_learning_rate")
         for name in (*rates, "warmup", "recalibrate_every", "evaluate_rows", "peak_tflops"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(f"{name} must be a number and not negative, got {getattr(self, name)}.")
+                raise InputError(f"{name} must not be negative or nan, got {getattr(self, name)}.")
         if self.length < 2:
             raise InputError("length must be at least 2: a row needs a token to predict.")
         if not 0.0 <= self.ema < 1.0:
