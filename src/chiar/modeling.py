@@ -146,7 +146,7 @@ class ChiarModel(ChiarPreTrainedModel):
         check_tokens(input_ids, inputs_embeds, self.embed_tokens.num_embeddings)
         x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        context = make_context(config, self.basis.matrix_DD, x_BTD, input_ids, attention_mask, position_ids, past)
+        context = make_context(config, self.basis.transform(), x_BTD, input_ids, attention_mask, position_ids, past)
         context.keep_entropy = output_routing
         check_routes(forced_routes, config, tuple(x_BTD.shape[:2]))
         if self.embed_positions is not None:

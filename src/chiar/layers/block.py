@@ -112,7 +112,7 @@ class Block(nn.Module):
         if not (read or context.keep_entropy):
             return None
         with torch.set_grad_enabled(torch.is_grad_enabled() and read and self.entropy_has_gradient):
-            return spectral_entropy(x_BTD, context.basis_DD, self.entropy_eps, self.entropy_dc_weight)
+            return spectral_entropy(x_BTD, context.transform, self.entropy_eps, self.entropy_dc_weight)
 
     def choose(
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
@@ -132,7 +132,7 @@ class Block(nn.Module):
         for k, (name, operator) in enumerate(self.operators.items()):
             seen_BTD = self.norms[name](x_BTD) if self.pre_norm else x_BTD
             if name == LIGHT:
-                outputs[name] = operator(seen_BTD, context.basis_DD)
+                outputs[name] = operator(seen_BTD, context.transform)
                 continue
             key_BT = context.real_BT
             if route is not None and self.routed_keys:

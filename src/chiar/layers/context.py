@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from chiar.ops.transform import Transform
+
 
 class LayerMemory(Protocol):
     """What one layer keeps of the tokens it has seen, for cached decoding."""
@@ -22,7 +24,8 @@ class LayerMemory(Protocol):
 class TokenContext:
     """The T new tokens of a forward pass; S counts cached and new ones."""
 
-    basis_DD: Tensor
+    transform: Transform
+    """To the basis of the entropy and the filter, and back."""
     positions_BT: Tensor
     """Index of each token among the real tokens of its row."""
     real_BT: Tensor | None
