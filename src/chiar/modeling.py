@@ -55,7 +55,8 @@ class ChiarPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=std)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-            init.ones_(module.weight)
+            if module.weight is not None:
+                init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, SpectralFilter):

@@ -33,9 +33,10 @@ class FeedForward(nn.Module):
         return F.dropout(self.down(hidden), self.dropout, self.training)
 
 
-def make_norm(config: Any) -> nn.Module:
+def make_norm(config: Any, operator: str | None = None) -> nn.Module:
     norm = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
-    return norm(config.hidden_size, eps=config.norm_eps)
+    weighted = config.filter_gamma or operator != LIGHT
+    return norm(config.hidden_size, eps=config.norm_eps, elementwise_affine=weighted)
 
 
 def make_operator(name: str, config: Any) -> nn.Module:
@@ -86,7 +87,9 @@ class Block(nn.Module):
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
 
         self.operators = nn.ModuleDict({name: make_operator(name, config) for name in names})
-        self.norms = nn.ModuleDict({name: make_norm(config) for name in names if not (self.equation and name == LIGHT)})
+        self.norms = nn.ModuleDict(
+            {name: make_norm(config, name) for name in names if not (self.equation and name == LIGHT)}
+        )
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)
         self.ffn_norm = make_norm(config)
         self.router = make_router(config, index) if self.kind == "routed" else None
