@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from torch._inductor.utils import run_and_get_code
 
 from chiar.ops.basis import basis_matrix
 from chiar.ops.spectral_entropy import spectral_entropy
@@ -245,6 +246,18 @@ def test_dc_weight_counts_the_first_energy_so_many_times(x, basis, dc_weight, ep
     torch.testing.assert_close(
         spectral_entropy(x, make_transform(basis, x.shape[-1]), eps, dc_weight).double(), expected, atol=2e-6, rtol=0
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_compiler_makes_one_kernel_of_a_row_reduction(dtype):
+    """Why there is no hand-written kernel: nothing but H is written, and no row is read by a second kernel."""
+    torch.compiler.reset()
+    x = noise(8, 64).to(dtype)
+    found, (code,) = run_and_get_code(torch.compile(lambda x: spectral_entropy(x, Transform()), fullgraph=True), x)
+    assert code.count("async_compile.cpp_pybinding(") == 1
+    assert "extern_kernels." not in code.split("def call")[1]
+    # The compiler may sum in another order.
+    torch.testing.assert_close(found, spectral_entropy(x, Transform()), atol=1e-6, rtol=0)
 
 
 def test_unnormalised_dct_of_the_released_code_is_dc_weight_two():
