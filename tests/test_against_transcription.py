@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import transcription
+from chiar.ops.basis import basis_matrix
 from helpers import mixed_routes, padding_mask, random_model, small_config, token_ids
 
 ROWS, TOKENS = 3, 10
@@ -75,7 +76,7 @@ def transcribed_options(model):
         gate_pool=config.gate_pool,
         entropy_eps=config.entropy_eps,
         entropy_dc_weight=config.entropy_dc_weight,
-        basis=model.model.basis.matrix_DD.double().numpy(),
+        basis=basis_matrix(config.basis, config.hidden_size, config.basis_seed, torch.float64).numpy(),
     )
 
 

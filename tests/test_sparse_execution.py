@@ -11,6 +11,15 @@ from chiar.errors import InputError
 B, T = 3, 12
 
 
+@pytest.fixture(autouse=True)
+def undefined_is_nan():
+    """torch then fills new memory with NaN: whoever reads a packed row behind the last is found out."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 def build(**changes):
     """In float64, with every weight drawn, so that nothing is 1 or 0 by chance."""
     base = {"hidden_size": 16, "num_attention_heads": 2, "dropout": 0.0, "gate_pool": "causal", "vocab_size": 61}
@@ -63,7 +72,9 @@ DESIGNS = {
     "pre": {"norm_position": "pre"},
     "pre rms": {"norm_position": "pre", "norm": "rmsnorm"},
     "pre light skips": {"norm_position": "pre", "norm": "rmsnorm", "light_ffn": False},
-    "pre identity": {"norm_position": "pre", "norm": "rmsnorm", "basis": "identity"},
+    "pre identity": {"norm_position": "pre", "norm": "rmsnorm", "basis": "identity", "filter_gamma": False},
+    "post random": {"basis": "random"},
+    "odd width": {"hidden_size": 18, "num_attention_heads": 3},
     "learned positions": {"positions": "learned", "meta_router": False},
 }
 ROUTERS = {

@@ -54,7 +54,7 @@ class TestContent:
         assert len(output.routing.layers) == config.num_hidden_layers
         for layer, states in zip(output.routing.layers, output.hidden_states[:-1], strict=True):
             expected = spectral_entropy(
-                states, model.model.basis.matrix_DD, config.entropy_eps, config.entropy_dc_weight
+                states, model.model.basis.transform(), config.entropy_eps, config.entropy_dc_weight
             )
             assert torch.equal(layer.entropy_BT, expected)
 

@@ -198,6 +198,25 @@ def import_checkpoint_command(
 
 
 @app.command()
+def convert(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or a training run.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New model folder.")],
+    coordinates: Annotated[
+        str, typer.Option(metavar="spectral|features", help="Coordinates of the residual stream.")
+    ] = "spectral",
+) -> None:
+    """Fold the basis into the weights (pre-norm RMSNorm models): the same outputs without any transform, or back."""
+    from transformers.utils import logging
+
+    from chiar.coordinates import convert_folder
+
+    logging.disable_progress_bar()
+    converted = convert_folder(model, out, coordinates)
+    tied = "tied to the embedding" if converted.config.tie_word_embeddings else "a matrix of its own"
+    typer.echo(f"wrote {out}: basis {converted.config.basis}, output projection {tied}")
+
+
+@app.command()
 def trace(
     model: ModelName,
     text: Annotated[str, typer.Option(help="Text to route.")],

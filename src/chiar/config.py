@@ -97,6 +97,8 @@ class ChiarConfig(PreTrainedConfig):
     norm: str = "layernorm"
     norm_position: str = "post"
     norm_eps: float = 1e-5
+    filter_gamma: bool = True
+    """False: under pre-norm the filter's own norm has no γ, so that spectral coordinates are exact after training."""
     basis: str = "dct"
     """Basis of the entropy and the filter: dct, or the controls identity and random (orthogonal)."""
     basis_seed: int = 0
@@ -304,6 +306,8 @@ class ChiarConfig(PreTrainedConfig):
             raise InputError(
                 "light_ffn=False needs spectral_form='sublayer': in the equation the FFN is the light path."
             )
+        if not self.filter_gamma and self.norm_position == "post":
+            raise InputError("filter_gamma=False needs norm_position='pre': post-norm layers scale the stream by γ.")
         if self.meta_router and self.layer_types[0] != "spectral":
             raise InputError(f"the MetaRouter gates a spectral layer 1, but layer 1 is {self.layer_types[0]!r}.")
 

@@ -7,6 +7,7 @@ from chiar.config import ChiarConfig
 from chiar.errors import InputError
 from chiar.layers.attention import rotary_tables
 from chiar.layers.context import TokenContext
+from chiar.ops.transform import Transform
 
 
 def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, vocabulary: int) -> None:
@@ -49,7 +50,7 @@ def check_routes(routes: dict[int, Tensor] | None, config: ChiarConfig, shape: t
 
 def make_context(
     config: ChiarConfig,
-    basis_DD: Tensor,
+    transform: Transform,
     x_BTD: Tensor,
     input_ids: Tensor | None,
     attention_mask: Tensor | None,
@@ -84,7 +85,7 @@ def make_context(
             )
     rope = config.positions == "rope"
     return TokenContext(
-        basis_DD=basis_DD,
+        transform=transform,
         positions_BT=positions_BT,
         real_BT=None if real_BS is None else real_BS[:, past:],
         token_ids_BT=input_ids,

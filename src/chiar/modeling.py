@@ -55,7 +55,8 @@ class ChiarPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=std)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-            init.ones_(module.weight)
+            if module.weight is not None:
+                init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, SpectralFilter):
@@ -146,10 +147,9 @@ class ChiarModel(ChiarPreTrainedModel):
         check_tokens(input_ids, inputs_embeds, self.embed_tokens.num_embeddings)
         x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        context = make_context(config, self.basis.matrix_DD, x_BTD, input_ids, attention_mask, position_ids, past)
+        context = make_context(config, self.basis.transform(), x_BTD, input_ids, attention_mask, position_ids, past)
         context.keep_entropy = output_routing
         context.sparse = self._runs_sparse(context, past_key_values is not None)
-        context.basis_is_identity = config.basis == "identity"
         check_routes(forced_routes, config, tuple(x_BTD.shape[:2]))
         if self.embed_positions is not None:
             x_BTD = x_BTD + self.embed_positions(context.positions_BT)

@@ -9,6 +9,7 @@ from chiar import presets
 from chiar.layers.context import TokenContext
 from chiar.layers.meta_router import MetaRouter
 from chiar.modeling import ChiarForCausalLM
+from chiar.ops.transform import Transform
 from helpers import padding_mask, random_model, small_config, token_ids
 
 WIDTH = 5
@@ -16,7 +17,7 @@ WIDTH = 5
 
 def context(real_BT=None):
     return TokenContext(
-        basis_DD=torch.eye(WIDTH), positions_BT=torch.zeros(1, 1), real_BT=real_BT, token_ids_BT=None, rope=None
+        transform=Transform(), positions_BT=torch.zeros(1, 1), real_BT=real_BT, token_ids_BT=None, rope=None
     )
 
 

@@ -6,15 +6,14 @@ import torch
 from chiar.errors import InputError
 from chiar.layers.context import TokenContext
 from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, StaticRouter, make_router
+from chiar.ops.transform import Transform, transform_matrices
 from helpers import random_model, small_config, token_ids
 
 WIDTH = 6
 
 
 def context(ids_BT=None, positions_BT=None):
-    return TokenContext(
-        basis_DD=torch.eye(WIDTH), positions_BT=positions_BT, real_BT=None, token_ids_BT=ids_BT, rope=None
-    )
+    return TokenContext(transform=Transform(), positions_BT=positions_BT, real_BT=None, token_ids_BT=ids_BT, rope=None)
 
 
 def states(*shape, seed=0):
@@ -288,10 +287,9 @@ def test_forced_routes_reach_the_layer_named_and_no_other(router):
 
 
 @pytest.mark.parametrize("move", ["to-bfloat16", "bfloat16", "half", "double", "to-and-back"])
-def test_thresholds_and_basis_stay_exact_in_fp32(move):
+def test_thresholds_and_basis_are_never_blurred(move):
     tau = 0.8954
     model = random_model(small_config(thresholds=tau)).float()
-    basis_DD = model.model.basis.matrix_DD.clone()
     moved = {
         "to-bfloat16": lambda: model.to(torch.bfloat16),
         "bfloat16": model.bfloat16,
@@ -299,10 +297,12 @@ def test_thresholds_and_basis_stay_exact_in_fp32(move):
         "double": model.double,
         "to-and-back": lambda: model.to(torch.bfloat16).to(torch.float32),
     }[move]()
+    kept = torch.float64 if move == "double" else torch.float32
     for layer in (1, 2):
-        assert torch.equal(moved.model.layers[layer].router.thresholds, torch.tensor([tau]))
-    assert moved.model.basis.matrix_DD.dtype == torch.float32
-    assert torch.equal(moved.model.basis.matrix_DD, basis_DD)
+        assert torch.equal(moved.model.layers[layer].router.thresholds, torch.tensor([tau], dtype=kept))
+    expected = transform_matrices("dct", 16)
+    assert {name: buffer.dtype for name, buffer in moved.model.basis.named_buffers()} == dict.fromkeys(expected, kept)
+    assert all(torch.equal(getattr(moved.model.basis, name), value.to(kept)) for name, value in expected.items())
 
 
 def test_bfloat16_would_blur_a_threshold():

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chiar.ops.basis import basis_matrix
 from chiar.ops.spectral_entropy import spectral_entropy
+from chiar.ops.transform import make_transform
 from chiar.ops.white_noise import digamma, trigamma, white_noise_entropy
 
 PROPERTY = settings(deadline=None, max_examples=100, derandomize=True)
@@ -24,7 +24,7 @@ def test_mean_is_the_specs(width, mean):
 def test_moments_match_noise_through_the_op(width, basis):
     samples = 20_000
     noise = torch.randn(samples, width, generator=torch.Generator().manual_seed(width))
-    entropy = spectral_entropy(noise, basis_matrix(basis, width)).double()
+    entropy = spectral_entropy(noise, make_transform(basis, width)).double()
     mean, deviation = white_noise_entropy(width)
     # Four standard errors of a mean; a standard deviation of 20,000 draws is good to about 1% (kurtosis below 10).
     assert abs(float(entropy.mean()) - mean) < 4 * deviation / samples**0.5

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
 from chiar.ops.spectral_entropy import spectral_entropy
+from chiar.ops.transform import Transform
 from chiar.routing.calibration import calibrate, cut, noise_quantiles
 from chiar.routing.quantiles import StreamingQuantiles
 
@@ -70,11 +71,11 @@ def test_white_noise_is_at_distance_zero_from_itself_and_structure_is_not():
     noise = noise_quantiles(64, 0.0, 1.0)
     assert noise.distance(noise) == 0
     other = StreamingQuantiles()
-    other.add(spectral_entropy(torch.randn(4096, 64), torch.eye(64)))
+    other.add(spectral_entropy(torch.randn(4096, 64), Transform()))
     # Two samples of one distribution: the 99.9% bound of the two-sample statistic is about 1.95·√(1/n + 1/m) = 0.034.
     assert other.distance(noise) < 0.034
     tones = StreamingQuantiles()
-    tones.add(spectral_entropy(torch.eye(64), torch.eye(64)))
+    tones.add(spectral_entropy(torch.eye(64), Transform()))
     assert tones.distance(noise) == 1
 
 
@@ -82,7 +83,7 @@ def test_embedding_rule_is_the_midpoint_of_the_33rd_and_67th_percentiles():
     model = spread(ChiarForCausalLM(presets.get("baseline-tiny")))
     found = calibrate(model, stream(), rule="embeddings")
     ids = torch.cat([batch["input_ids"] for batch in stream()])
-    entropy = spectral_entropy(model.model.embed_tokens(ids).detach(), model.model.basis.matrix_DD).flatten().double()
+    entropy = spectral_entropy(model.model.embed_tokens(ids).detach(), model.model.basis.transform()).flatten().double()
     low, high = torch.quantile(entropy, 0.33), torch.quantile(entropy, 0.67)
     (report,) = found.layers
     # 768 values of at most 257 tokens: a quantile may fall on either neighbour.

@@ -58,7 +58,7 @@ def test_light_and_dark_shares_add_up():
     assert full.part("projections", "scores", "ffn", layers=routed) == baseline.part(
         "projections", "scores", "ffn", layers=routed
     )
-    nothing = count_flops(LARGE, 512, at(0.0), "routed")
+    nothing = count_flops(LARGE, 512, at(0.0), "routed", transform="gemm")
     assert nothing.part("projections", "scores", layers=routed) == 0
     # One product for the entropy of every token, one for the filter (a D×D matrix) of light ones.
     assert squares(nothing, "router", layers=[1]) == 2
@@ -68,8 +68,25 @@ def test_light_and_dark_shares_add_up():
 @pytest.mark.parametrize(("fraction", "speedups"), [(0.5, (1.06, 1.15, 1.42)), (0.25, (1.12, 1.24, 1.64))])
 def test_bounds_on_the_speedup_with_matrix_products(fraction, speedups):
     for length, expected in zip((256, 2048, 8192), speedups, strict=True):
-        savings = compare_flops(LARGE, length, at(fraction), "routed")
+        savings = compare_flops(LARGE, length, at(fraction), "routed", transform="gemm")
         assert savings.baseline.total / savings.chiar.total == pytest.approx(expected, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("transform", "changes", "cost"),
+    [
+        ("gemm", {}, 2),
+        ("even_odd", {}, 1),
+        ("free", {}, 0),
+        ("even_odd", {"basis": "random"}, 2),
+        ("even_odd", {"basis": "identity"}, 0),
+        ("gemm", {"basis": "identity"}, 0),
+    ],
+)
+def test_a_transform_costs_what_its_form_and_basis_say(transform, changes, cost):
+    count = count_flops(presets.get("v3-400m", **changes), 256, at(0.5), transform=transform)
+    assert squares(count, "router", layers=[1]) == cost
+    assert squares(count, "spectral", layers=[1]) == cost / 2
 
 
 @pytest.mark.parametrize("keys", ["all", "routed"])
@@ -115,7 +132,7 @@ def test_fractions_may_differ_by_layer():
 def test_each_operator_of_three_is_counted_by_its_own_share():
     config = presets.get("v1-tiny", keys="routed")
     shares = [{"spectral": 0.5, "rbf": 0.25, "attention": 0.25}, {"spectral": 0.0, "rbf": 1.0, "attention": 0.0}]
-    count = count_flops(config, 33, shares)
+    count = count_flops(config, 33, shares, transform="gemm")
     D, m = config.hidden_size, config.rbf_features
     # A quarter of 33 tokens see a quarter of the 16 tokens before them on average, and themselves: 5 pairs.
     assert count.part("spectral", layers=[1]) == 0.5 * 2 * D * D
@@ -146,6 +163,8 @@ def test_expected_pairs_match_a_count_over_random_routes():
 
 CASES = [("baseline-tiny", {}), ("v1-tiny", {}), ("v2-tiny", {}), ("v3-tiny", {"gate_pool": "causal"})]
 CASES += [("v3-tiny", {"gate_pool": "causal", "routing": "soft"}), ("v1-tiny", {"light_ffn": False})]
+CASES += [("v3-tiny", {"gate_pool": "causal", "basis": basis}) for basis in ("identity", "random")]
+CASES += [("v3-tiny", {"gate_pool": "causal", "hidden_size": 33, "num_attention_heads": 1, "positions": "learned"})]
 CASES += [("v2-tiny", {"router": "random"}), ("v2-tiny", {"router": "static"}), ("v2-tiny", {"norm_position": "pre"})]
 
 

@@ -35,9 +35,10 @@ class FeedForward(nn.Module):
         return F.dropout(self.down(hidden), self.dropout, self.training)
 
 
-def make_norm(config: Any) -> nn.Module:
+def make_norm(config: Any, operator: str | None = None) -> nn.Module:
     norm = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
-    return norm(config.hidden_size, eps=config.norm_eps)
+    weighted = config.filter_gamma or operator != LIGHT
+    return norm(config.hidden_size, eps=config.norm_eps, elementwise_affine=weighted)
 
 
 def make_operator(name: str, config: Any) -> nn.Module:
@@ -88,7 +89,9 @@ class Block(nn.Module):
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
 
         self.operators = nn.ModuleDict({name: make_operator(name, config) for name in names})
-        self.norms = nn.ModuleDict({name: make_norm(config) for name in names if not (self.equation and name == LIGHT)})
+        self.norms = nn.ModuleDict(
+            {name: make_norm(config, name) for name in names if not (self.equation and name == LIGHT)}
+        )
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)
         self.ffn_norm = make_norm(config)
         self.router = make_router(config, index) if self.kind == "routed" else None
@@ -116,7 +119,7 @@ class Block(nn.Module):
         if not (read or context.keep_entropy):
             return None
         with torch.set_grad_enabled(torch.is_grad_enabled() and read and self.entropy_has_gradient):
-            return spectral_entropy(x_BTD, context.basis_DD, self.entropy_eps, self.entropy_dc_weight)
+            return spectral_entropy(x_BTD, context.transform, self.entropy_eps, self.entropy_dc_weight)
 
     def choose(
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
@@ -136,7 +139,7 @@ class Block(nn.Module):
         for k, (name, operator) in enumerate(self.operators.items()):
             seen_BTD = self.norms[name](x_BTD) if self.pre_norm else x_BTD
             if name == LIGHT:
-                outputs[name] = operator(seen_BTD, context.basis_DD)
+                outputs[name] = operator(seen_BTD, context.transform)
                 continue
             key_BT = context.real_BT
             if route is not None and self.routed_keys:

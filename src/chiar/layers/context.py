@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from chiar.ops.transform import Transform
+
 
 class LayerMemory(Protocol):
     """What one layer keeps of the tokens it has seen, for cached decoding."""
@@ -22,7 +24,8 @@ class LayerMemory(Protocol):
 class TokenContext:
     """The T new tokens of a forward pass; S counts cached and new ones."""
 
-    basis_DD: Tensor
+    transform: Transform
+    """To the basis of the entropy and the filter, and back."""
     positions_BT: Tensor
     """Index of each token among the real tokens of its row."""
     real_BT: Tensor | None
@@ -33,7 +36,6 @@ class TokenContext:
     attention_implementation: str = "sdpa"
     sparse: bool = False
     """Routed layers run only the operators that were chosen."""
-    basis_is_identity: bool = False
     keep_entropy: bool = False
     """Compute H of every layer's input, also where no router reads it."""
 

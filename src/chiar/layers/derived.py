@@ -8,27 +8,27 @@ from torch import Tensor, nn
 
 
 class DerivedBuffers(nn.Module):
-    """A module whose buffers are computed, never saved, and stay in fp32.
+    """A module whose buffers are computed, never saved, and stay in fp32 (float64 in a float64 model).
 
     `model.to(torch.bfloat16)` casts ordinary buffers; a threshold of 0.8954 would become 0.8945, a fifth of a
     standard deviation away at width 1024. These are computed again instead, on whatever device they moved to.
     """
 
     def derive(self) -> dict[str, Tensor]:
-        """Name and fp32 CPU value of each buffer."""
+        """Name and CPU value of each buffer, in float64."""
         raise NotImplementedError
 
     def register_derived(self) -> None:
         for name, value in self.derive().items():
-            self.register_buffer(name, value, persistent=False)
+            self.register_buffer(name, value.to(stored_in(torch.get_default_dtype())), persistent=False)
 
     def rebuild(self) -> None:
         with torch.device("cpu"):
             values = self.derive()
         for name, value in values.items():
-            device = getattr(self, name).device
-            if device.type != "meta":
-                setattr(self, name, value.to(device))
+            before = getattr(self, name)
+            if before.device.type != "meta":
+                setattr(self, name, value.to(stored_in(before.dtype)).to(before.device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -37,3 +37,7 @@ class DerivedBuffers(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}{tuple(value.shape)}" for name, value in self.named_buffers())
+
+
+def stored_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

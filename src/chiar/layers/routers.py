@@ -40,7 +40,7 @@ class EntropyRouter(DerivedBuffers):
         self.register_derived()
 
     def derive(self) -> dict[str, Tensor]:
-        return {"thresholds": torch.tensor(self.values, dtype=torch.float32)}
+        return {"thresholds": torch.tensor(self.values, dtype=torch.float64)}
 
     def forward(
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None

@@ -49,12 +49,16 @@ class SparseLayer:
 
     def light(self, x_ND: Tensor) -> Tensor:
         """The filter's output; tokens that are not light get something arbitrary but finite."""
-        filter, basis_DD = self.block.operators[LIGHT], self.context.basis_DD.to(x_ND.dtype)
-        if self.context.basis_is_identity:
-            return filter(x_ND, basis_DD)
+        filter, transform = self.block.operators[LIGHT], self.context.transform
+        if transform.is_identity:
+            return filter(x_ND, transform)
         packing = make_packing(self.of(LIGHT))
-        y_PD = packed_linear(pack(x_ND, packing), basis_DD, None, packing)
-        y_PD = packed_linear(used(y_PD, packing) * filter.weight, basis_DD.t(), None, packing)
+
+        def product(x_PD: Tensor, weight_KD: Tensor) -> Tensor:
+            return packed_linear(x_PD, weight_KD, None, packing)
+
+        spectrum_PD = used(transform.forward(pack(x_ND, packing), product), packing)
+        y_PD = transform.inverse(used(spectrum_PD * filter.weight, packing), product)
         return unpack(y_PD, torch.zeros_like(x_ND, dtype=y_PD.dtype), packing)
 
     def rbf(self, x_ND: Tensor) -> Tensor:

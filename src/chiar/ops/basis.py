@@ -22,8 +22,8 @@ def random_orthogonal(width: int, seed: int) -> Tensor:
     return q_DD * r_DD.diagonal().sign()
 
 
-def basis_matrix(kind: str, width: int, seed: int = 0) -> Tensor:
-    """The D×D matrix whose rows are the basis vectors, in fp32."""
+def basis_matrix(kind: str, width: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The D×D matrix whose rows are the basis vectors, computed in float64."""
     if kind == "dct":
         matrix_DD = dct_matrix(width)
     elif kind == "random":
@@ -31,4 +31,4 @@ def basis_matrix(kind: str, width: int, seed: int = 0) -> Tensor:
     else:
         assert kind == "identity", kind
         matrix_DD = torch.eye(width)
-    return matrix_DD.float()
+    return matrix_DD.to(dtype)

@@ -5,8 +5,10 @@ import math
 import torch
 from torch import Tensor
 
+from chiar.ops.transform import Transform
 
-def spectral_entropy(x: Tensor, basis_DD: Tensor, eps: float = 0.0, dc_weight: float = 1.0) -> Tensor:
+
+def spectral_entropy(x: Tensor, transform: Transform, eps: float = 0.0, dc_weight: float = 1.0) -> Tensor:
     """H(x) = −Σ p_i log p_i / log D with p_i = x̂_i² / Σ x̂_j² and x̂ = C x, over the last axis.
 
     With eps = 0 each row is first divided by its largest |x|: H does not depend on scale, so nothing can overflow
@@ -21,7 +23,7 @@ def spectral_entropy(x: Tensor, basis_DD: Tensor, eps: float = 0.0, dc_weight: f
             # H is homogeneous of degree 0, so the gradient through the scale is zero and detaching it is exact.
             largest = x.detach().abs().amax(-1, keepdim=True)
             x = x / torch.where(largest > 0, largest, 1.0)
-        energy = (x @ basis_DD.to(x.dtype).T).square()
+        energy = transform.forward(x).square()
         if dc_weight != 1.0:
             energy = torch.cat([energy[..., :1] * dc_weight, energy[..., 1:]], dim=-1)
         total = energy.sum(-1)

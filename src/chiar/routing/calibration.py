@@ -10,6 +10,7 @@ from torch import Tensor
 from chiar.errors import InputError, unknown_name
 from chiar.inputs import check_tokens
 from chiar.ops.spectral_entropy import spectral_entropy
+from chiar.ops.transform import Transform
 from chiar.routing.quantiles import StreamingQuantiles
 
 RULES = ("embeddings", "layers")
@@ -77,10 +78,10 @@ def cut(quantiles: StreamingQuantiles, boundaries: int, fraction: float | None) 
 def noise_quantiles(width: int, eps: float, dc_weight: float, samples: int = 16384) -> StreamingQuantiles:
     """H of white Gaussian vectors, computed by the same operator. An orthonormal basis leaves them white."""
     generator = torch.Generator().manual_seed(0)
-    identity_DD, quantiles = torch.eye(width), StreamingQuantiles()
+    quantiles = StreamingQuantiles()
     for _ in range(0, samples, 2048):
         noise = torch.randn(2048, width, generator=generator)
-        quantiles.add(spectral_entropy(noise, identity_DD, eps, dc_weight))
+        quantiles.add(spectral_entropy(noise, Transform(), eps, dc_weight))
     return quantiles
 
 
@@ -156,7 +157,7 @@ def calibrate_embeddings(
         ids = batch["input_ids"]
         check_tokens(ids, None, decoder.embed_tokens.num_embeddings)
         x_BTD = decoder.embed_tokens(ids.to(decoder.device))
-        entropy_BT = spectral_entropy(x_BTD, decoder.basis.matrix_DD, config.entropy_eps, config.entropy_dc_weight)
+        entropy_BT = spectral_entropy(x_BTD, decoder.basis.transform(), config.entropy_eps, config.entropy_dc_weight)
         mask = batch.get("attention_mask")
         seen.add(entropy_BT if mask is None else entropy_BT[mask.bool().to(entropy_BT.device)])
         if progress:

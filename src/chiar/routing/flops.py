@@ -13,7 +13,8 @@ from chiar.config import CHOICES, ChiarConfig
 from chiar.errors import InputError, unknown_name
 
 PARTS = ("router", "spectral", "rbf", "projections", "scores", "ffn", "gate", "logits")
-TRANSFORMS = ("gemm", "free")
+TRANSFORMS = ("gemm", "even_odd", "free")
+"""What a transform to or from the basis costs: its whole matrix, the DCT's two halves (as it is run), nothing."""
 
 Shares = Sequence[Mapping[str, float]]
 """For each routed layer, the share of tokens each operator runs on."""
@@ -53,17 +54,16 @@ def count_flops(
     shares: Shares | None = None,
     keys: str | None = None,
     light_ffn: bool | None = None,
-    transform: str = "gemm",
+    transform: str = "even_odd",
 ) -> FlopCount:
     """What routing has to compute when each token runs only its own operator.
 
-    `shares` are what a trace measured, or `operator_shares` of an f; its default when not given. `transform="free"`
-    leaves out the DCT, as when weights absorb it.
+    `shares` are what a trace measured, or `operator_shares` of an f; its default when not given. `transform` is one of
+    TRANSFORMS. The filter Cᵀ diag(w) C costs one transform, folded (`coordinates.fold_filters`).
     """
     if length < 1:
         raise InputError(f"length must be at least 1, got {length}.")
-    if transform not in TRANSFORMS:
-        raise unknown_name("transform", transform, TRANSFORMS)
+    transform_cost = transform_flops(config, transform)
     keys = config.keys if keys is None else keys
     if keys not in CHOICES["keys"]:
         raise unknown_name("keys", keys, CHOICES["keys"])
@@ -78,11 +78,9 @@ def count_flops(
         ffn_runs = 1.0
         if kind == "routed" and not light_ffn:
             ffn_runs = sum(share for name, share in runs.items() if name != "spectral")
-        router = router_cost(config, transform) if kind == "routed" else 0.0
+        router = router_cost(config, transform_cost) if kind == "routed" else 0.0
         visible = {name: visible_pairs(length, runs[name], key_shares[name]) for name in runs}
-        # The filter Cᵀ diag(w) C is one D×D matrix.
-        filter_cost = 2.0 * config.hidden_size**2 if transform == "gemm" else 0.0
-        costs += layer_costs(config, i, runs, key_shares, visible, ffn_runs, router, filter_cost)
+        costs += layer_costs(config, i, runs, key_shares, visible, ffn_runs, router, transform_cost)
     return FlopCount(tuple(costs), length)
 
 
@@ -133,21 +131,21 @@ def route_costs(
     shares: Shares | None = None,
     keys: str | None = None,
     light_ffn: bool | None = None,
-    transform: str = "gemm",
+    transform: str = "even_odd",
 ) -> dict[str, float]:
     """FLOPs of one token in the first routed layer, by the operator it takes. Keys it gives to others are its cost."""
     assert config.operators is not None
     keys, light_ffn = keys or config.keys, config.light_ffn if light_ffn is None else light_ffn
     first = checked_shares(config, shares)[0]
-    layer, filter_cost = config.routed_layers[0], 2.0 * config.hidden_size**2 if transform == "gemm" else 0.0
+    layer, transform_cost = config.routed_layers[0], transform_flops(config, transform)
     result = {}
     for taken in config.operators:
         runs = {name: float(name == taken) for name in config.operators}
         gives_keys = dict.fromkeys(runs, 1.0) if keys == "all" else runs
         visible = {name: visible_pairs(length, runs[name], first[name] if keys == "routed" else 1.0) for name in runs}
         ffn_runs = 1.0 if light_ffn else float(taken != "spectral")
-        router = router_cost(config, transform)
-        costs = layer_costs(config, layer, runs, gives_keys, visible, ffn_runs, router, filter_cost)
+        router = router_cost(config, transform_cost)
+        costs = layer_costs(config, layer, runs, gives_keys, visible, ffn_runs, router, transform_cost)
         result[taken] = sum(cost.flops for cost in costs)
     return result
 
@@ -158,16 +156,16 @@ def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
     This is what `torch.utils.flop_counter` sees, and agrees with it exactly.
     """
     assert config.layer_types is not None and config.operators is not None
+    transform_cost = transform_flops(config, "even_odd")
     costs: list[Cost] = []
     for i, kind in enumerate(config.layer_types):
         names = config.operators if kind == "routed" else [kind]
         every = dict.fromkeys(names, 1.0)
         ffn_runs = len(names) - 1 if kind == "routed" and not config.light_ffn else 1
-        router = router_cost(config, "gemm") if kind == "routed" else 0.0
+        router = router_cost(config, transform_cost) if kind == "routed" else 0.0
         visible = dict.fromkeys(names, float(length))
         # As the reference runs it: to the spectrum and back.
-        filter_cost = 4.0 * config.hidden_size**2
-        costs += layer_costs(config, i, every, every, visible, float(ffn_runs), router, filter_cost)
+        costs += layer_costs(config, i, every, every, visible, float(ffn_runs), router, 2 * transform_cost)
     return FlopCount(tuple(costs), length)
 
 
@@ -176,10 +174,21 @@ def visible_pairs(length: int, queries: float, keys: float) -> float:
     return queries * (keys * (length - 1) / 2 + 1)
 
 
-def router_cost(config: ChiarConfig, transform: str) -> float:
+def transform_flops(config: ChiarConfig, transform: str) -> float:
+    """Of one row, to the basis or back. Only a DCT of even width has halves, and the identity costs nothing."""
+    if transform not in TRANSFORMS:
+        raise unknown_name("transform", transform, TRANSFORMS)
+    D = config.hidden_size
+    if transform == "free" or config.basis == "identity":
+        return 0.0
+    halved = transform == "even_odd" and config.basis == "dct" and D % 2 == 0
+    return float(D * D if halved else 2 * D * D)
+
+
+def router_cost(config: ChiarConfig, transform_cost: float) -> float:
     D, flops = config.hidden_size, 0.0
-    if config.router in ("entropy", "learned") and transform == "gemm":
-        flops += 2 * D * D
+    if config.router in ("entropy", "learned"):
+        flops += transform_cost
     if config.router == "learned":
         assert config.operators is not None
         flops += 2 * (D + 1) * len(config.operators)
@@ -245,7 +254,7 @@ def compare_flops(
     shares: Shares | None = None,
     keys: str | None = None,
     light_ffn: bool | None = None,
-    transform: str = "gemm",
+    transform: str = "even_odd",
 ) -> Savings:
     chiar = count_flops(config, length, shares, keys, light_ffn, transform)
     baseline = count_flops(baseline_of(config), length)

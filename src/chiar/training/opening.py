@@ -16,8 +16,10 @@ from chiar.training.settings import TrainSettings
 from chiar.training.trainer import open_rows
 
 # What may differ when a run is resumed: how long it is, how it is spread, and how it is shown.
-MAY_CHANGE = ("steps", "compile", "parallel", "execution", "keep", "log_every", "tensorboard", "peak_tflops")
-MAY_CHANGE += ("transformers_version",)
+MAY_CHANGE = (
+    *("steps", "compile", "parallel", "execution", "keep", "log_every", "tensorboard", "peak_tflops"),
+    "transformers_version",
+)
 
 
 def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Any]) -> list[str]:

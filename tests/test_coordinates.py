@@ -1,0 +1,254 @@
+"""Spectral coordinates: the same function with rotated weights, there and back, and what has none."""
+
+import json
+
+import pytest
+import torch
+
+from chiar.config import ChiarConfig
+from chiar.coordinates import fold_filters, to_feature_coordinates, to_spectral_coordinates
+from chiar.errors import InputError
+from chiar.heads import read_heads, save_heads
+from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification
+from chiar.ops.basis import basis_matrix
+from commands import run
+from helpers import padding_mask, random_model, randomise, small_config, token_ids
+
+THREE = {"operators": ["spectral", "rbf", "attention"]}
+LEARNED = {"router": "learned"}
+OPTIONS = {
+    "v3": {},
+    "v3-causal-gate": {"gate_pool": "causal"},
+    "no-gate": {"meta_router": False},
+    "v2": {"preset": "v2-tiny"},
+    "v1": {"preset": "v1-tiny"},
+    "baseline": {"preset": "baseline-tiny"},
+    "hard-both": {**LEARNED, "routing": "hard"},
+    "hard-selected": {**LEARNED, "routing": "hard", "hard_estimator": "selected"},
+    "soft": {**LEARNED, "routing": "soft"},
+    "soft-3": {**LEARNED, **THREE, "routing": "soft"},
+    "random-token": {"router": "random"},
+    "random-position-3": {"router": "random", "random_key": "position", **THREE},
+    "static": {"router": "static"},
+    "entropy-3": {**THREE, "thresholds": [[0.7, 0.8], [0.7, 0.8]]},
+    "keys-routed": {"keys": "routed"},
+    "keys-routed-3": {**THREE, "keys": "routed", "preset": "v1-tiny"},
+    "light-ffn-off": {"light_ffn": False},
+    "light-ffn-off-soft": {**LEARNED, "routing": "soft", "light_ffn": False},
+    "random-basis": {"basis": "random", "basis_seed": 4},
+    "authors-entropy": {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0},
+    "odd-width": {"hidden_size": 15, "num_attention_heads": 3, "positions": "learned"},
+    "untied": {"tie_word_embeddings": False},
+    "filter-gamma-off": {"filter_gamma": False},
+}
+options = pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS.keys())
+
+
+def pre_norm(preset="v3-tiny", **fields) -> ChiarConfig:
+    return small_config(preset, **{"norm": "rmsnorm", "norm_position": "pre", **fields})
+
+
+def light_gamma(model, value=1.3):
+    """The filter's norms with one γ for all features, as conversion needs it."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if "spectral" in layer.norms and layer.norms["spectral"].weight is not None:
+                layer.norms["spectral"].weight.fill_(value)
+    return model
+
+
+def make(dtype=torch.float64, seed=3, **fields):
+    return light_gamma(random_model(pre_norm(**fields), seed)).to(dtype)
+
+
+def basis_of(config):
+    return basis_matrix(config.basis, config.hidden_size, config.basis_seed, torch.float64)
+
+
+def observe(model, **inputs):
+    """The output, and the gradient of the loss in the embedded tokens."""
+    embedded = []
+    watch = model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: embedded.append(output))
+    output = model(**inputs, output_routing=True)
+    watch.remove()
+    (gradient,) = torch.autograd.grad(output.loss, embedded)
+    return output, gradient
+
+
+def tolerance(config, dtype):
+    """Four parts compute in fp32 in a float64 model too: RoPE's tables (the same in both), and these three."""
+    rounded = config.meta_router or config.router == "learned" or "rbf" in config.operators
+    return 1e-10 if dtype == torch.float64 and not rounded else 1e-5
+
+
+def assert_same(model, converted, turn_DD, dtype, **inputs):
+    config = model.config
+    (ours, gradient), (theirs, turned) = observe(model, **inputs), observe(converted, **inputs)
+
+    def close(a, b):
+        # Relative to the largest entry: weights of size 1 make gradients of any size.
+        bound = tolerance(config, dtype)
+        torch.testing.assert_close(a.double(), b.double(), atol=bound * max(1.0, float(b.detach().abs().max())), rtol=0)
+
+    close(theirs.logits, ours.logits)
+    close(turned, gradient.double() @ turn_DD.T)
+    for a, b in zip(theirs.routing.layers, ours.routing.layers, strict=True):
+        close(a.entropy_BT, b.entropy_BT)
+        assert torch.equal(a.choice_BT, b.choice_BT)
+        if b.gate_BT is not None:
+            close(a.gate_BT, b.gate_BT)
+
+
+@options
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_the_same_function(option, dtype):
+    model = make(dtype, **option)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    converted = to_spectral_coordinates(model)
+    assert converted.config.basis == "identity"
+    assert converted.config.layer_thresholds() == model.config.layer_thresholds()
+    assert converted.dtype == dtype
+    assert not dict(converted.model.basis.named_buffers())
+    ids, mask = token_ids(3, 10), padding_mask("left", 3, 10)
+    labels = ids.masked_fill(mask == 0, -100)
+    assert_same(model, converted, basis_of(model.config), dtype, input_ids=ids, attention_mask=mask, labels=labels)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "the original changed"
+
+
+@options
+def test_there_and_back(option):
+    model = make(**option)
+    config = model.config
+    back = to_feature_coordinates(to_spectral_coordinates(model), config.basis, config.basis_seed)
+    assert (back.config.basis, back.config.basis_seed) == (config.basis, config.basis_seed)
+    ids = token_ids(3, 10)
+    assert_same(model, back, torch.eye(config.hidden_size).double(), torch.float64, input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("pool", ["last", "mean"])
+@pytest.mark.parametrize("constant", [True, False], ids=["one-gamma", "many-gammas"])
+def test_classifiers(pool, constant):
+    config = pre_norm("v2-tiny", classifier_pool=pool, num_labels=3)
+    model = light_gamma(randomise(ChiarForSequenceClassification(config).double()).eval())
+    if constant:
+        model.model.norm.weight.data.fill_(0.7)
+    converted = to_spectral_coordinates(model)
+    assert isinstance(converted, ChiarForSequenceClassification)
+    assert_same(
+        model, converted, basis_of(config), torch.float64,
+        input_ids=token_ids(3, 10), attention_mask=padding_mask("right", 3, 10), labels=torch.tensor([0, 2, 1]),
+    )  # fmt: skip
+
+
+def test_tied_output_weights_stay_tied_under_one_final_gamma():
+    model = make(preset="v2-tiny")
+    assert not to_spectral_coordinates(model).config.tie_word_embeddings
+    model.model.norm.weight.data.fill_(0.7)
+    converted = to_spectral_coordinates(model)
+    assert converted.config.tie_word_embeddings
+    assert converted.lm_head.weight is converted.model.embed_tokens.weight
+    ids = token_ids()
+    assert_same(model, converted, basis_of(model.config), torch.float64, input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"norm_position": "post"}, "only a pre-norm model"),
+        ({"norm": "layernorm"}, "LayerNorm subtracts the mean"),
+        ({"basis": "identity"}, "in spectral coordinates already"),
+    ],
+)
+def test_models_without_spectral_coordinates(fields, message):
+    with pytest.raises(InputError, match=message):
+        to_spectral_coordinates(make(**fields))
+
+
+def test_a_filter_norm_with_many_gammas_is_refused_because_its_image_is_not_diagonal():
+    model = random_model(pre_norm())
+    with pytest.raises(InputError, match="layer 1 has a γ that differs between features"):
+        to_spectral_coordinates(model)
+    matrix_DD, gamma_D = basis_of(model.config), model.model.layers[0].norms["spectral"].weight.detach()
+    image_DD = (matrix_DD * gamma_D) @ matrix_DD.T
+    assert (image_DD - image_DD.diagonal().diag()).abs().max() > 0.1
+
+
+def test_filter_norms_without_gamma_convert_after_training():
+    config = pre_norm("v2-tiny", filter_gamma=False)
+    model = randomise(ChiarForCausalLM(config).double())
+    assert not [name for name, _ in model.named_parameters() if name.endswith("norms.spectral.weight")]
+    optimizer, ids = torch.optim.AdamW(model.parameters(), 1e-2), token_ids()
+    for _ in range(3):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, to_spectral_coordinates(model), basis_of(config), torch.float64, input_ids=ids, labels=ids)
+    with pytest.raises(InputError, match="filter_gamma=False needs norm_position='pre'"):
+        small_config(filter_gamma=False)
+
+
+def test_fresh_weights_are_rotation_invariant():
+    """N(0, 0.02²) in every matrix: converted weights have the same mean, deviation and normal tails."""
+    torch.manual_seed(0)
+    config = pre_norm("v2-tiny", hidden_size=128, num_attention_heads=4, initializer_range=0.02)
+    converted = to_spectral_coordinates(ChiarForCausalLM(config))
+    for name, weight in converted.named_parameters():
+        if weight.ndim == 2 and weight.numel() > 10_000:
+            # 5 standard errors of the mean, the deviation and the fourth moment of n normal numbers.
+            n, z = weight.numel(), weight.detach().double() / 0.02
+            assert abs(float(z.mean())) < 5 * n**-0.5, name
+            assert abs(float(z.std()) - 1) < 5 * (2 * n) ** -0.5, name
+            assert abs(float(z.pow(4).mean()) - 3) < 5 * (96 / n) ** 0.5, name
+        elif weight.ndim == 1:
+            assert torch.equal(weight, torch.full_like(weight, weight[0].item())), f"{name} is 0 or 1 throughout"
+
+
+@pytest.mark.parametrize("fields", [{}, {"norm_position": "post"}, {"basis": "random"}, {"basis": "identity"}], ids=str)
+def test_folded_filters_give_the_same_outputs(fields):
+    model, ids = make(**fields), token_ids()
+    with torch.no_grad():
+        expected = model(ids, output_routing=True)
+        fold_filters(model)
+        assert all(layer.operators["spectral"].folded for layer in model.model.layers[:3])
+        found = model(ids, output_routing=True)
+    torch.testing.assert_close(found.logits, expected.logits, atol=1e-5 if model.config.meta_router else 1e-10, rtol=0)
+
+
+class TestCommand:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        model = make(torch.float32, preset="v2-tiny")
+        model.save_pretrained(tmp_path / "model")
+        (tmp_path / "model" / "tokenizer.json").write_text("{}")
+        save_heads(tmp_path / "model", {"reviews": torch.nn.Linear(16, 2)})
+        return tmp_path / "model"
+
+    def test_writes_a_folder_that_opens(self, folder, tmp_path):
+        code, output = run("convert", folder, tmp_path / "out")
+        assert code == 0, output
+        assert "basis identity, output projection a matrix of its own" in output
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["basis"] == "identity"
+        assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+        model, converted = (ChiarForCausalLM.from_pretrained(f).eval() for f in (folder, tmp_path / "out"))
+        ids = token_ids()
+        assert_same(model, converted, basis_of(model.config), torch.float32, input_ids=ids, labels=ids)
+        states = [m.model(ids).last_hidden_state for m in (model, converted)]
+        before, after = (read_heads(f)["reviews"](s) for f, s in zip((folder, tmp_path / "out"), states, strict=True))
+        torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
+
+        code, output = run("convert", tmp_path / "out", tmp_path / "back", "--coordinates", "features")
+        assert code == 0 and "basis dct" in output
+        back = ChiarForCausalLM.from_pretrained(tmp_path / "back").eval()
+        torch.testing.assert_close(back(ids).logits, model(ids).logits, atol=1e-4, rtol=0)
+
+    def test_bad_input(self, folder, tmp_path):
+        def refused(*arguments):
+            code, output = run("convert", *arguments)
+            assert code == 2
+            return output
+
+        assert "exists already" in refused(folder, folder)
+        assert "is a preset" in refused("v2-tiny", tmp_path / "out")
+        assert "Did you mean 'spectral'" in refused(folder, tmp_path / "out", "--coordinates", "spectrl")
+        assert "only a model with basis='identity'" in refused(folder, tmp_path / "out", "--coordinates", "features")
+        assert not (tmp_path / "out").exists()
