@@ -13,7 +13,7 @@ from torch import Tensor
 from chiar.layers.attention import CausalAttention, rotate
 from chiar.layers.context import TokenContext
 from chiar.layers.routers import Route
-from chiar.ops.packed_attention import packed_attention
+from chiar.ops.packed_attention import prefix_attention
 from chiar.ops.packing import Packing, make_packing, pack, packed_linear, unpack
 
 LIGHT = "spectral"
@@ -70,9 +70,11 @@ class SparseLayer:
         """Packed output of the tokens sent to attention."""
         attention: CausalAttention = self.block.operators["attention"]
         q_PHd, k_MHd, v_MHd, keys = self.project(attention, x_ND)
-        out_PHd = packed_attention(
-            q_PHd, k_MHd, v_MHd, self.dark.rows, keys.rows, self.places(self.dark), self.places(keys), self.length
-        )
+        dark = self.dark
+        in_use_P = torch.arange(len(dark.token_P), device=x_ND.device) < dark.count
+        limit_P = torch.where(in_use_P, keys.before_N[dark.token_P] + 1, 0)  # a dark token is a key itself
+        skip_M = dark.before_N[keys.token_P]
+        out_PHd = prefix_attention(q_PHd, k_MHd, v_MHd, dark.rows, keys.rows, limit_P, skip_M, self.length)
         return packed_linear(out_PHd.flatten(1), attention.out.weight, attention.out.bias, self.dark)
 
     def project(self, attention: CausalAttention, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Packing]:
@@ -96,10 +98,6 @@ class SparseLayer:
         if real_BT is None:
             real_BT = torch.ones(self.batch, self.length, dtype=torch.bool, device=device)
         return make_packing(real_BT)
-
-    def places(self, packing: Packing) -> Tensor:
-        """Index of each packed token in its batch row."""
-        return (packing.token_P % self.length).int()
 
     def rotated(self, x_PHd: Tensor, packing: Packing) -> Tensor:
         if self.context.rope is None:

@@ -41,6 +41,26 @@ def packed_attention(
     weights: a caller that needs it runs dense attention. "auto" takes Triton on CUDA where it is installed; "torch" is
     the definition and builds an N×M mask.
     """
+    limit_N, skip_M = visible_counts(query_rows, key_rows, query_position_N, key_position_M)
+    return prefix_attention(
+        q_NHd, k_MHd, v_MHd, query_rows, key_rows, limit_N, skip_M, max_keys, implementation=implementation
+    )
+
+
+def prefix_attention(
+    q_NHd: Tensor,
+    k_MHd: Tensor,
+    v_MHd: Tensor,
+    query_rows: Tensor,
+    key_rows: Tensor,
+    limit_N: Tensor,
+    skip_M: Tensor,
+    max_keys: int,
+    *,
+    implementation: str = "auto",
+) -> Tensor:
+    """The same for callers that know the prefixes: `limit_N` keys a query sees, `skip_M` queries that do not see a key,
+    both int32, `limit_N` 0 for padding."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}.")
     if max_keys < 1:
@@ -53,7 +73,6 @@ def packed_attention(
         q_NHd, k_MHd, v_MHd = (x.to(torch.get_autocast_dtype(device)) for x in (q_NHd, k_MHd, v_MHd))
     if not q_NHd.dtype == k_MHd.dtype == v_MHd.dtype:
         raise ValueError(f"q, k and v must share a dtype, got {q_NHd.dtype}, {k_MHd.dtype} and {v_MHd.dtype}.")
-    limit_N, skip_M = visible_counts(query_rows, key_rows, query_position_N, key_position_M)
     out_NHd, _ = packed_attention_forward(
         q_NHd, k_MHd, v_MHd, query_rows, key_rows, limit_N, skip_M, max_keys, implementation
     )
@@ -66,6 +85,7 @@ def row_of(rows: Tensor, length: int) -> Tensor:
     return torch.searchsorted(rows[1:], places, right=True, out_int32=True)
 
 
+@torch.library.custom_op("chiar::visible_counts", mutates_args=())
 def visible_counts(
     query_rows: Tensor, key_rows: Tensor, query_position_N: Tensor, key_position_M: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -77,6 +97,12 @@ def visible_counts(
     limit_N = torch.searchsorted(key_order_M, query_order_N, right=True, out_int32=True) - key_rows[query_row_N]
     skip_M = torch.searchsorted(query_order_N, key_order_M, out_int32=True) - query_rows[key_row_M]
     return torch.where(query_row_N < len(query_rows) - 1, limit_N, 0), skip_M
+
+
+@visible_counts.register_fake
+def _(query_rows: Tensor, key_rows: Tensor, query_position_N: Tensor, key_position_M: Tensor) -> tuple[Tensor, Tensor]:
+    # An operator of its own: left to inductor (torch 2.11, CUDA) the searches above gave wrong counts.
+    return torch.empty_like(query_position_N), torch.empty_like(key_position_M)
 
 
 @torch.library.custom_op("chiar::packed_attention", mutates_args=())

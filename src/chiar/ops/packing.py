@@ -28,6 +28,8 @@ class Packing:
     """B + 1 int32 offsets: the packed rows of batch row b are rows[b]…rows[b + 1]."""
     count: Tensor
     """How many are chosen: one int32."""
+    before_N: Tensor
+    """How many chosen tokens lie before each token in its batch row, int32."""
 
 
 def make_packing(chosen_BT: Tensor) -> Packing:
@@ -40,7 +42,8 @@ def make_packing(chosen_BT: Tensor) -> Packing:
     rows = F.pad(chosen_BT.sum(1).cumsum(0), (1, 0)).int()
     count = rows[-1:]
     token_P = torch.where(numbers_N < count, token_P, 0)
-    return Packing(chosen_N, torch.where(chosen_N, place_N, 0), token_P, rows, count)
+    before_N = (chosen_BT.cumsum(1) - chosen_BT.long()).flatten().int()
+    return Packing(chosen_N, torch.where(chosen_N, place_N, 0), token_P, rows, count, before_N)
 
 
 class Gather(torch.autograd.Function):
