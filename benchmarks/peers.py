@@ -165,8 +165,8 @@ class PeerModel(TimedModel):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=config.initializer_range)
-                if getattr(module, "bias", None) is not None:
-                    nn.init.zeros_(module.bias)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def states(self, ids_BT: Tensor, routes: Routes | None) -> tuple[Tensor, Tensor | None]:
         """Without routes the layers choose for themselves."""

@@ -158,9 +158,9 @@ def draw_speedups(rows: list[Row], baseline: str) -> str:
     rows = [row for row in rows if row.contender != baseline]
     if not rows:
         raise InputError("nothing to draw: no contender besides the baseline was measured.")
-    fractions: list[float | None] = sorted({row.fraction for row in rows if row.fraction is not None}, reverse=True)
+    fractions = sorted({row.fraction for row in rows if row.fraction is not None}, reverse=True)
     panels = []
-    for fraction in fractions or [None]:
+    for fraction in fractions or (None,):
         shown = [row for row in rows if row.fraction in (fraction, None)]
         names = list(dict.fromkeys(row.contender for row in shown))
         for first in range(0, len(names), len(COLOURS)):
