@@ -156,8 +156,6 @@ def draw_speedups(rows: list[Row], baseline: str) -> str:
     A contender without a fraction is drawn with every fraction.
     """
     rows = [row for row in rows if row.contender != baseline]
-    if not rows:
-        raise InputError("nothing to draw: no contender besides the baseline was measured.")
     fractions = sorted({row.fraction for row in rows if row.fraction is not None}, reverse=True)
     panels = []
     for fraction in fractions or (None,):

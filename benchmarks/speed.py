@@ -89,9 +89,16 @@ def measure(options: argparse.Namespace, registry: Mapping[str, Contender], tabl
                 free(options.device)
             del standard, lap
             free(options.device)
+        draw(options.picture, table)
     for sentence in referee.failed:
         say(f"not measured: {sentence}")
     return 1 if referee.failed else 0
+
+
+def draw(path: Path | None, table: Table) -> None:
+    """The picture so far, again after every length: a run may be cut short."""
+    if path is not None and any(row.contender != BASELINE for row in table.rows):
+        path.write_text(draw_speedups(table.rows, BASELINE), encoding="utf-8")
 
 
 def choose_backend(options: argparse.Namespace, length: int) -> str:
@@ -183,8 +190,6 @@ def main(arguments: Sequence[str] | None = None, registry: Mapping[str, Contende
     try:
         with precision("high"), torch._dynamo.config.patch(many):
             code = measure(options, registry, table)
-        if options.picture is not None:
-            options.picture.write_text(draw_speedups(table.rows, BASELINE), encoding="utf-8")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
