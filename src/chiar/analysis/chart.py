@@ -14,6 +14,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 @dataclass(frozen=True)
 class Line:
     label: str
+    """Its entry beside the panel; "" gives none."""
     points: list[tuple[float, float]]
     colour: str
     dashes: str = ""
@@ -106,7 +107,8 @@ def draw_panel(panel: Panel, top: float, first: float, last: float, named: bool)
         height, name = panel.level
         parts.append(f'<path d="M{LEFT} {up(height):.1f} H{right}" stroke="#444444" stroke-dasharray="2 4"/>')
         parts.append(label(right - 4, up(height) - 5, name, size=11, anchor="end"))
-    for number, line in enumerate(panel.lines):
+    named_lines = 0
+    for line in panel.lines:
         look = f'stroke="{line.colour}" stroke-width="{line.width:g}" opacity="{line.opacity:g}"'
         look += f' stroke-dasharray="{line.dashes}"' if line.dashes else ""
         points = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line.points)
@@ -115,7 +117,10 @@ def draw_panel(panel: Panel, top: float, first: float, last: float, named: bool)
             parts += [
                 f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{line.colour}"/>' for x, y in line.points
             ]
-        beside = top + 10 + 18 * number
+        if not line.label:
+            continue
+        beside = top + 10 + 18 * named_lines
+        named_lines += 1
         parts.append(f'<path d="M{right + 14} {beside:g} h24" {look}/>')
         parts.append(label(right + 44, beside + 4, shorten(line.label, 28), size=11, anchor="start"))
     return parts

@@ -1,0 +1,99 @@
+"""The registry: everything `speed.py` can time, by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from chiar import presets
+from chiar.config import ChiarConfig
+from peers import BypassBlock, MixtureOfDepthsBlock, PeerModel, build_foreign, load_peer
+from timed import Setting, TimedChiar, TimedModel
+
+MODES = ("train", "prefill", "decode")
+BASELINE = "baseline"
+# The best design of the family: the filter is an element-wise product and H a row reduction, because the residual
+# stream lives in spectral coordinates; light tokens give no keys.
+BEST = {
+    "norm": "rmsnorm",
+    "norm_position": "pre",
+    "basis": "identity",
+    "gate_pool": "causal",
+    "keys": "routed",
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model to time. `build(setting, execution, compiled)` makes it; weights are random, routes are forced."""
+
+    name: str
+    what: str
+    build: Callable[[Setting, str, bool], TimedModel]
+    execution: str = "dense"
+    """How it is timed; parity compares it with "dense"."""
+    modes: tuple[str, ...] = MODES
+    takes_fraction: bool = True
+    """Whether f changes it; where not, it is timed once a length."""
+    capacity_is_built_in: bool = False
+    """Whether f is part of its shapes, so that each needs a model of its own."""
+    defined: bool = True
+    """Whether dense execution is its definition. Other people's models have none but themselves."""
+
+
+def executions() -> bool:
+    """Whether models have execution modes."""
+    return "execution" in ChiarConfig.__dataclass_fields__
+
+
+def build_chiar(family: str, changes: dict[str, Any], setting: Setting, execution: str, compiled: bool) -> TimedModel:
+    fields: dict[str, Any] = {"dropout": 0.0, **changes}
+    if setting.layers is not None:
+        fields["num_hidden_layers"] = setting.layers
+    if executions():
+        fields["execution"] = execution
+    return TimedChiar(presets.get(f"{family}-{setting.size}", **fields), compiled)
+
+
+def chiar(name: str, what: str, execution: str, family: str = "v3", **changes: Any) -> Contender:
+    takes_fraction = family != "baseline" and changes.get("router") != "static"
+    execution = execution if executions() else "dense"
+    return Contender(name, what, partial(build_chiar, family, changes), execution, takes_fraction=takes_fraction)
+
+
+def peer(name: str, what: str, kind: Any) -> Contender:
+    def build(setting: Setting, execution: str, compiled: bool) -> TimedModel:
+        return PeerModel(kind, setting, execution)
+
+    return Contender(name, what, build, "sparse", modes=("train", "prefill"), capacity_is_built_in=True)
+
+
+# The paper's gate cannot decode; frozen at the prompt it can.
+PAPER = {"gate_generation": "prefill"}
+ALL = (
+    chiar(BASELINE, "attention in every layer, post-norm LayerNorm", "dense", "baseline"),
+    chiar("routed", "best design, routed keys, shared FFN", "sparse", **BEST),
+    chiar("routed-light", "best design, light tokens skip the FFN", "sparse", **BEST, light_ffn=False),
+    chiar("routed-all-keys", "best design, all tokens are keys", "sparse", **{**BEST, "keys": "all"}),
+    chiar("routed-dense", "best design, every operator on every token", "dense", **BEST),
+    chiar("v3", "v3 as in the paper: post-norm, DCT, all keys", "sparse", **PAPER),
+    chiar("v3-routed-keys", "v3 as in the paper, routed keys", "sparse", **PAPER, keys="routed"),
+    chiar("v3-dense", "v3 as in the paper, every operator on every token", "dense", **PAPER),
+    chiar("half-layers", "best design, attention in every other layer", "sparse", **BEST, router="static"),
+    peer("mod", "Mixture-of-Depths style: others skip the block", MixtureOfDepthsBlock),
+    peer("dtrnet", "DTRNet style: others take V and O only", BypassBlock),
+)
+REGISTRY = {contender.name: contender for contender in ALL}
+
+
+def foreign(folder: Path) -> Contender:
+    """The model of FOLDER/peer.py; see docs/execution.md for the call."""
+    module = load_peer(folder)
+
+    def build(setting: Setting, execution: str, compiled: bool) -> TimedModel:
+        return build_foreign(module, setting)
+
+    what = f"peer.py of {folder.resolve().name}"
+    modes = ("train", "prefill")
+    return Contender(folder.resolve().name, what, build, modes=modes, takes_fraction=False, defined=False)

@@ -1,0 +1,199 @@
+"""One length: the baseline, and every contender beside it."""
+
+import argparse
+import gc
+import time
+from collections.abc import Mapping
+
+import torch
+
+from chiar import presets
+from contenders import BASELINE, Contender
+from parity import Verdict
+from rows import Row, Table, surroundings
+from timed import Setting, Work, exact_routes
+from timing import DecodeJob, Job, PrefillJob, Times, TrainJob, interleave, speedup, synchronises, synchronize
+
+BEGAN = time.perf_counter()
+WARM_UP = 3
+JOBS = {"train": TrainJob, "prefill": PrefillJob, "decode": DecodeJob}
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - BEGAN:7.1f} s] {text}", flush=True)
+
+
+class Lap:
+    """All contenders at one length, beside one baseline."""
+
+    def __init__(self, options: argparse.Namespace, length: int, backend: str, table: Table) -> None:
+        self.options, self.length, self.backend, self.table = options, length, backend, table
+        self.batch = max(1, options.tokens // length)
+        self.device: str = options.device
+        # Decoding grows its cache: torch has no static shape to compile, so the model is called as it is.
+        self.compiled = options.compile and options.mode != "decode"
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = presets.get(f"{BASELINE}-{options.size}").vocab_size
+        self.ids_BT = torch.randint(0, vocabulary, (self.batch, length), generator=generator).to(self.device)
+        self.surroundings = surroundings(self.device)
+
+    def setting(self, fraction: float) -> Setting:
+        return Setting(self.options.size, self.options.layers, self.length, fraction)
+
+    def job(self, contender: Contender, fraction: float) -> Job:
+        """The contender, built and ready for its first step."""
+        torch.manual_seed(0)
+        model = contender.build(self.setting(fraction), contender.execution, self.compiled).to(self.device)
+        model.train(self.options.mode == "train")
+        call = torch.compile(model, dynamic=False) if self.compiled else model
+        job = JOBS[self.options.mode](model, call, self.ids_BT, {}, self.device)
+        self.force(job, fraction)
+        return job
+
+    def force(self, job: Job, fraction: float) -> None:
+        """Give the job the routes of this fraction."""
+        attending, layers = self.setting(fraction).attending, job.model.routed_layers
+        job.routes = exact_routes(self.batch, self.length, attending, layers, self.device)
+        if isinstance(job, DecodeJob):
+            job.attending, job.most = fraction, WARM_UP + 1 + self.options.turns * self.options.steps
+
+    def warm_up(self, name: str, job: Job, new: bool) -> bool | None:
+        """Compile, touch all memory; says whether a step waits for the device."""
+        job.start()
+        began = time.perf_counter()
+        if self.compiled and new:
+            say(f"{name}, T {self.length}: compiling …")
+        for _ in range(WARM_UP):
+            job.step()
+        synchronize(self.device)
+        if self.compiled and new:
+            say(f"{name}, T {self.length}: first {WARM_UP} steps took {time.perf_counter() - began:.1f} s")
+        check_finite(name, job)
+        waits = synchronises(job)
+        if waits:
+            job.start()  # the step was cut off in the middle: its cache is of no use
+        return waits
+
+    def bound(self, baseline: Job, job: Job, fraction: float) -> float | None:
+        setting = self.setting(fraction)
+        full, own = baseline.model.work(setting), job.model.work(setting)
+        if full is None or own is None or self.options.mode == "decode":
+            return None  # decoding is bound by memory, not by FLOPs
+
+        def flops(work: Work) -> float:
+            return work.training() if self.options.mode == "train" else work.prefill(self.length)
+
+        return flops(full) / flops(own)
+
+    def row(
+        self,
+        contender: Contender,
+        fraction: float | None,
+        job: Job,
+        times: Times,
+        baseline: Job,
+        baseline_times: Times,
+        resident: int,
+        waits: bool | None,
+        recompiled: bool | None,
+        verdict: Verdict,
+    ) -> Row:
+        p20, p50, p80 = times.percentiles()
+        faster = speedup(baseline_times, times)
+        bound = self.bound(baseline, job, 1.0 if fraction is None else fraction)
+        cache, baseline_cache = job.cache_bytes(), baseline.cache_bytes()
+        tokens = self.batch if self.options.mode == "decode" else self.batch * self.length
+        layers = presets.get(f"{BASELINE}-{self.options.size}").num_hidden_layers
+        return Row(
+            contender=contender.name,
+            what=contender.what,
+            mode=self.options.mode,
+            size=self.options.size,
+            layers=self.options.layers or layers or 0,
+            length=self.length,
+            batch=self.batch,
+            fraction=fraction,
+            execution=contender.execution if contender.defined else "",
+            compiled=self.compiled,
+            precision="bf16" if self.device == "cuda" else "fp32",
+            sdpa=self.backend,
+            samples=len(times.steps),
+            p20_ms=p20,
+            p50_ms=p50,
+            p80_ms=p80,
+            tokens_per_second=1e3 * tokens / p50,
+            peak_gb=(times.peak_bytes - resident) / 1e9 if self.device == "cuda" else None,
+            baseline_p50_ms=baseline_times.percentiles()[1],
+            speedup=faster,
+            bound=bound,
+            realised=None if bound is None else faster / bound,
+            synchronises=waits,
+            recompiled=recompiled,
+            parity_error=verdict.error,
+            cache_bytes=cache,
+            cache_share=cache / baseline_cache if cache and baseline_cache else None,
+            **self.surroundings,
+        )
+
+    def run_baseline(self, contender: Contender, verdict: Verdict) -> Job:
+        resident = allocated(self.device)
+        job = self.job(contender, 1.0)
+        waits = self.warm_up(contender.name, job, new=True)
+        (times,) = interleave([job], self.options.turns, self.options.steps)
+        row = self.row(contender, None, job, times, job, times, resident, waits, self.recompiled(None), verdict)
+        self.publish(row)
+        return job
+
+    def run(self, contender: Contender, verdicts: Mapping[float, Verdict], baseline: Job) -> None:
+        """A row for every fraction whose parity held. One compiled model serves all fractions where it can."""
+        resident = allocated(self.device)
+        job = None
+        for fraction, verdict in verdicts.items():
+            rebuilt = job is None or contender.capacity_is_built_in
+            if rebuilt:
+                job = None
+                free(self.device)
+                job = self.job(contender, fraction)
+            assert job is not None
+            self.force(job, fraction)
+            graphs = None if rebuilt else compiled_graphs()
+            waits = self.warm_up(contender.name, job, rebuilt)
+            baseline.start()
+            while isinstance(baseline, DecodeJob) and isinstance(job, DecodeJob) and baseline.taken < job.taken:
+                baseline.step()  # as many tokens in both caches
+            graphs = compiled_graphs() if graphs is None else graphs
+            before, after = interleave([baseline, job], self.options.turns, self.options.steps)
+            forced = fraction if contender.takes_fraction else None
+            recompiled = self.recompiled(graphs)
+            self.publish(
+                self.row(contender, forced, job, after, baseline, before, resident, waits, recompiled, verdict)
+            )
+
+    def recompiled(self, graphs: int | None) -> bool | None:
+        return compiled_graphs() > graphs if self.compiled and graphs is not None else None
+
+    def publish(self, row: Row) -> None:
+        self.table.add(row)
+        say(row.sentence())
+
+
+def compiled_graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def check_finite(name: str, job: Job) -> None:
+    found = job.loss if isinstance(job, TrainJob) else job.logits_BV if isinstance(job, PrefillJob) else None
+    if found is not None and not bool(found.isfinite().all()):
+        raise RuntimeError(f"{name} gave a result that is not finite")
+
+
+def allocated(device: str) -> int:
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def free(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,138 @@
+"""What is timed: every contender as one module with the same call, and the routes forced on all of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from chiar.config import ChiarConfig
+from chiar.modeling import ChiarForCausalLM
+from chiar.ops.linear_cross_entropy import linear_cross_entropy
+from chiar.routing.flops import count_flops, operator_shares
+
+Routes = Mapping[int, Tensor]
+"""Routed layer → (B, T) int64: 1 for tokens sent to attention, 0 for the others."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of a measurement."""
+
+    size: str
+    layers: int | None
+    length: int
+    fraction: float
+
+    @property
+    def attending(self) -> int:
+        """How many tokens of a row go to attention."""
+        return max(1, round(self.fraction * self.length))
+
+
+@dataclass(frozen=True)
+class Work:
+    """Counted FLOPs a token of one forward pass."""
+
+    layers: float
+    logits: float
+    without_gradient: float = 0.0
+    """The part of the layers that has no backward pass: the transform that only feeds H."""
+
+    def training(self) -> float:
+        """A backward pass is two products for each of the forward pass."""
+        return 3.0 * (self.layers + self.logits) - 2.0 * self.without_gradient
+
+    def prefill(self, length: int) -> float:
+        """Only the last token of a row has logits."""
+        return self.layers + self.logits / length
+
+
+def exact_routes(rows: int, tokens: int, attending: int, layers: list[int], device: str, seed: int = 0) -> Routes:
+    """`attending` tokens of every row at random places. A layer's routes depend on its number alone, so contenders
+    that route it get the same ones, and no layer repeats another's."""
+    routes = {}
+    for layer in layers:
+        generator = torch.Generator().manual_seed(1_000_003 * seed + layer)
+        rank_BT = torch.rand(rows, tokens, generator=generator).argsort(1).argsort(1)
+        routes[layer] = (rank_BT < attending).long().to(device)
+    return routes
+
+
+def ragged_routes(rows: int, tokens: int, fraction: float, layers: list[int], device: str, seed: int = 0) -> Routes:
+    """Each token for itself with probability `fraction`; one row all light, the next all attention."""
+    routes = {}
+    for layer in layers:
+        generator = torch.Generator().manual_seed(1_000_003 * seed + layer)
+        choice_BT = (torch.rand(rows, tokens, generator=generator) < fraction).long()
+        choice_BT[layer % rows], choice_BT[(layer + 1) % rows] = 0, 1
+        routes[layer] = choice_BT.to(device)
+    return routes
+
+
+class TimedModel(nn.Module):
+    """A language model as the benchmark calls it."""
+
+    routed_layers: list[int]
+    ragged = False
+    """Whether rows may differ in how many tokens attend."""
+
+    def states(self, ids_BT: Tensor, routes: Routes) -> tuple[Tensor, Tensor | None]:
+        """The normed states before the output projection, and what only the router reads (to keep it computed)."""
+        raise NotImplementedError
+
+    def output_weight(self) -> Tensor:
+        raise NotImplementedError
+
+    def work(self, setting: Setting) -> Work | None:
+        """Counted FLOPs; None where nobody has counted them."""
+        raise NotImplementedError
+
+    def forward(self, ids_BT: Tensor, targets_BT: Tensor | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
+        """With targets the mean loss, without them the logits of the last token."""
+        states_BTD, read = self.states(ids_BT, routes)
+        if targets_BT is None:
+            return F.linear(states_BTD[:, -1], self.output_weight()), read
+        return linear_cross_entropy(states_BTD.flatten(0, 1), self.output_weight(), targets_BT.flatten()), read
+
+
+class TimedChiar(TimedModel):
+    """A baseline or a CHIAR-Former.
+
+    Forced routes replace the comparison H > τ but not H itself: the block computes it all the same. A compiler would
+    drop it, because nobody reads it, so under compilation the mean of H over the routed layers is an output. (The
+    trace it comes from also has H of the other layers; those nobody reads, and there the compiler is right.)
+    """
+
+    def __init__(self, config: ChiarConfig, compiled: bool) -> None:
+        super().__init__()
+        self.language = ChiarForCausalLM(config)
+        self.config: ChiarConfig = config
+        static = config.router == "static"
+        self.routed_layers = [] if static else config.routed_layers
+        self.reads_entropy = bool(config.routed_layers) and config.router in ("entropy", "learned")
+        self.returns_entropy = compiled and self.reads_entropy
+        self.ragged = bool(self.routed_layers)
+
+    def states(self, ids_BT: Tensor, routes: Routes) -> tuple[Tensor, Tensor | None]:
+        forced = {layer: routes[layer] for layer in self.routed_layers}
+        done = self.language.model(ids_BT, forced_routes=forced or None, output_routing=self.returns_entropy)
+        read = None
+        if self.returns_entropy:
+            entropies = [done.routing.layers[layer].entropy_BT for layer in self.config.routed_layers]
+            read = torch.stack([entropy_BT.mean() for entropy_BT in entropies]).mean()
+        return done.last_hidden_state, read
+
+    def output_weight(self) -> Tensor:
+        return self.language.lm_head.weight
+
+    def work(self, setting: Setting) -> Work:
+        """Of the routed model: what each token's own operator costs, however it is executed."""
+        fraction = setting.attending / setting.length if self.routed_layers else None
+        shares = operator_shares(self.config, fraction)
+        # In spectral coordinates (the identity basis) the transform is part of the weights.
+        transform = "free" if self.config.basis == "identity" else "gemm"
+        count = count_flops(self.config, setting.length, shares, transform=transform)
+        unread = count.part("router") if self.config.router == "entropy" else 0.0
+        return Work(count.total - count.part("logits"), count.part("logits"), unread)

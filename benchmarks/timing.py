@@ -1,0 +1,233 @@
+"""Steps to be timed, and turns in which two of them are timed side by side."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from timed import Routes, TimedChiar, TimedModel, exact_routes
+
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+OTHERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+def autocast(device: str) -> Any:
+    """As in training: bf16 over fp32 weights. On a CPU fp32, which is faster there."""
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@dataclass
+class Job:
+    """A model with its input: `step` does what is timed once."""
+
+    model: TimedModel
+    call: Callable[..., Any]
+    ids_BT: Tensor
+    routes: Routes
+    device: str
+
+    def start(self) -> None:
+        """Before its turns begin."""
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def cache_bytes(self) -> int | None:
+        return None
+
+
+@dataclass
+class TrainJob(Job):
+    """Forward, loss, backward; no optimiser."""
+
+    loss: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.targets_BT = self.ids_BT.roll(-1, 1)
+
+    def step(self) -> None:
+        with autocast(self.device):
+            self.loss, _ = self.call(self.ids_BT, self.targets_BT, self.routes)
+        self.loss.backward()
+        self.loss = self.loss.detach()
+        self.model.zero_grad(set_to_none=True)
+
+
+@dataclass
+class PrefillJob(Job):
+    """Forward without gradients, logits of the last token."""
+
+    logits_BV: Tensor | None = None
+
+    def step(self) -> None:
+        with torch.no_grad(), autocast(self.device):
+            self.logits_BV, _ = self.call(self.ids_BT, None, self.routes)
+
+
+@dataclass
+class DecodeJob(Job):
+    """One greedy token for every row from the cache of the whole input; the model runs uncompiled."""
+
+    attending: float = 0.5
+    most: int = 0
+    """Steps that will be asked for: routes are drawn for as many, the exact fraction of each row's."""
+    cache: Any = None
+    next_B1: Tensor | None = None
+    taken: int = 0
+    drawn: list[dict[int, Tensor]] = field(default_factory=list)
+
+    def start(self) -> None:
+        assert isinstance(self.model, TimedChiar)
+        rows, layers = len(self.ids_BT), self.model.routed_layers
+        table = exact_routes(rows, self.most, max(1, round(self.attending * self.most)), layers, self.device, seed=1)
+        self.drawn = [{i: table[i][:, n : n + 1].contiguous() for i in layers} for n in range(self.most)]
+        self.cache, self.taken = None, 0
+        self.advance(self.ids_BT, {i: self.routes[i] for i in layers})
+
+    def step(self) -> None:
+        assert self.next_B1 is not None
+        self.advance(self.next_B1, self.drawn[self.taken])
+        self.taken += 1
+
+    def advance(self, ids_BT: Tensor, routes: Mapping[int, Tensor]) -> None:
+        assert isinstance(self.model, TimedChiar)
+        with torch.no_grad(), autocast(self.device):
+            done = self.model.language(
+                ids_BT, past_key_values=self.cache, use_cache=True, logits_to_keep=1, forced_routes=dict(routes) or None
+            )
+        self.cache, self.next_B1 = done.past_key_values, done.logits[:, -1].argmax(-1, keepdim=True)
+
+    def cache_bytes(self) -> int:
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(self.cache)}.values())
+
+
+def tensors(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
+    """All tensors an object holds, however deep."""
+    seen = set() if seen is None else seen
+    if isinstance(thing, Tensor):
+        return [thing]
+    if id(thing) in seen:
+        return []
+    seen.add(id(thing))
+    if isinstance(thing, Mapping):
+        parts = list(thing.values())
+    elif isinstance(thing, list | tuple):
+        parts = list(thing)
+    else:
+        parts = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
+    return [tensor for part in parts for tensor in tensors(part, seen)]
+
+
+@dataclass
+class Times:
+    """Milliseconds of every step, the median of every turn, and the most memory that was in use."""
+
+    steps: list[float] = field(default_factory=list)
+    turns: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    def percentiles(self) -> tuple[float, float, float]:
+        """p20, p50, p80."""
+        if len(self.steps) == 1:
+            return self.steps[0], self.steps[0], self.steps[0]
+        cuts = statistics.quantiles(self.steps, n=10, method="inclusive")
+        return cuts[1], cuts[4], cuts[7]
+
+
+def time_turn(job: Job, steps: int, times: Times) -> None:
+    """`steps` steps without waiting for the device in between."""
+    synchronize(job.device)
+    if job.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            job.step()
+            mark.record()
+        synchronize(job.device)
+        found = [first.elapsed_time(second) for first, second in pairwise(marks)]
+        times.peak_bytes = max(times.peak_bytes, torch.cuda.max_memory_allocated())
+    else:
+        found = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            job.step()
+            found.append(1e3 * (time.perf_counter() - began))
+    times.steps += found
+    times.turns.append(statistics.median(found))
+
+
+def interleave(jobs: list[Job], turns: int, steps: int) -> list[Times]:
+    """Turns of all jobs one after the other, so that a change of clock or load meets all."""
+    times = [Times() for _ in jobs]
+    for _ in range(turns):
+        for job, found in zip(jobs, times, strict=True):
+            time_turn(job, steps, found)
+    return times
+
+
+def speedup(baseline: Times, contender: Times) -> float:
+    """The median over turns of the ratio of neighbouring turns."""
+    return statistics.median(a / b for a, b in zip(baseline.turns, contender.turns, strict=True))
+
+
+def synchronises(job: Job) -> bool | None:
+    """Whether a step waits for the device; None on a CPU, where the question has no meaning."""
+    if job.device != "cuda":
+        return None
+    synchronize(job.device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        job.step()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        job.model.zero_grad(set_to_none=True)
+    return False
+
+
+def best_backend(rows: int, heads: int, length: int, head_size: int, training: bool) -> str:
+    """The faster of cuDNN and flash for plain causal attention of this shape."""
+    found = {}
+    q, k, v = (torch.randn(rows, heads, length, head_size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    for tensor in (q, k, v):
+        tensor.requires_grad_(training)
+    for name, backend in BACKENDS.items():
+        samples = []
+        try:
+            for _ in range(8):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                with sdpa_kernel(backend):
+                    start.record()
+                    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                    if training:
+                        torch.autograd.grad(mixed, (q, k, v), v.detach())
+                    end.record()
+                torch.cuda.synchronize()
+                samples.append(start.elapsed_time(end))
+        except RuntimeError:  # this torch or this device has not got it
+            continue
+        found[name] = statistics.median(samples[3:])
+    return min(found, key=found.__getitem__) if found else "default"
+
+
+def preferring(backend: str) -> Any:
+    """Inside, attention takes `backend` where it can and the others where it cannot (masks)."""
+    first = [BACKENDS[backend]] if backend in BACKENDS else []
+    rest = [other for other in (*BACKENDS.values(), *OTHERS) if other not in first]
+    return sdpa_kernel([*first, *rest], set_priority=True)
