@@ -4,6 +4,8 @@ import os
 
 # The tests load from folders only: a lookup on the network would be a mistake, and slow.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# For the processes tests start: how sums are split between threads changes their last bit.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch

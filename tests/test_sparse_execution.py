@@ -74,6 +74,8 @@ DESIGNS = {
     "pre light skips": {"norm_position": "pre", "norm": "rmsnorm", "light_ffn": False},
     "pre identity": {"norm_position": "pre", "norm": "rmsnorm", "basis": "identity", "filter_gamma": False},
     "post random": {"basis": "random"},
+    "wide heads": {"hidden_size": 32},
+    "wide heads, learned positions": {"hidden_size": 32, "positions": "learned", "meta_router": False},
     "odd width": {"hidden_size": 18, "num_attention_heads": 3},
     "learned positions": {"positions": "learned", "meta_router": False},
 }
@@ -96,7 +98,7 @@ def test_outputs_and_gradients(design, router, keys):
 
 
 @pytest.mark.parametrize("keys", ["all", "routed"])
-@pytest.mark.parametrize("design", ["post", "pre light skips", "pre identity"])
+@pytest.mark.parametrize("design", ["post", "pre light skips", "pre identity", "wide heads"])
 @pytest.mark.parametrize("fraction", [0.0, 1.0], ids=["all light", "all dark"])
 @pytest.mark.parametrize("shape", [(3, 12), (1, 1), (4, 1)], ids=str)
 def test_extremes(shape, fraction, design, keys):
@@ -107,7 +109,7 @@ def test_extremes(shape, fraction, design, keys):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("keys", ["all", "routed"])
-@pytest.mark.parametrize("design", ["post", "post light skips", "pre", "pre light skips"])
+@pytest.mark.parametrize("design", ["post", "post light skips", "pre", "pre light skips", "wide heads"])
 def test_padding(design, keys, side):
     model = build(keys=keys, **DESIGNS[design])
     mask = torch.ones(B, T, dtype=torch.long)

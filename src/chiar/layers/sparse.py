@@ -14,7 +14,9 @@ from chiar.layers.attention import CausalAttention, rotate
 from chiar.layers.context import TokenContext
 from chiar.layers.routers import Route
 from chiar.ops.packed_attention import prefix_attention
+from chiar.ops.packed_gelu import packed_gelu
 from chiar.ops.packing import Packing, make_packing, pack, packed_linear, unpack
+from chiar.ops.rotary_attention import fits, rotary_attention
 
 LIGHT = "spectral"
 
@@ -69,13 +71,34 @@ class SparseLayer:
     def attention(self, x_ND: Tensor) -> Tensor:
         """Packed output of the tokens sent to attention."""
         attention: CausalAttention = self.block.operators["attention"]
-        q_PHd, k_MHd, v_MHd, keys = self.project(attention, x_ND)
-        dark = self.dark
-        in_use_P = torch.arange(len(dark.token_P), device=x_ND.device) < dark.count
-        limit_P = torch.where(in_use_P, keys.before_N[dark.token_P] + 1, 0)  # a dark token is a key itself
-        skip_M = dark.before_N[keys.token_P]
-        out_PHd = prefix_attention(q_PHd, k_MHd, v_MHd, dark.rows, keys.rows, limit_P, skip_M, self.length)
+        run = self.among_themselves if self.turns_at_once(x_ND) else self.over_keys
+        out_PHd = run(attention, x_ND)
         return packed_linear(out_PHd.flatten(1), attention.out.weight, attention.out.bias, self.dark)
+
+    def turns_at_once(self, x_ND: Tensor) -> bool:
+        """Whether keys are the dark tokens themselves and RoPE can be part of the attention operator."""
+        head = x_ND.shape[1] // self.block.operators["attention"].heads
+        return self.block.routed_keys and self.context.rope is not None and fits(head)
+
+    def among_themselves(self, attention: CausalAttention, x_ND: Tensor) -> Tensor:
+        dark = self.dark
+        qkv = packed_linear(pack(x_ND, dark), attention.qkv.weight, attention.qkv.bias, dark)
+        assert self.context.rope is not None
+        cos, sin = (table.flatten(0, 2) for table in self.context.rope)
+        qkv_P3Hd = qkv.unflatten(1, (3, attention.heads, -1))
+        return rotary_attention(qkv_P3Hd, (cos, sin), self.table_rows(dark), dark, self.limits(dark), self.length)
+
+    def limits(self, keys: Packing) -> Tensor:
+        """How many keys each packed dark token sees; a dark token is a key itself."""
+        dark = self.dark
+        in_use_P = torch.arange(len(dark.token_P), device=dark.count.device) < dark.count
+        return torch.where(in_use_P, keys.before_N[dark.token_P] + 1, 0)
+
+    def over_keys(self, attention: CausalAttention, x_ND: Tensor) -> Tensor:
+        q_PHd, k_MHd, v_MHd, keys = self.project(attention, x_ND)
+        skip_M = self.dark.before_N[keys.token_P]
+        rows = self.dark.rows, keys.rows
+        return prefix_attention(q_PHd, k_MHd, v_MHd, *rows, self.limits(keys), skip_M, self.length)
 
     def project(self, attention: CausalAttention, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Packing]:
         """Rotated queries of the dark tokens; keys and values of theirs or of all; and which tokens the keys are."""
@@ -102,11 +125,14 @@ class SparseLayer:
     def rotated(self, x_PHd: Tensor, packing: Packing) -> Tensor:
         if self.context.rope is None:
             return x_PHd
-        tables = []
-        for table in self.context.rope:
-            place_P = packing.token_P % self.length if table.shape[0] == 1 else packing.token_P
-            tables.append(table.flatten(0, 2)[place_P][:, None])
-        return rotate(x_PHd, (tables[0], tables[1]))
+        cos, sin = (table.flatten(0, 2)[self.table_rows(packing)][:, None] for table in self.context.rope)
+        return rotate(x_PHd, (cos, sin))
+
+    def table_rows(self, packing: Packing) -> Tensor:
+        """The row of each packed token in RoPE's tables, of which all batch rows may share one."""
+        assert self.context.rope is not None
+        shared = self.context.rope[0].shape[0] == 1
+        return packing.token_P % self.length if shared else packing.token_P
 
     def chosen(self, parts: dict[str, Tensor]) -> Tensor:
         """Of each token the part of the operator it was sent to."""
@@ -137,7 +163,8 @@ class SparseLayer:
 
     def feed_forward(self, x_PD: Tensor, packing: Packing) -> Tensor:
         ffn = self.block.ffn
-        hidden = F.dropout(F.gelu(packed_linear(x_PD, ffn.up.weight, ffn.up.bias, packing)), ffn.dropout, ffn.training)
+        hidden = packed_gelu(packed_linear(x_PD, ffn.up.weight, None, packing), ffn.up.bias, packing.count)
+        hidden = F.dropout(hidden, ffn.dropout, ffn.training)
         return F.dropout(packed_linear(hidden, ffn.down.weight, ffn.down.bias, packing), ffn.dropout, ffn.training)
 
 

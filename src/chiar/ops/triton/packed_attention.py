@@ -230,6 +230,8 @@ def _backward_queries(
     k_head,
     v_stride,
     v_head,
+    dq_stride,
+    dq_head,
     capacity,
     scale,
     HEAD: tl.constexpr,
@@ -241,9 +243,9 @@ def _backward_queries(
     head, row = tl.cast(tl.program_id(1), tl.int64), tl.program_id(2)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     out_stride = tl.num_programs(1) * HEAD
-    dq_ptr += head * HEAD
+    dq_ptr += head * dq_head
     used = tl.load(query_rows_ptr + tl.num_programs(2))
-    _clear_padding(dq_ptr, row * tl.num_programs(0) + block, used, capacity, out_stride, QUERIES, HEAD)
+    _clear_padding(dq_ptr, row * tl.num_programs(0) + block, used, capacity, dq_stride, QUERIES, HEAD)
     begin = tl.load(query_rows_ptr + row)
     end = tl.load(query_rows_ptr + row + 1)
     start = begin + block * QUERIES
@@ -275,7 +277,7 @@ def _backward_queries(
         k_stride, v_stride, scale, HEAD, KEYS, True, PRECISION,
     )  # fmt: skip
     LN2: tl.constexpr = 0.6931471805599453
-    _store(dq_ptr, dq * (scale * LN2), start, out_stride, end, QUERIES, HEAD)
+    _store(dq_ptr, dq * (scale * LN2), start, dq_stride, end, QUERIES, HEAD)
 
 
 @triton.jit
@@ -342,6 +344,8 @@ def _backward_keys(
     k_head,
     v_stride,
     v_head,
+    dk_stride,
+    dk_head,
     queries,
     capacity,
     scale,
@@ -350,15 +354,14 @@ def _backward_keys(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dK and dV. `queries` and `capacity` are the sizes of the packed queries and keys."""
+    """dK and dV, with the same strides. `queries` and `capacity` are the sizes of the packed queries and keys."""
     block, head, row = tl.program_id(0), tl.cast(tl.program_id(1), tl.int64), tl.program_id(2)
-    out_stride = tl.num_programs(1) * HEAD
-    dk_ptr += head * HEAD
-    dv_ptr += head * HEAD
+    dk_ptr += head * dk_head
+    dv_ptr += head * dk_head
     used = tl.load(key_rows_ptr + tl.num_programs(2))
     program = row * tl.num_programs(0) + block
-    _clear_padding(dk_ptr, program, used, capacity, out_stride, KEYS, HEAD)
-    _clear_padding(dv_ptr, program, used, capacity, out_stride, KEYS, HEAD)
+    _clear_padding(dk_ptr, program, used, capacity, dk_stride, KEYS, HEAD)
+    _clear_padding(dv_ptr, program, used, capacity, dk_stride, KEYS, HEAD)
     begin = tl.load(key_rows_ptr + row)
     end = tl.load(key_rows_ptr + row + 1)
     start = begin + block * KEYS
@@ -391,8 +394,8 @@ def _backward_keys(
         q_stride, grad_stride, scale, HEAD, QUERIES, False, PRECISION,
     )  # fmt: skip
     LN2: tl.constexpr = 0.6931471805599453
-    _store(dk_ptr, dk * (scale * LN2), start, out_stride, end, KEYS, HEAD)
-    _store(dv_ptr, dv, start, out_stride, end, KEYS, HEAD)
+    _store(dk_ptr, dk * (scale * LN2), start, dk_stride, end, KEYS, HEAD)
+    _store(dv_ptr, dv, start, dk_stride, end, KEYS, HEAD)
 
 
 def triton_forward(
@@ -445,10 +448,32 @@ def triton_backward(
     max_keys: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As torch_backward, for fp32, fp16 and bf16."""
-    (N, H, d), M = q_NHd.shape, len(k_MHd)
+    d = q_NHd.shape[2]
     grad, q, k, v, out = (whole_vectors(x) for x in (grad_NHd, q_NHd, k_MHd, v_MHd, out_NHd))
-    head = q.shape[2]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    launch_backward(grad, q, k, v, out, log_sum_HN, dq, dk, dv, query_rows, key_rows, limit_N, skip_M, max_keys, d)
+    return dq[..., :d].contiguous(), dk[..., :d].contiguous(), dv[..., :d].contiguous()
+
+
+def launch_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum_HN: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    query_rows: Tensor,
+    key_rows: Tensor,
+    limit_N: Tensor,
+    skip_M: Tensor,
+    max_keys: int,
+    d: int,
+) -> None:
+    """Fill dq, dk and dv, whose vectors lie in one piece; dk and dv have the same strides. d: features of a head."""
+    (N, H, head), M = q.shape, len(k)
     delta_HN = log_sum_HN.new_empty(log_sum_HN.shape)
     rows = query_rows, key_rows, limit_N
     strides = (*grad.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
@@ -457,14 +482,15 @@ def triton_backward(
         if dq.numel():
             cut = tiles("queries", head, max_keys, q.dtype)
             _backward_queries[grid(max_keys, N, cut.queries, H, query_rows)](
-                grad, q, k, v, out.contiguous(), log_sum_HN, delta_HN, dq, *rows, *strides, N, scale, **options(cut, q)
-            )
+                grad, q, k, v, out.contiguous(), log_sum_HN, delta_HN, dq,
+                *rows, *strides, *dq.stride()[:2], N, scale, **options(cut, q),
+            )  # fmt: skip
         if dk.numel():
             cut = tiles("keys", head, max_keys, q.dtype)
             _backward_keys[grid(max_keys, M, cut.keys, H, key_rows)](
-                grad, q, k, v, log_sum_HN, delta_HN, dk, dv, *rows, skip_M, *strides, N, M, scale, **options(cut, q)
-            )
-    return dq[..., :d].contiguous(), dk[..., :d].contiguous(), dv[..., :d].contiguous()
+                grad, q, k, v, log_sum_HN, delta_HN, dk, dv,
+                *rows, skip_M, *strides, *dk.stride()[:2], N, M, scale, **options(cut, q),
+            )  # fmt: skip
 
 
 def whole_vectors(x_NHd: Tensor) -> Tensor:
