@@ -145,3 +145,23 @@ def test_the_largest_presets_are_sharded_by_themselves():
     settings = TrainSettings()
     assert settings.shards(1_100_000_000, 2) and not settings.shards(1_100_000_000, 1)
     assert not settings.shards(400_000_000, 8)
+
+
+def test_layers_are_found_where_torch_does_not_look_into_dataclasses(config, settings, tmp_path, monkeypatch):
+    """Before torch 2.13 FSDP searches a module's output as a tree only; this puts that search in place of today's."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_state
+    from torch.utils._pytree import tree_leaves
+
+    from chiar.training.loop import train
+
+    def as_before(output):
+        return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+    if hasattr(_fsdp_state, "collect_grad_tensors"):
+        monkeypatch.setattr(_fsdp_state, "collect_grad_tensors", as_before)
+    losses = []
+    for parallel in ("ddp", "fsdp"):
+        chosen = settings(steps=3, parallel=parallel)
+        record = train(config(dropout=0.0), chosen, tmp_path / parallel, device="cpu", quiet=True)
+        losses.append(record["loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)

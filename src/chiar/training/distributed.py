@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -107,6 +108,20 @@ def replicate(model: nn.Module, processes: Processes) -> nn.Module:
         return DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
 
 
+@cache
+def register_outputs() -> None:
+    """FSDP looks for tensors in what a module returns, and before torch 2.13 does not look into dataclasses: it would
+    miss where their backward pass begins, and weights would not be there."""
+    from torch.export import register_dataclass
+
+    from chiar.layers.block import LayerOutput
+    from chiar.layers.routers import Route
+    from chiar.training.tasks import TaskResult
+
+    for kind in (LayerOutput, Route, TaskResult):
+        register_dataclass(kind)
+
+
 def shard(model: Any, processes: Processes) -> None:
     """FSDP2 in place: each layer's weights, gradients and optimiser state are split by rows over the processes.
 
@@ -116,6 +131,7 @@ def shard(model: Any, processes: Processes) -> None:
         backend = "nccl" if processes.device.type == "cuda" else "gloo"
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    register_outputs()
     mesh = dist.init_device_mesh(processes.device.type, (processes.count,))
     for layer in model.language.model.layers:
         fully_shard(layer, mesh=mesh)
