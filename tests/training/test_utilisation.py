@@ -1,11 +1,13 @@
 """MFU: which peak, which FLOPs, and when there is none."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from chiar import presets
 from chiar.errors import InputError
-from chiar.routing.flops import count_dense_execution
+from chiar.routing.flops import count_dense_execution, count_flops, operator_shares
 from chiar.training.loop import train
 from chiar.training.run_folder import RunFolder
 from chiar.training.utilisation import Utilisation, known_peak, training_flops
@@ -72,8 +74,20 @@ def test_more_devices_have_a_higher_peak_and_uncounted_tokens_no_mfu(config, set
 
     cpu, language, classes = torch.device("cpu"), Corpus.open(corpus), Corpus.open(labelled)
     chosen = settings(peak_tflops=1.0)
-    one, two = (Utilisation(config(), chosen, [language], count, cpu).of(1e7) for count in (1, 2))
+    one, two = (Utilisation(config(), chosen, [language], count, cpu).of(1e7, []) for count in (1, 2))
     assert one == pytest.approx(2 * two, abs=1e-4) and one > 0
-    assert Utilisation(config(), chosen, [language, classes], 1, cpu).of(1e7) is None
+    assert Utilisation(config(), chosen, [language, classes], 1, cpu).of(1e7, []) is None
     added = settings(peak_tflops=1.0, mixing="added")
-    assert Utilisation(config(), added, [language, language], 1, cpu).of(1e7) is None
+    assert Utilisation(config(), added, [language, language], 1, cpu).of(1e7, []) is None
+
+
+def test_sparse_execution_counts_what_was_chosen(config, settings):
+    chosen, cpu = settings(peak_tflops=1.0), torch.device("cpu")
+    language = SimpleNamespace(kind="language")
+    model = config(dropout=0.0, execution="sparse", keys="routed")
+    shares = operator_shares(model, 0.25)
+    use = [[row[name] for name in model.operators] for row in shares]
+    found = Utilisation(model, chosen, [language], 1, cpu).of(1e6, use)
+    count = count_flops(model, chosen.length, shares)
+    assert found == round(1e6 * (3 * count.total - 2 * count.part("router")) / 1e12, 4)
+    assert found < Utilisation(config(dropout=0.0, keys="routed"), chosen, [language], 1, cpu).of(1e6, use)

@@ -152,7 +152,7 @@ class Run:
         tokens = self.trainer.take_tokens()
         record["tokens_per_second"] = round(tokens / (now - self.marked_time), 1)
         self.marked_step, self.marked_time = self.trainer.step, now
-        mfu = self.utilisation.of(record["tokens_per_second"])
+        mfu = self.utilisation.of(record["tokens_per_second"], record["use"])
         if mfu is not None:
             record["mfu"] = mfu
         record["compiled"] = self.compiled

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from chiar.config import ChiarConfig
-from chiar.routing.flops import count_dense_execution
+from chiar.routing.flops import Shares, count_dense_execution, count_flops
 from chiar.training.settings import TrainSettings
 
 # Dense bf16 matrix products with fp32 sums, TFLOP/s, from the makers' data sheets (without sparsity).
@@ -53,14 +53,14 @@ def peak_tflops(settings: TrainSettings, device: torch.device) -> float | None:
     return known_peak(torch.cuda.get_device_name(device))
 
 
-def training_flops(config: ChiarConfig, length: int) -> float:
-    """FLOPs of a token's forward and backward pass as MFU counts them: those of the model, executed densely.
+def training_flops(config: ChiarConfig, length: int, shares: Shares | None = None) -> float:
+    """FLOPs of a token's forward and backward pass as MFU counts them: those of the model, as it is executed.
 
-    Every operator runs on every token with full T × T scores, so what routing could save is counted as work, and what
-    gradient checkpointing computes twice is counted once. The backward pass costs twice the forward pass, but for the
-    spectrum of the entropy router, which has none.
+    Densely, every operator runs on every token with full T × T scores, so what routing could save is counted as work;
+    with `shares`, what each operator got, only that is. What gradient checkpointing computes twice is counted once. The
+    backward pass costs twice the forward pass, but for the spectrum of the entropy router, which has none.
     """
-    count = count_dense_execution(config, length)
+    count = count_dense_execution(config, length) if shares is None else count_flops(config, length, shares)
     without_backward = count.part("router") if config.router == "entropy" else 0.0
     return 3.0 * count.total - 2.0 * without_backward
 
@@ -73,7 +73,14 @@ class Utilisation:
         counted = all(corpus.kind == "language" for corpus in corpora)
         counted &= settings.mixing == "weights" or len(corpora) == 1
         peak = peak_tflops(settings, device) if counted else None
-        self.share_of_one_token = training_flops(config, settings.length) / (peak * 1e12 * devices) if peak else None
+        self.peak = peak * 1e12 * devices if peak else None
+        self.config, self.length = config, settings.length
+        self.sparse = config.execution != "dense" and config.can_run_sparse and config.dropout == 0
 
-    def of(self, tokens_per_second: float) -> float | None:
-        return None if self.share_of_one_token is None else round(tokens_per_second * self.share_of_one_token, 4)
+    def of(self, tokens_per_second: float, use: list[list[float]]) -> float | None:
+        """`use` is the share of tokens each operator of each routed layer got."""
+        if self.peak is None:
+            return None
+        assert self.config.operators is not None
+        shares = [dict(zip(self.config.operators, row, strict=True)) for row in use] if self.sparse else None
+        return round(tokens_per_second * training_flops(self.config, self.length, shares) / self.peak, 4)
