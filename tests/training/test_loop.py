@@ -44,8 +44,9 @@ def interrupted(monkeypatch, step):
         {},
         {"routing": "hard"},
         {"gate_pool": "causal", "keys": "routed", "light_ffn": False},
+        {"execution": "sparse", "keys": "routed", "light_ffn": False, "dropout": 0.0},
     ],
-    ids=["threshold", "hard", "causal"],
+    ids=["threshold", "hard", "causal", "sparse"],
 )
 def test_a_resumed_run_is_the_same_run(changes, config, settings, tmp_path, monkeypatch):
     model = config(**changes)

@@ -116,6 +116,16 @@ def test_sharded_processes_with_unequal_batches_wait_for_each_other(corpus, labe
     assert_close(out, tmp_path / "replicated")
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_sparse_execution_leaves_no_parameter_out(parallel, corpus, tmp_path):
+    """Every token is light, so nothing is sent to attention, whose weights must have a gradient all the same."""
+    changes = ("execution=sparse", "routing=threshold", "router=random", "random_fraction=0.0", "keys=routed")
+    more = [word for change in changes for word in ("--set", change)]
+    out = tmp_path / "run"
+    run(torchrun(2, 0, arguments(corpus, out, parallel, "--steps", "3", *more)))
+    assert [record["use"] for record in metrics(out)] == [[[1.0, 0.0], [1.0, 0.0]]] * 3
+
+
 def test_a_restart_does_not_continue_a_run_of_somebody_else(alone, corpus, tmp_path):
     out = tmp_path / "theirs"
     shutil.copytree(alone, out, symlinks=True)
