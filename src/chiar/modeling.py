@@ -144,6 +144,8 @@ class ChiarModel(ChiarPreTrainedModel):
         if past_key_values is not None:
             past_key_values = check_cache(past_key_values)
             self.check_gate_can_generate()
+            if self.training and torch.is_grad_enabled():
+                self._check_cache_has_gradients()
         check_tokens(input_ids, inputs_embeds, self.embed_tokens.num_embeddings)
         x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -192,6 +194,14 @@ class ChiarModel(ChiarPreTrainedModel):
             gate_BT1=gate_BT1 if output_routes else None,
         )
         return output if return_dict is not False else output.to_tuple()
+
+    def _check_cache_has_gradients(self) -> None:
+        config: ChiarConfig = self.config
+        if config.keys == "routed" and config.routing == "hard" and config.hard_estimator == "both":
+            raise InputError(
+                "hard_estimator='both' trains the router with attention's output for light tokens too, and under "
+                "keys='routed' a cache has none: train with use_cache=False, or with hard_estimator='selected'."
+            )
 
     def _runs_sparse(self, context: TokenContext, cached: bool) -> bool:
         """Whether routed layers run only what was chosen; where `sparse` was asked for and cannot be, an error."""
