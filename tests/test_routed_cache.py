@@ -8,6 +8,7 @@ import torch
 from chiar.cache import ChiarCache
 from chiar.errors import InputError
 from chiar.layers.ragged import BLOCK, ROOM, RaggedStore
+from chiar.layers.sparse import run_sparse
 from helpers import VOCABULARY, mixed_routes, random_model, small_config, token_ids
 
 ROWS, TOKENS = 3, 90
@@ -197,6 +198,35 @@ def test_growth_by_blocks(monkeypatch):
     assert (torch.cat(logits, 1) - whole(model, ids, routes)).abs().max() < rounding(model.config)
 
 
+@pytest.mark.parametrize("keys", ["all", "routed"])
+@pytest.mark.parametrize(
+    "operators", [["spectral", "attention"], ["spectral", "rbf", "attention"]], ids=["two", "three"]
+)
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_a_sparse_prefill_fills_the_cache(monkeypatch, keys, operators, padded):
+    """It runs for the prompt alone, and decoding goes on from what it stored as if dense execution had."""
+    model = routed_model(keys=keys, operators=operators, execution="sparse")
+    ids, routes = token_ids(ROWS, TOKENS), ragged_routes(model.config)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :20], mask[2, :55] = 0, 0
+    lengths = []
+
+    def recorded(block, x_BTD, *rest):
+        lengths.append(x_BTD.shape[1])
+        return run_sparse(block, x_BTD, *rest)
+
+    monkeypatch.setattr("chiar.layers.block.run_sparse", recorded)
+    found, cache = feed(model, ids, [60, 1, 20, *[1] * 9], routes, mask if padded else None)
+    assert lengths == [60] * len(model.config.routed_layers)
+    model.config.execution = "dense"
+    expected, dense_cache = feed(model, ids, [60, 1, 20, *[1] * 9], routes, mask if padded else None)
+    assert (found - expected)[mask.bool()].abs().max() < rounding(model.config)
+    for sparse, dense in zip(cache.layers, dense_cache.layers, strict=True):
+        assert {n: t.shape for n, t in sparse.state.items()} == {n: t.shape for n, t in dense.state.items()}
+        assert sparse.stores.keys() == dense.stores.keys()
+
+
 @pytest.mark.parametrize("preset", ["v3-tiny", "v1-tiny"])
 @pytest.mark.parametrize("operation", ["reorder", "repeat", "select"])
 def test_rows_can_be_chosen_and_repeated(operation, preset):
@@ -220,9 +250,10 @@ def test_rows_can_be_chosen_and_repeated(operation, preset):
     assert (found - whole(model, ids, routes)[:, half:]).abs().max() < rounding(model.config)
 
 
-def test_beam_search_with_ragged_rows(monkeypatch):
+@pytest.mark.parametrize("execution", ["dense", "auto"])
+def test_beam_search_with_ragged_rows(monkeypatch, execution):
     """Beams that have other lengths than those they replace; the whole search equals the one without a cache."""
-    model = routed_model(router="random", random_key="token", random_fraction=0.4)
+    model = routed_model(router="random", random_key="token", random_fraction=0.4, execution=execution)
     with torch.no_grad():
         model.model.norm.weight.mul_(0.2)  # flatter logits, so that beams part
     swaps, reorder = [], ChiarCache.reorder_cache
@@ -302,5 +333,5 @@ def test_training_with_a_cache_where_the_router_needs_both_operators():
     ids = token_ids(ROWS, 8)
     with torch.no_grad():
         model(ids, use_cache=True)
-    with pytest.raises(InputError, match="hard_estimator='both'.*use_cache"):
+    with pytest.raises(InputError, match=r"hard_estimator='both'.*use_cache"):
         model.train()(ids, use_cache=True)

@@ -151,7 +151,9 @@ class ChiarModel(ChiarPreTrainedModel):
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         context = make_context(config, self.basis.transform(), x_BTD, input_ids, attention_mask, position_ids, past)
         context.keep_entropy = output_routing
-        context.sparse = self._runs_sparse(context, past_key_values is not None)
+        # Sparse execution reads no stored keys. It can fill a cache, but one token alone has nothing to leave out.
+        continues = past_key_values is not None and (past > 0 or x_BTD.shape[1] == 1)
+        context.sparse = self._runs_sparse(context) and not continues
         check_routes(forced_routes, config, tuple(x_BTD.shape[:2]))
         if self.embed_positions is not None:
             x_BTD = x_BTD + self.embed_positions(context.positions_BT)
@@ -203,7 +205,7 @@ class ChiarModel(ChiarPreTrainedModel):
                 "keys='routed' a cache has none: train with use_cache=False, or with hard_estimator='selected'."
             )
 
-    def _runs_sparse(self, context: TokenContext, cached: bool) -> bool:
+    def _runs_sparse(self, context: TokenContext) -> bool:
         """Whether routed layers run only what was chosen; where `sparse` was asked for and cannot be, an error."""
         config: ChiarConfig = self.config
         if config.execution == "dense" or not config.routed_layers:
@@ -215,7 +217,7 @@ class ChiarModel(ChiarPreTrainedModel):
             obstacle = "it keeps no attention weights: leave attn_implementation at sdpa"
         if obstacle and config.execution == "sparse":
             raise InputError(f"execution='sparse' is not possible here: {obstacle}, or use 'auto'.")
-        return obstacle is None and not cached and config.can_run_sparse
+        return obstacle is None and config.can_run_sparse
 
     def _run(
         self,

@@ -67,7 +67,7 @@ class CausalAttention(nn.Module):
         if memory is not None and only_keys:
             assert key_BT is not None
             store = memory.ragged("attention")
-            visible = store.append({"key": k, "value": v}, key_BT)
+            visible = store.visible(store.append({"key": k, "value": v}, key_BT))
             k, v = store.parts["key"], store.parts["value"]
         else:
             if memory is not None:

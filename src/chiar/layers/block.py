@@ -108,7 +108,7 @@ class Block(nn.Module):
         entropy_BT = self.entropy(x_BTD, context)
         route = self.choose(x_BTD, entropy_BT, context, forced_BT)
         if context.sparse and route is not None:
-            return LayerOutput(run_sparse(self, x_BTD, context, route), route, entropy_BT)
+            return LayerOutput(run_sparse(self, x_BTD, context, route, memory), route, entropy_BT)
         outputs, attention_weights = self.run_operators(x_BTD, context, route, memory)
         combine = self.combine_pre_norm if self.pre_norm else self.combine_post_norm
         y_BTD = combine(x_BTD, outputs, None if route is None else route.weights_BTK)

@@ -13,11 +13,11 @@ ROOM = 16
 class RaggedStore:
     """Named tensors (B, H, L, d), L entries of which the first `length_B` of each row count, in the order of tokens.
 
-    The lengths live on the device. The host only has `most`, a bound on the longest row that grows by every token seen;
-    when it reaches the capacity the host waits for the true lengths, of all stores of the model at once, and lets those
-    grow that have less than ROOM entries left. So decoding on a GPU waits at most once in ROOM − 1 steps, a prefill once
-    for each store. The last entry is never in use: tokens that are no keys are written there, which needs no look at
-    values.
+    The lengths live on the device. The host only has `most`, a bound on the longest row that grows by every token seen.
+    When it reaches the capacity the host waits for the true lengths, of all stores of a model at once, and lets those
+    grow that have less than ROOM entries left. So decoding on a GPU waits at most once in ROOM − 1 steps, and a
+    prefill once for each store. The last entry is never in use: tokens that are no keys are written there, which needs
+    no look at values.
     """
 
     def __init__(self, together: "list[RaggedStore]") -> None:
@@ -35,10 +35,8 @@ class RaggedStore:
         return min((part.shape[2] for part in self.parts.values()), default=0)
 
     def append(self, new: dict[str, Tensor], key_BT: Tensor) -> Tensor:
-        """Store the entries (B, H, T, d) of the tokens that are keys; returns which ones each token sees, (B, 1, T, L).
-
-        A key sees those of its row up to itself. What a token sees that is no key is not defined, but never nothing.
-        """
+        """Store the entries (B, H, T, d) of the tokens that are keys. Returns how many keys the row has up to and with
+        each token, (B, T)."""
         if self.length_B is None:
             self.length_B = torch.zeros(len(key_BT), dtype=torch.long, device=key_BT.device)
             self.parts = {name: part[:, :, :0] for name, part in new.items()}
@@ -51,7 +49,11 @@ class RaggedStore:
         row_B1 = torch.arange(len(key_BT), device=key_BT.device)[:, None]
         for name, part in new.items():
             self.parts[name] = put(self.parts[name], (row_B1, slot_BT), part)
-        entry_L = torch.arange(self.capacity, device=key_BT.device)
+        return count_BT
+
+    def visible(self, count_BT: Tensor) -> Tensor:
+        """Which entries a token sees, (B, 1, T, L): a key those up to itself, others anything, but never nothing."""
+        entry_L = torch.arange(self.capacity, device=count_BT.device)
         return entry_L < count_BT.clamp_min(1)[:, None, :, None]
 
     def _look(self) -> None:

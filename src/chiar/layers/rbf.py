@@ -40,7 +40,7 @@ class RBFMixing(nn.Module):
         key_BSF = query_BTF
         if memory is not None and only_keys:
             store = memory.ragged("rbf")
-            visible_BTS = store.append({"features": query_BTF[:, None]}, is_key_BS)[:, 0]
+            visible_BTS = store.visible(store.append({"features": query_BTF[:, None]}, is_key_BS))[:, 0]
             key_BSF = store.parts["features"][:, 0]
         else:
             if memory is not None:
