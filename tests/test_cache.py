@@ -287,9 +287,11 @@ def test_what_the_cache_holds(lively, option, ids):
     assert isinstance(cache, ChiarCache)
     assert cache.get_seq_length() == TOKENS
     for kind, layer, memory in zip(model.config.layer_types, model.model.layers, cache.layers, strict=True):
-        assert ("key" in memory.state) == (kind != "spectral")
-        assert ("rbf_features" in memory.state) == ("rbf" in layer.operators)
-        if kind != "spectral":
+        ragged = kind == "routed" and layer.routed_keys
+        assert ("key" in memory.state) == (kind != "spectral" and not ragged)
+        assert ("rbf_features" in memory.state) == ("rbf" in layer.operators and not ragged)
+        assert set(memory.stores) <= ({"attention", "rbf"} & set(layer.operators) if ragged else set())
+        if kind != "spectral" and not ragged:
             assert memory.state["key"].shape[2] == memory.state["value"].shape[2] == TOKENS
     if model.config.layer_types[0] == "spectral":
         gated = {"gate_total", "gate_count"} if model.config.meta_router else set()

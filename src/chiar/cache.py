@@ -7,15 +7,23 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from chiar.layers.ragged import RaggedStore
+
 
 class LayerState(DynamicLayer):
-    """Named tensors of one layer, all with the batch first: keys, values, key marks, RBF features, gate sums."""
+    """Named tensors of one layer, all with the batch first: keys, values, key marks, RBF features, gate sums.
+
+    Under keys="routed" a routed layer stores the tokens sent to an operator only, in a ragged store for each.
+    """
 
     is_croppable = False
 
-    def __init__(self) -> None:
+    def __init__(self, together: list[RaggedStore]) -> None:
+        """`together` collects the ragged stores of all layers."""
         super().__init__()
         self.state: dict[str, Tensor] = {}
+        self.stores: dict[str, RaggedStore] = {}
+        self.together = together
 
     def append(self, name: str, new: Tensor, time_axis: int) -> Tensor:
         self.state[name] = torch.cat([self.state[name], new], dim=time_axis) if name in self.state else new
@@ -27,7 +35,15 @@ class LayerState(DynamicLayer):
     def put(self, name: str, value: Tensor) -> None:
         self.state[name] = value
 
+    def ragged(self, name: str) -> RaggedStore:
+        if name not in self.stores:
+            self.stores[name] = RaggedStore(self.together)
+            self.together.append(self.stores[name])
+        return self.stores[name]
+
     def _select_rows(self, rows: Tensor) -> None:
+        for store in self.stores.values():
+            store.select_rows(rows)
         self.state = {name: value.index_select(0, rows.to(value.device)) for name, value in self.state.items()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -37,6 +53,8 @@ class LayerState(DynamicLayer):
         self._select_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        for store in self.stores.values():
+            store.repeat_rows(repeats)
         self.state = {name: value.repeat_interleave(repeats, dim=0) for name, value in self.state.items()}
 
     def crop(self, *_: Any) -> None:
@@ -44,13 +62,16 @@ class LayerState(DynamicLayer):
 
     def reset(self) -> None:
         self.state = {}
+        for store in self.stores.values():
+            store.clear()
 
 
 class ChiarCache(Cache):
     """One LayerState a layer. Its length is the number of tokens seen: a spectral layer stores no keys at all."""
 
     def __init__(self, layers: int) -> None:
-        super().__init__(layers=[LayerState() for _ in range(layers)])
+        together: list[RaggedStore] = []
+        super().__init__(layers=[LayerState(together) for _ in range(layers)])
         self.seen = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

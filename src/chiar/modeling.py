@@ -144,12 +144,16 @@ class ChiarModel(ChiarPreTrainedModel):
         if past_key_values is not None:
             past_key_values = check_cache(past_key_values)
             self.check_gate_can_generate()
+            if self.training and torch.is_grad_enabled():
+                self._check_cache_has_gradients()
         check_tokens(input_ids, inputs_embeds, self.embed_tokens.num_embeddings)
         x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         context = make_context(config, self.basis.transform(), x_BTD, input_ids, attention_mask, position_ids, past)
         context.keep_entropy = output_routing
-        context.sparse = self._runs_sparse(context, past_key_values is not None)
+        # Sparse execution reads no stored keys. It can fill a cache, but one token alone has nothing to leave out.
+        continues = past_key_values is not None and (past > 0 or x_BTD.shape[1] == 1)
+        context.sparse = self._runs_sparse(context) and not continues
         check_routes(forced_routes, config, tuple(x_BTD.shape[:2]))
         if self.embed_positions is not None:
             x_BTD = x_BTD + self.embed_positions(context.positions_BT)
@@ -193,7 +197,15 @@ class ChiarModel(ChiarPreTrainedModel):
         )
         return output if return_dict is not False else output.to_tuple()
 
-    def _runs_sparse(self, context: TokenContext, cached: bool) -> bool:
+    def _check_cache_has_gradients(self) -> None:
+        config: ChiarConfig = self.config
+        if config.keys == "routed" and config.routing == "hard" and config.hard_estimator == "both":
+            raise InputError(
+                "hard_estimator='both' trains the router with attention's output for light tokens too, and under "
+                "keys='routed' a cache has none: train with use_cache=False, or with hard_estimator='selected'."
+            )
+
+    def _runs_sparse(self, context: TokenContext) -> bool:
         """Whether routed layers run only what was chosen; where `sparse` was asked for and cannot be, an error."""
         config: ChiarConfig = self.config
         if config.execution == "dense" or not config.routed_layers:
@@ -205,7 +217,7 @@ class ChiarModel(ChiarPreTrainedModel):
             obstacle = "it keeps no attention weights: leave attn_implementation at sdpa"
         if obstacle and config.execution == "sparse":
             raise InputError(f"execution='sparse' is not possible here: {obstacle}, or use 'auto'.")
-        return obstacle is None and not cached and config.can_run_sparse
+        return obstacle is None and config.can_run_sparse
 
     def _run(
         self,

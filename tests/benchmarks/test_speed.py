@@ -19,6 +19,7 @@ import speed
 import timed
 import timing
 from chiar.layers.attention import CausalAttention
+from chiar.layers.ragged import BLOCK, ROOM
 
 SMALL = ["--device", "cpu", "--size", "tiny", "--lengths", "32", "--fractions", "0.25", "--tokens", "64"]
 QUICK = [*SMALL, "--turns", "1", "--steps", "2", "--no-compile"]
@@ -148,6 +149,16 @@ def test_prefill_and_decode(tmp_path):
     marks = layers * batch * tokens
     assert int(found["baseline"]["cache_bytes"]) == layers * 2 * batch * tokens * width * 4 + marks
     assert float(found["routed"]["cache_share"]) < 0.8
+
+
+def test_the_cache_of_routed_keys_is_counted_as_it_is_stored(tmp_path):
+    """Four layers, two of them routed at f = 0.25, one without keys: as many entries, and some room."""
+    path = tmp_path / "decode.csv"
+    longer = ["--mode", "decode", "--lengths", "512", "--tokens", "1024", "--only", "routed", "routed-all-keys"]
+    assert speed.main([*QUICK, *longer, "--csv", str(path)]) == 0
+    shares = {row["contender"]: float(row["cache_share"]) for row in read(path)}
+    assert (2 * 0.25 + 1) / 4 < shares["routed"] < (2 * (0.25 + (BLOCK + ROOM) / 512) + 1) / 4
+    assert shares["routed-all-keys"] > 3 / 4
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chiar.layers.context import LayerMemory, TokenContext, visible_keys
+from chiar.layers.context import LayerMemory, TokenContext, surely_none, visible_keys
 
 
 @torch.library.custom_op("chiar::rotary_tables", mutates_args=())
@@ -49,20 +49,35 @@ class CausalAttention(nn.Module):
         context: TokenContext,
         key_BT: Tensor | None = None,
         memory: LayerMemory | None = None,
+        only_keys: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """`key_BT` marks the tokens that are keys (None: all). Returns the output and, if eager, the weights."""
+        """`key_BT` marks the tokens that are keys (None: all). Returns the output and, if eager, the weights.
+
+        With `only_keys` nobody reads the output of other tokens: the memory stores nothing of them, and their output
+        is arbitrary but finite. Weights are then over the entries of the store.
+        """
         B, T, D = x_BTD.shape
+        eager = context.attention_implementation == "eager"
+        if memory is not None and only_keys and not eager and surely_none(key_BT):
+            return torch.zeros_like(x_BTD), None
         q, k, v = self.qkv(x_BTD).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
         if context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
-        if memory is not None:
-            k, v = memory.append("key", k, time_axis=2), memory.append("value", v, time_axis=2)
-            new_keys = torch.ones(B, T, dtype=torch.bool, device=x_BTD.device) if key_BT is None else key_BT
-            key_BT = memory.append("is_key", new_keys, time_axis=1)
+        visible: Tensor | None
+        if memory is not None and only_keys:
+            assert key_BT is not None
+            store = memory.ragged("attention")
+            visible = store.visible(store.append({"key": k, "value": v}, key_BT))
+            k, v = store.parts["key"], store.parts["value"]
+        else:
+            if memory is not None:
+                k, v = memory.append("key", k, time_axis=2), memory.append("value", v, time_axis=2)
+                new_keys = torch.ones(B, T, dtype=torch.bool, device=x_BTD.device) if key_BT is None else key_BT
+                key_BT = memory.append("is_key", new_keys, time_axis=1)
+            visible = None if key_BT is None else visible_keys(key_BT, T)
 
-        visible = None if key_BT is None else visible_keys(key_BT, T)
         dropout = self.dropout if self.training else 0.0
-        if context.attention_implementation == "eager":
+        if eager:
             mixed, weights = eager_attention(q, k, v, visible, dropout)
         else:
             mixed = F.scaled_dot_product_attention(

@@ -108,7 +108,7 @@ class Block(nn.Module):
         entropy_BT = self.entropy(x_BTD, context)
         route = self.choose(x_BTD, entropy_BT, context, forced_BT)
         if context.sparse and route is not None:
-            return LayerOutput(run_sparse(self, x_BTD, context, route), route, entropy_BT)
+            return LayerOutput(run_sparse(self, x_BTD, context, route, memory), route, entropy_BT)
         outputs, attention_weights = self.run_operators(x_BTD, context, route, memory)
         combine = self.combine_pre_norm if self.pre_norm else self.combine_post_norm
         y_BTD = combine(x_BTD, outputs, None if route is None else route.weights_BTK)
@@ -142,13 +142,14 @@ class Block(nn.Module):
                 outputs[name] = operator(seen_BTD, context.transform)
                 continue
             key_BT = context.real_BT
+            only_keys = False
             if route is not None and self.routed_keys:
-                chosen_BT = route.choice_BT == k
+                only_keys, chosen_BT = True, route.choice_BT == k
                 key_BT = chosen_BT if key_BT is None else key_BT & chosen_BT
             if name == "attention":
-                outputs[name], attention_weights = operator(seen_BTD, context, key_BT, memory)
+                outputs[name], attention_weights = operator(seen_BTD, context, key_BT, memory, only_keys)
             else:
-                outputs[name] = operator(seen_BTD, context, key_BT, memory)
+                outputs[name] = operator(seen_BTD, context, key_BT, memory, only_keys)
         return outputs, attention_weights
 
     def combine_post_norm(self, x_BTD: Tensor, outputs: dict[str, Tensor], weights_BTK: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from chiar.layers.ragged import RaggedStore
 from chiar.ops.transform import Transform
 
 
@@ -18,6 +19,9 @@ class LayerMemory(Protocol):
     def get(self, name: str) -> Tensor | None: ...
 
     def put(self, name: str, value: Tensor) -> None: ...
+
+    def ragged(self, name: str) -> RaggedStore:
+        """Where an operator stores the tokens sent to it, and no others."""
 
 
 @dataclass
@@ -48,3 +52,10 @@ def visible_keys(key_BS: Tensor, queries: int) -> Tensor:
     earlier_TS = key_index_S <= query_index_T1
     itself_TS = key_index_S == query_index_T1
     return (earlier_TS & key_BS[:, None, None, :]) | itself_TS
+
+
+def surely_none(key_BT: Tensor | None) -> bool:
+    """Whether no token is a key, as far as the host knows: looking at a GPU's values would mean waiting for it."""
+    if key_BT is None or key_BT.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not bool(key_BT.any())

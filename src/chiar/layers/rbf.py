@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from chiar.layers.context import LayerMemory, TokenContext, visible_keys
+from chiar.layers.context import LayerMemory, TokenContext, surely_none, visible_keys
 
 
 class RBFMixing(nn.Module):
@@ -29,15 +29,24 @@ class RBFMixing(nn.Module):
         context: TokenContext,
         key_BT: Tensor | None = None,
         memory: LayerMemory | None = None,
+        only_keys: bool = False,
     ) -> Tensor:
+        """As attention's: with `only_keys` the memory stores the marked tokens alone."""
+        if memory is not None and only_keys and surely_none(key_BT):
+            return torch.zeros_like(x_BTD)
         angles_BTm = x_BTD @ self.omega_Dm.to(x_BTD.dtype) / math.sqrt(self.features)
         query_BTF = torch.cat([angles_BTm.cos(), angles_BTm.sin()], dim=-1)
         is_key_BS = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device) if key_BT is None else key_BT
         key_BSF = query_BTF
-        if memory is not None:
-            key_BSF = memory.append("rbf_features", query_BTF, time_axis=1)
-            is_key_BS = memory.append("is_rbf_key", is_key_BS, time_axis=1)
+        if memory is not None and only_keys:
+            store = memory.ragged("rbf")
+            visible_BTS = store.visible(store.append({"features": query_BTF[:, None]}, is_key_BS))[:, 0]
+            key_BSF = store.parts["features"][:, 0]
+        else:
+            if memory is not None:
+                key_BSF = memory.append("rbf_features", query_BTF, time_axis=1)
+                is_key_BS = memory.append("is_rbf_key", is_key_BS, time_axis=1)
+            visible_BTS = visible_keys(is_key_BS, x_BTD.shape[1])[:, 0]
         scores_BTS = (query_BTF @ key_BSF.transpose(1, 2)).float()
-        visible_BTS = visible_keys(is_key_BS, x_BTD.shape[1])[:, 0]
         weights_BTS = scores_BTS.masked_fill(~visible_BTS, float("-inf")).softmax(-1).to(key_BSF.dtype)
         return self.out(weights_BTS @ key_BSF)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chiar.layers.attention import CausalAttention, rotate
-from chiar.layers.context import TokenContext
+from chiar.layers.context import LayerMemory, TokenContext, surely_none
 from chiar.layers.routers import Route
 from chiar.ops.packed_attention import prefix_attention
 from chiar.ops.packed_gelu import packed_gelu
@@ -21,17 +21,24 @@ from chiar.ops.rotary_attention import fits, rotary_attention
 LIGHT = "spectral"
 
 
-def run_sparse(block: Any, x_BTD: Tensor, context: TokenContext, route: Route) -> Tensor:
-    """The layer's output. Padding is never sent to attention: its output is arbitrary, as in dense execution."""
+def run_sparse(
+    block: Any, x_BTD: Tensor, context: TokenContext, route: Route, memory: LayerMemory | None = None
+) -> Tensor:
+    """The layer's output. Padding is never sent to attention: its output is arbitrary, as in dense execution.
+
+    `memory` is empty: tokens see each other, not what was stored before.
+    """
     run = run_pre_norm if block.pre_norm else run_post_norm
-    return run(SparseLayer(block, x_BTD, context, route), x_BTD.flatten(0, 1)).view(x_BTD.shape)
+    return run(SparseLayer(block, x_BTD, context, route, memory), x_BTD.flatten(0, 1)).view(x_BTD.shape)
 
 
 class SparseLayer:
     """What both norm positions share."""
 
-    def __init__(self, block: Any, x_BTD: Tensor, context: TokenContext, route: Route) -> None:
-        self.block, self.context, self.route = block, context, route
+    def __init__(
+        self, block: Any, x_BTD: Tensor, context: TokenContext, route: Route, memory: LayerMemory | None
+    ) -> None:
+        self.block, self.context, self.route, self.memory = block, context, route, memory
         self.batch, self.length, _ = x_BTD.shape
         self.names = list(block.operators)
         self.chosen_N = route.choice_BT.flatten()
@@ -66,7 +73,8 @@ class SparseLayer:
     def rbf(self, x_ND: Tensor) -> Tensor:
         x_BTD = x_ND.view(self.batch, self.length, -1)
         key_BT = self.of("rbf") if self.block.routed_keys else self.context.real_BT
-        return self.block.operators["rbf"](x_BTD, self.context, key_BT, None).flatten(0, 1)
+        rbf, only_keys = self.block.operators["rbf"], self.block.routed_keys
+        return rbf(x_BTD, self.context, key_BT, self.memory, only_keys).flatten(0, 1)
 
     def attention(self, x_ND: Tensor) -> Tensor:
         """Packed output of the tokens sent to attention."""
@@ -78,7 +86,8 @@ class SparseLayer:
     def turns_at_once(self, x_ND: Tensor) -> bool:
         """Whether keys are the dark tokens themselves and RoPE can be part of the attention operator."""
         head = x_ND.shape[1] // self.block.operators["attention"].heads
-        return self.block.routed_keys and self.context.rope is not None and fits(head)
+        alone = self.block.routed_keys and self.memory is None  # a cache needs the rotated keys by themselves
+        return alone and self.context.rope is not None and fits(head)
 
     def among_themselves(self, attention: CausalAttention, x_ND: Tensor) -> Tensor:
         dark = self.dark
@@ -96,9 +105,28 @@ class SparseLayer:
 
     def over_keys(self, attention: CausalAttention, x_ND: Tensor) -> Tensor:
         q_PHd, k_MHd, v_MHd, keys = self.project(attention, x_ND)
+        if self.memory is not None:
+            self.remember(self.memory, k_MHd, v_MHd, keys)
         skip_M = self.dark.before_N[keys.token_P]
         rows = self.dark.rows, keys.rows
         return prefix_attention(q_PHd, k_MHd, v_MHd, *rows, self.limits(keys), skip_M, self.length)
+
+    def remember(self, memory: LayerMemory, k_MHd: Tensor, v_MHd: Tensor, keys: Packing) -> None:
+        """Store keys and values as attention in dense execution does."""
+        key_BT = keys.chosen_N.view(self.batch, self.length)
+        if self.block.routed_keys and surely_none(key_BT):
+            return
+        new = {}
+        for name, part_MHd in (("key", k_MHd), ("value", v_MHd)):
+            part_MD = part_MHd.flatten(1)
+            part_ND = unpack(part_MD, torch.zeros_like(part_MD), keys)
+            new[name] = part_ND.view(self.batch, self.length, *part_MHd.shape[1:]).transpose(1, 2)
+        if self.block.routed_keys:
+            memory.ragged("attention").append(new, key_BT)
+            return
+        for name, part_BHTd in new.items():
+            memory.append(name, part_BHTd, time_axis=2)
+        memory.append("is_key", key_BT, time_axis=1)
 
     def project(self, attention: CausalAttention, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Packing]:
         """Rotated queries of the dark tokens; keys and values of theirs or of all; and which tokens the keys are."""

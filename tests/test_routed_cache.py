@@ -1,0 +1,337 @@
+"""Decoding under keys="routed": rows have their own lengths, and a token stores nothing where it is not sent."""
+
+import copy
+
+import pytest
+import torch
+
+from chiar.cache import ChiarCache
+from chiar.errors import InputError
+from chiar.layers.ragged import BLOCK, ROOM, RaggedStore
+from chiar.layers.sparse import run_sparse
+from helpers import VOCABULARY, mixed_routes, random_model, small_config, token_ids
+
+ROWS, TOKENS = 3, 90
+# Sums run in another order. The models are float64; eager attention and RBF mixing take their softmax in fp32.
+ROUNDING, FP32_ROUNDING = 1e-9, 2e-5
+ONE_BY_ONE, CHUNKED, PREFILLED = [1] * TOKENS, [40, 3, 1, 30, 16], [60, *[1] * 30]
+all_chunks = pytest.mark.parametrize(
+    "chunks", [ONE_BY_ONE, CHUNKED, PREFILLED], ids=["one-by-one", "chunked", "prefilled"]
+)
+DESIGNS = {
+    "v3": {},
+    "eager": {"attn_implementation": "eager"},
+    "pre-norm": {"norm": "rmsnorm", "norm_position": "pre", "basis": "identity"},
+    "light-ffn-off": {"light_ffn": False},
+    "sparse": {"execution": "sparse"},
+    "auto": {"execution": "auto", "light_ffn": False, "norm_position": "pre"},
+    "learned": {"router": "learned", "hard_estimator": "selected"},
+    "v1": {"preset": "v1-tiny", "max_position_embeddings": TOKENS, "hard_estimator": "selected"},
+    "three-operators": {"operators": ["spectral", "rbf", "attention"], "execution": "auto"},
+}
+designs = pytest.mark.parametrize("design", DESIGNS.values(), ids=DESIGNS.keys())
+
+
+def routed_model(**changes):
+    return random_model(small_config(**{"keys": "routed", "meta_router": False, **changes}))
+
+
+def ragged_routes(config, tokens=TOKENS):
+    """Row 0 mixes, row 1 is all light but for its last token, row 2 all attention."""
+    attention = config.operators.index("attention")
+    routes = mixed_routes(config, ROWS, tokens)
+    for choice_BT in routes.values():
+        choice_BT[1], choice_BT[1, -1], choice_BT[2] = 0, attention, attention
+    return routes
+
+
+def exact_routes(config, fraction, rows=ROWS, tokens=TOKENS):
+    """Just this fraction of every row's tokens goes to attention, at random places."""
+    generator = torch.Generator().manual_seed(7)
+    rank = {i: torch.rand(rows, tokens, generator=generator).argsort(1).argsort(1) for i in config.routed_layers}
+    return {i: (rank_BT < round(fraction * tokens)).long() for i, rank_BT in rank.items()}
+
+
+def feed(model, ids, chunks, routes=None, mask=None, cache=None, start=0):
+    """Logits of `ids` fed in pieces, from `start` on, and the cache."""
+    logits = []
+    for size in chunks:
+        stop = start + size
+        forced = {i: choice_BT[:, start:stop] for i, choice_BT in routes.items()} if routes else None
+        seen = None if mask is None else mask[:, :stop]
+        with torch.no_grad():
+            done = model(ids[:, start:stop], seen, past_key_values=cache, use_cache=True, forced_routes=forced)
+        logits.append(done.logits)
+        cache, start = done.past_key_values, stop
+    return torch.cat(logits, 1), cache
+
+
+def whole(model, ids, routes=None, mask=None):
+    with torch.no_grad():
+        return model(ids, mask, forced_routes=routes or None).logits
+
+
+def stored_bytes(cache, layers):
+    """Of all tensors of these layers, however they are stored."""
+    tensors = [tensor for i in layers for tensor in cache.layers[i].state.values()]
+    tensors += [part for i in layers for store in cache.layers[i].stores.values() for part in store.parts.values()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def rounding(config):
+    fp32 = config._attn_implementation == "eager" or "rbf" in config.operators
+    return FP32_ROUNDING if fp32 else ROUNDING
+
+
+def attention_stores(model, cache):
+    return [cache.layers[i].stores["attention"] for i in model.config.routed_layers]
+
+
+@designs
+@all_chunks
+def test_rows_of_very_different_lengths(design, chunks):
+    model, ids = routed_model(**design), token_ids(ROWS, TOKENS)
+    routes = ragged_routes(model.config)
+    found, cache = feed(model, ids, chunks, routes)
+    assert (found - whole(model, ids, routes)).abs().max() < rounding(model.config)
+    attention = model.config.operators.index("attention")
+    for layer, store in zip(model.config.routed_layers, attention_stores(model, cache), strict=True):
+        assert store.length_B.tolist() == (routes[layer] == attention).sum(1).tolist()
+
+
+@designs
+@all_chunks
+def test_left_padding_stores_nothing(design, chunks):
+    model, ids = routed_model(**design), token_ids(ROWS, TOKENS)
+    routes = ragged_routes(model.config)
+    mask = torch.ones_like(ids)
+    mask[0, :50], mask[2, :85] = 0, 0
+    found, cache = feed(model, ids, chunks, routes, mask)
+    real = mask.bool()
+    assert (found - whole(model, ids, routes, mask))[real].abs().max() < rounding(model.config)
+    attention = model.config.operators.index("attention")
+    for layer, store in zip(model.config.routed_layers, attention_stores(model, cache), strict=True):
+        assert store.length_B.tolist() == ((routes[layer] == attention) & real).sum(1).tolist()
+
+
+@all_chunks
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("key", ["position", "token"])
+def test_random_routers(chunks, fraction, key):
+    model = routed_model(router="random", random_key=key, random_fraction=fraction)
+    ids = token_ids(ROWS, TOKENS)
+    assert (feed(model, ids, chunks)[0] - whole(model, ids)).abs().max() < rounding(model.config)
+
+
+@all_chunks
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9])
+def test_thresholds(chunks, fraction):
+    """Each layer's threshold lies in the middle of a gap between the entropies it sees, so rounding flips nothing."""
+    model, ids = routed_model(), token_ids(ROWS, TOKENS)
+    thresholds = list(model.config.layer_thresholds())
+    for nth, layer in enumerate(model.config.routed_layers):
+        with torch.no_grad():
+            entropy = model(ids, output_routing=True).routing.layers[layer].entropy_BT
+        sorted_N = entropy.flatten().double().sort().values
+        near = sorted_N[int((1 - fraction) * len(sorted_N)) - 8 :][:16]
+        gap = near.diff().argmax()
+        assert near[gap + 1] - near[gap] > 1e-6
+        thresholds[nth] = (float(near[gap : gap + 2].mean()),)
+        model.model.set_thresholds([list(values) for values in thresholds])
+    found, cache = feed(model, ids, chunks)
+    assert (found - whole(model, ids)).abs().max() < rounding(model.config)
+    for store in attention_stores(model, cache):
+        assert abs(float(store.length_B.sum()) / (ROWS * TOKENS) - fraction) < 0.05
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.25])
+@pytest.mark.parametrize("chunks", [[1000, *[1] * 24], [512, 512]], ids=["prefilled", "chunked"])
+def test_bytes_follow_the_fraction(fraction, chunks):
+    """Against the same layers where all tokens are keys."""
+    tokens = sum(chunks)
+    ids = token_ids(2, tokens)
+    model, dense = routed_model(), routed_model(keys="all")
+    layers = model.config.routed_layers
+    routes = exact_routes(model.config, fraction, 2, tokens)
+    found, expected = (stored_bytes(feed(m, ids, chunks, routes)[1], layers) for m in (model, dense))
+    numbers = 2 * 2 * tokens * model.config.hidden_size * 8  # keys and values of two rows in float64
+    assert expected == len(layers) * (numbers + 2 * tokens)  # and the marks
+    assert fraction <= found / (len(layers) * numbers) <= fraction + (BLOCK + ROOM) / tokens
+
+
+@designs
+def test_light_tokens_store_nothing(design):
+    """Eager attention has weights to show, so it runs, with one block; its lengths are 0 all the same."""
+    model, ids = routed_model(**design), token_ids(ROWS, 40)
+    routes = {i: torch.zeros_like(ids) for i in model.config.routed_layers}
+    found, cache = feed(model, ids, [30, *[1] * 10], routes)
+    assert (found - whole(model, ids, routes)).abs().max() < rounding(model.config)
+    if "eager" in design.values():
+        assert all(not store.length_B.any() and store.capacity == BLOCK for store in attention_stores(model, cache))
+    else:
+        assert stored_bytes(cache, model.config.routed_layers) == 0
+
+
+def test_growth_by_blocks(monkeypatch):
+    """Capacity stays just ahead of the longest row, and the lengths are looked at once in many steps."""
+    model, ids = routed_model(num_hidden_layers=6), token_ids(ROWS, 200)
+    routes = exact_routes(model.config, 0.5, ROWS, 200)
+    looks, look = [], RaggedStore._look
+
+    def recorded(store):
+        looks.append(len(capacities))
+        look(store)
+
+    monkeypatch.setattr(RaggedStore, "_look", recorded)
+    cache, capacities, logits = None, [], []
+    for n in range(200):
+        step, cache = feed(model, ids, [1], routes, cache=cache, start=n)
+        logits.append(step)
+        for store in cache.layers[model.config.routed_layers[0]].stores.values():
+            longest = int(store.length_B.max())
+            assert longest <= store.most < store.capacity < longest + BLOCK + ROOM
+            capacities.append(store.capacity)
+    assert sorted(set(capacities)) == [BLOCK * n for n in range(1, 5)]
+    assert capacities == sorted(capacities)
+    # The stores of all layers are looked at together, but for the first time, when each is made.
+    assert len(looks) <= len(model.config.routed_layers) + 200 / (ROOM - 1)
+    assert (torch.cat(logits, 1) - whole(model, ids, routes)).abs().max() < rounding(model.config)
+
+
+@pytest.mark.parametrize("keys", ["all", "routed"])
+@pytest.mark.parametrize(
+    "operators", [["spectral", "attention"], ["spectral", "rbf", "attention"]], ids=["two", "three"]
+)
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_a_sparse_prefill_fills_the_cache(monkeypatch, keys, operators, padded):
+    """It runs for the prompt alone, and decoding goes on from what it stored as if dense execution had."""
+    model = routed_model(keys=keys, operators=operators, execution="sparse")
+    ids, routes = token_ids(ROWS, TOKENS), ragged_routes(model.config)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :20], mask[2, :55] = 0, 0
+    lengths = []
+
+    def recorded(block, x_BTD, *rest):
+        lengths.append(x_BTD.shape[1])
+        return run_sparse(block, x_BTD, *rest)
+
+    monkeypatch.setattr("chiar.layers.block.run_sparse", recorded)
+    found, cache = feed(model, ids, [60, 1, 20, *[1] * 9], routes, mask if padded else None)
+    assert lengths == [60] * len(model.config.routed_layers)
+    model.config.execution = "dense"
+    expected, dense_cache = feed(model, ids, [60, 1, 20, *[1] * 9], routes, mask if padded else None)
+    assert (found - expected)[mask.bool()].abs().max() < rounding(model.config)
+    for sparse, dense in zip(cache.layers, dense_cache.layers, strict=True):
+        assert {n: t.shape for n, t in sparse.state.items()} == {n: t.shape for n, t in dense.state.items()}
+        assert sparse.stores.keys() == dense.stores.keys()
+
+
+@pytest.mark.parametrize("preset", ["v3-tiny", "v1-tiny"])
+@pytest.mark.parametrize("operation", ["reorder", "repeat", "select"])
+def test_rows_can_be_chosen_and_repeated(operation, preset):
+    """After half of the tokens rows change places; the other half goes on as if they had always been there."""
+    model = routed_model(preset=preset, max_position_embeddings=TOKENS)
+    ids = token_ids(ROWS, TOKENS)
+    routes, half = ragged_routes(model.config), TOKENS // 2
+    cache = feed(model, ids, [half - 1, 1], routes)[1]
+    rows = torch.tensor({"reorder": [2, 0, 0], "repeat": [0, 0, 1, 1, 2, 2], "select": [2, 1]}[operation])
+    if operation == "reorder":
+        cache.reorder_cache(rows)
+    elif operation == "repeat":
+        cache.batch_repeat_interleave(2)
+    else:
+        cache.batch_select_indices(rows)
+    # What follows differs between rows that were one.
+    ids = torch.cat([ids[rows, :half], token_ids(len(rows), TOKENS - half, seed=1)], 1)
+    later = mixed_routes(model.config, len(rows), TOKENS - half, seed=1)
+    routes = {i: torch.cat([routes[i][rows, :half], later[i]], 1) for i in routes}
+    found, _ = feed(model, ids, [7, *[1] * (TOKENS - half - 7)], routes, cache=cache, start=half)
+    assert (found - whole(model, ids, routes)[:, half:]).abs().max() < rounding(model.config)
+
+
+@pytest.mark.parametrize("execution", ["dense", "auto"])
+def test_beam_search_with_ragged_rows(monkeypatch, execution):
+    """Beams that have other lengths than those they replace; the whole search equals the one without a cache."""
+    model = routed_model(router="random", random_key="token", random_fraction=0.4, execution=execution)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(0.2)  # flatter logits, so that beams part
+    swaps, reorder = [], ChiarCache.reorder_cache
+
+    def recorded(cache, rows):
+        lengths = [store.length_B for store in attention_stores(model, cache)]
+        swaps.append(any(not torch.equal(length_B[rows], length_B) for length_B in lengths))
+        reorder(cache, rows)
+
+    monkeypatch.setattr(ChiarCache, "reorder_cache", recorded)
+    ids = token_ids(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    kwargs = {"num_beams": 4, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    cached = model.generate(ids, use_cache=True, **kwargs)
+    assert any(swaps)
+    assert torch.equal(cached, model.generate(ids, use_cache=False, **kwargs))
+
+
+def test_a_copied_cache_goes_its_own_way():
+    model, ids = routed_model(), token_ids(ROWS, TOKENS)
+    routes, half = ragged_routes(model.config), TOKENS // 2
+    cache = feed(model, ids, [half], routes)[1]
+    other = copy.deepcopy(cache)
+    rest = [1] * (TOKENS - half)
+    elsewhere = (ids + 1) % VOCABULARY
+    feed(model, elsewhere, rest, routes, cache=other, start=half)
+    found, _ = feed(model, ids, rest, routes, cache=cache, start=half)
+    assert (found - whole(model, ids, routes)[:, half:]).abs().max() < rounding(model.config)
+
+
+def test_a_reset_cache_takes_another_batch():
+    model, ids = routed_model(), token_ids(ROWS, TOKENS)
+    cache = feed(model, ids, [TOKENS])[1]
+    cache.reset()
+    assert stored_bytes(cache, range(len(cache.layers))) == 0
+    found, _ = feed(model, ids[:1], ONE_BY_ONE, cache=cache)
+    assert (found - whole(model, ids[:1])).abs().max() < rounding(model.config)
+
+
+def test_a_cache_made_in_inference_mode_serves_outside_of_it():
+    model, ids = routed_model(), token_ids(ROWS, TOKENS)
+    routes = ragged_routes(model.config)
+    with torch.inference_mode():
+        _, cache = feed(model, ids, [60, 1], routes)
+    found, _ = feed(model, ids, [1] * 29, routes, cache=cache, start=61)
+    assert (found - whole(model, ids, routes)[:, 61:]).abs().max() < rounding(model.config)
+
+
+@designs
+def test_gradients_through_the_cache(design):
+    """Tokens fed in pieces, with gradients through what was stored, give those of the whole pass. The learned router
+    and what eager attention and RBF mixing do in fp32 leave fp32's rounding."""
+    model, ids = routed_model(**design), token_ids(ROWS, 20)
+    routes = ragged_routes(model.config, 20)
+
+    def gradients(chunks):
+        model.zero_grad()
+        loss, cache, start = 0.0, None, 0
+        for size in chunks:
+            forced = {i: choice_BT[:, start : start + size] for i, choice_BT in routes.items()}
+            part = ids[:, start : start + size]
+            done = model(part, past_key_values=cache, use_cache=len(chunks) > 1, forced_routes=forced)
+            loss = loss + done.logits.square().sum()
+            cache, start = done.past_key_values, start + size
+        loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected, found = gradients([20]), gradients([8, 1, 5, 1, 1, 1, 3])
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        assert (gradient - found[name]).abs().max() <= 1e-5 * gradient.abs().max() + 1e-12, name
+
+
+def test_training_with_a_cache_where_the_router_needs_both_operators():
+    model = routed_model(router="learned", hard_estimator="both")
+    ids = token_ids(ROWS, 8)
+    with torch.no_grad():
+        model(ids, use_cache=True)
+    with pytest.raises(InputError, match=r"hard_estimator='both'.*use_cache"):
+        model.train()(ids, use_cache=True)
