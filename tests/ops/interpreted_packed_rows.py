@@ -8,7 +8,7 @@ from interpreted_packed_attention import allow_loops_of_runtime_length, relative
 
 from chiar.layers.attention import rotary_tables
 from chiar.ops.packed_gelu import packed_gelu
-from chiar.ops.packing import make_packing
+from chiar.ops.packing import make_packing, row_sum
 from chiar.ops.rotary_attention import rotary_attention_forward
 
 
@@ -21,6 +21,13 @@ def gelu(rows: int, width: int, used: int, implementation: str) -> list[torch.Te
     y = packed_gelu(x, bias, torch.tensor([used], dtype=torch.int32), implementation)
     y.backward(torch.randn(rows, width))
     return [y[:used].detach(), x.grad[:used], bias.grad]
+
+
+def row_sums(rows: int, width: int, used: int, implementation: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(rows, width)
+    x[used:] = torch.nan
+    return [row_sum(x, torch.tensor([used], dtype=torch.int32), implementation)]
 
 
 def attention(lengths: tuple[int, int], heads: int, d: int, implementation: str) -> list[torch.Tensor]:
@@ -52,6 +59,7 @@ if __name__ == "__main__":
         json.dumps(
             {
                 "gelu": [errors(gelu, *case) for case in ((70, 130, 33), (64, 128, 64), (40, 50, 0), (33, 200, 1))],
+                "row sums": [errors(row_sums, *case) for case in ((300, 70, 130), (256, 64, 256), (40, 50, 0))],
                 "attention": [errors(attention, *case) for case in (((3, 20), 2, 16), ((1, 70), 3, 32))],
             }
         )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from chiar.layers.attention import rotary_tables, rotate
 from chiar.ops.packed_gelu import packed_gelu, packed_gelu_forward
-from chiar.ops.packing import make_packing, pack, packed_linear, rows_product, sum_product, unpack
+from chiar.ops.packing import make_packing, pack, packed_linear, row_sum, rows_product, sum_product, unpack
 from chiar.ops.rotary_attention import rotary_attention, rotary_attention_forward
 
 
@@ -118,6 +118,7 @@ def test_operators_are_well_formed():
     count = torch.tensor([6], dtype=torch.int32)
     torch.library.opcheck(rows_product, (x, weight, count))
     torch.library.opcheck(sum_product, (torch.randn(6, 5), x, count))
+    torch.library.opcheck(row_sum, (x, count, "torch"))
     torch.library.opcheck(packed_gelu_forward, (x.requires_grad_(), torch.randn(4, requires_grad=True), count, "torch"))
 
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from chiar.ops.packed_attention import wants_triton
+
 
 @dataclass
 class Packing:
@@ -124,8 +126,7 @@ class AddBias(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Any:
         (count,) = context.saved_tensors
-        used_P1 = torch.arange(len(grads[0]), device=count.device)[:, None] < count
-        return grads[0], torch.where(used_P1, grads[0], 0.0).sum(0), None
+        return grads[0], row_sum(grads[0], count, "auto"), None
 
 
 @torch.library.custom_op("chiar::rows_product", mutates_args=())
@@ -156,6 +157,21 @@ def sum_product(y_PK: Tensor, x_PD: Tensor, count: Tensor) -> Tensor:
 @sum_product.register_fake
 def _(y_PK: Tensor, x_PD: Tensor, count: Tensor) -> Tensor:
     return x_PD.new_empty(y_PK.shape[1], x_PD.shape[1])
+
+
+@torch.library.custom_op("chiar::row_sum", mutates_args=())
+def row_sum(x_PK: Tensor, count: Tensor, implementation: str) -> Tensor:
+    """The sum of the first `count` rows."""
+    if wants_triton(x_PK, implementation):
+        from chiar.ops.triton.row_sum import triton_row_sum
+
+        return triton_row_sum(x_PK.contiguous(), count)
+    return x_PK[: int(count)].sum(0)
+
+
+@row_sum.register_fake
+def _(x_PK: Tensor, count: Tensor, implementation: str) -> Tensor:
+    return x_PK.new_empty(x_PK.shape[1])
 
 
 def aligned(weight_DK: Tensor) -> Tensor:
