@@ -14,7 +14,7 @@ from chiar.layers.attention import CausalAttention, rotate
 from chiar.layers.context import TokenContext
 from chiar.layers.routers import Route
 from chiar.ops.packed_attention import prefix_attention
-from chiar.ops.packing import Packing, make_packing, pack, packed_linear, unpack
+from chiar.ops.packing import Packing, make_packing, pack, packed_linear, unpack, used
 
 LIGHT = "spectral"
 
@@ -139,12 +139,6 @@ class SparseLayer:
         ffn = self.block.ffn
         hidden = F.dropout(F.gelu(packed_linear(x_PD, ffn.up.weight, ffn.up.bias, packing)), ffn.dropout, ffn.training)
         return F.dropout(packed_linear(hidden, ffn.down.weight, ffn.down.bias, packing), ffn.dropout, ffn.training)
-
-
-def used(x_PD: Tensor, packing: Packing) -> Tensor:
-    """Zeros in the undefined rows, and in those of the gradient: around whatever sums over rows, such as a norm's
-    weight."""
-    return torch.where(torch.arange(len(x_PD), device=x_PD.device)[:, None] < packing.count, x_PD, 0.0)
 
 
 def run_pre_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
