@@ -4,6 +4,7 @@ Attention and feed-forward products work on packed rows (ops/packing.py); norms,
 additions pass over all tokens, which costs memory traffic but no products. RBF mixing runs on every token.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from chiar.ops.packed_attention import prefix_attention
 from chiar.ops.packing import Packing, make_packing, pack, packed_linear, unpack, used
 
 LIGHT = "spectral"
+Norm = Callable[[Tensor], Tensor]
 
 
 def run_sparse(block: Any, x_BTD: Tensor, context: TokenContext, route: Route) -> Tensor:
@@ -66,28 +68,29 @@ class SparseLayer:
         key_BT = self.of("rbf") if self.block.routed_keys else self.context.real_BT
         return self.block.operators["rbf"](x_BTD, self.context, key_BT, None).flatten(0, 1)
 
-    def attention(self, x_ND: Tensor) -> Tensor:
-        """Packed output of the tokens sent to attention."""
+    def attention(self, x_ND: Tensor, norm: Norm) -> Tensor:
+        """Packed output of the tokens sent to attention, which reads norm(x)."""
         attention: CausalAttention = self.block.operators["attention"]
-        q_PHd, k_MHd, v_MHd, keys = self.project(attention, x_ND)
+        q_PHd, k_MHd, v_MHd, keys = self.project(attention, x_ND, norm)
         dark = self.dark
-        in_use_P = torch.arange(len(dark.token_P), device=x_ND.device) < dark.count
-        limit_P = torch.where(in_use_P, keys.before_N[dark.token_P] + 1, 0)  # a dark token is a key itself
+        limit_P = used(keys.before_N[dark.token_P] + 1, dark)  # a dark token is a key itself
         skip_M = dark.before_N[keys.token_P]
         out_PHd = prefix_attention(q_PHd, k_MHd, v_MHd, dark.rows, keys.rows, limit_P, skip_M, self.length)
         return packed_linear(out_PHd.flatten(1), attention.out.weight, attention.out.bias, self.dark)
 
-    def project(self, attention: CausalAttention, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Packing]:
+    def project(self, attention: CausalAttention, x_ND: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor, Packing]:
         """Rotated queries of the dark tokens; keys and values of theirs or of all; and which tokens the keys are."""
         heads, dark = attention.heads, self.dark
         weight, bias = attention.qkv.weight, attention.qkv.bias
         if self.block.routed_keys:
-            qkv = packed_linear(pack(x_ND, dark), weight, bias, dark).unflatten(1, (3, heads, -1))
+            # The norm's weight must not meet undefined rows.
+            seen_PD = norm(pack(x_ND, dark)) if dark.is_exact else pack(norm(x_ND), dark)
+            qkv = packed_linear(seen_PD, weight, bias, dark).unflatten(1, (3, heads, -1))
             q, k, v = qkv.unbind(1)
             return self.rotated(q, dark), self.rotated(k, dark), v, dark
-        width = x_ND.shape[1]
-        q = packed_linear(pack(x_ND, dark), weight[:width], bias[:width], dark).unflatten(1, (heads, -1))
-        k, v = F.linear(x_ND, weight[width:], bias[width:]).unflatten(1, (2, heads, -1)).unbind(1)
+        width, seen_ND = x_ND.shape[1], norm(x_ND)
+        q = packed_linear(pack(seen_ND, dark), weight[:width], bias[:width], dark).unflatten(1, (heads, -1))
+        k, v = F.linear(seen_ND, weight[width:], bias[width:]).unflatten(1, (2, heads, -1)).unbind(1)
         keys = self.all_keys(x_ND.device)
         if self.context.real_BT is not None:
             k, v = (pack(part.flatten(1), keys).unflatten(1, (heads, -1)) for part in (k, v))
@@ -115,16 +118,9 @@ class SparseLayer:
             y_ND = torch.where((self.chosen_N == self.names.index(name))[:, None], part_ND, y_ND)
         return y_ND
 
-    def outputs(self, seen: dict[str, Tensor]) -> dict[str, Tensor]:
-        """op(x) by operator for all tokens, right where it was chosen; `seen` is what each reads."""
-        outputs: dict[str, Tensor] = {}
-        for name in self.names:
-            if name == "attention":
-                y_PD = self.attention(seen[name])
-                outputs[name] = unpack(y_PD, torch.zeros_like(seen[name], dtype=y_PD.dtype), self.dark)
-            else:
-                outputs[name] = self.light(seen[name]) if name == LIGHT else self.rbf(seen[name])
-        return outputs
+    def other(self, name: str, x_ND: Tensor) -> Tensor:
+        """op(x) of an operator that is not attention, for all tokens, right where it was chosen."""
+        return self.light(x_ND) if name == LIGHT else self.rbf(x_ND)
 
     def heavy(self) -> Packing:
         """The tokens that run the feed-forward network where light ones skip it."""
@@ -143,8 +139,9 @@ class SparseLayer:
 
 def run_pre_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     block = layer.block
-    outputs = layer.outputs({name: block.norms[name](x_ND) for name in layer.names})
-    change_ND = layer.chosen(outputs)
+    attended_PD = layer.attention(x_ND, block.norms["attention"])
+    others = {name: layer.other(name, block.norms[name](x_ND)) for name in layer.names if name != "attention"}
+    change_ND = unpack(attended_PD, layer.chosen(others), layer.dark)
     if block.light_ffn:
         u_ND = x_ND + layer.weighted(change_ND)
         return u_ND + block.ffn(block.ffn_norm(u_ND))
@@ -157,7 +154,9 @@ def run_pre_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
 
 def run_post_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     block = layer.block
-    outputs = layer.outputs(dict.fromkeys(layer.names, x_ND))
+    attended_PD = layer.attention(x_ND, lambda x: x)
+    attended_ND = unpack(attended_PD, torch.zeros_like(x_ND, dtype=attended_PD.dtype), layer.dark)
+    outputs = {name: attended_ND if name == "attention" else layer.other(name, x_ND) for name in layer.names}
     residuals, inputs = {}, {}
     for name, output_ND in outputs.items():
         if block.equation and name == LIGHT:

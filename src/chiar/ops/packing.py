@@ -33,6 +33,11 @@ class Packing:
     before_N: Tensor
     """How many chosen tokens lie before each token in its batch row, int32."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether every packed row is used."""
+        return self.place_N is None
+
 
 def has_exact_room(device: torch.device) -> bool:
     """Whether packed tensors have `count` rows rather than B·T."""
@@ -103,14 +108,14 @@ class Scatter(torch.autograd.Function):
 
 def pack(x_ND: Tensor, packing: Packing) -> Tensor:
     """The chosen rows. Beyond `count` lie copies of row 0: defined, but nobody's."""
-    if packing.place_N is None:
+    if packing.is_exact:
         return ExactGather.apply(x_ND, packing.token_P)
     return Gather.apply(x_ND, packing.token_P, packing.place_N, packing.chosen_N)
 
 
 def unpack(y_PD: Tensor, other_ND: Tensor, packing: Packing) -> Tensor:
     """`y` where a token was chosen, `other` elsewhere."""
-    if packing.place_N is None:
+    if packing.is_exact:
         dtype = torch.promote_types(other_ND.dtype, y_PD.dtype)
         return other_ND.to(dtype).index_copy(0, packing.token_P, y_PD.to(dtype))
     return Scatter.apply(y_PD, other_ND, packing.token_P, packing.place_N, packing.chosen_N)
@@ -118,7 +123,7 @@ def unpack(y_PD: Tensor, other_ND: Tensor, packing: Packing) -> Tensor:
 
 def packed_linear(x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, packing: Packing) -> Tensor:
     """x Wᵀ + b of the first `count` rows, computing only those; the rest is undefined."""
-    if packing.place_N is None:
+    if packing.is_exact:
         return F.linear(x_PD, weight_KD, bias_K)
     if torch.is_autocast_enabled(x_PD.device.type):
         dtype = torch.get_autocast_dtype(x_PD.device.type)
@@ -128,12 +133,13 @@ def packed_linear(x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, packin
     return y_PK if bias_K is None else AddBias.apply(y_PK, bias_K, packing.count)
 
 
-def used(x_PD: Tensor, packing: Packing) -> Tensor:
+def used(x: Tensor, packing: Packing) -> Tensor:
     """Zeros in the undefined rows, and in those of the gradient: around whatever sums over rows, such as a norm's
     weight."""
-    if packing.place_N is None:
-        return x_PD
-    return torch.where(torch.arange(len(x_PD), device=x_PD.device)[:, None] < packing.count, x_PD, 0.0)
+    if packing.is_exact:
+        return x
+    in_use_P = torch.arange(len(x), device=x.device) < packing.count
+    return torch.where(in_use_P if x.ndim == 1 else in_use_P[:, None], x, 0)
 
 
 class PackedProduct(torch.autograd.Function):
