@@ -1,5 +1,7 @@
 """Sparse execution is dense execution: the same routes in, the same outputs and gradients out."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -148,6 +150,16 @@ def test_room_is_what_was_asked_for(room):
     assert made.token_P.tolist() == ([0, 2, 5] if room == "exact" else [0, 2, 5, 0, 0, 0])
     assert made.rows.tolist() == [0, 2, 3] and made.count.tolist() == [3]
     assert made.before_N.tolist() == [0, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 1)], ids=str)
+def test_all_tokens_packed_without_counting(shape):
+    quick = packing.pack_all(*shape, torch.device("cpu"))
+    counted = packing.make_packing(torch.ones(shape, dtype=torch.bool))
+    assert quick.is_exact == counted.is_exact
+    for field in fields(packing.Packing):
+        ours, true = getattr(quick, field.name), getattr(counted, field.name)
+        assert (ours is None and true is None) or (torch.equal(ours, true) and ours.dtype == true.dtype), field.name
 
 
 @given(bits=st.lists(st.booleans(), min_size=15, max_size=15), keys=st.sampled_from(["all", "routed"]))

@@ -15,7 +15,7 @@ from chiar.layers.attention import CausalAttention, rotate
 from chiar.layers.context import TokenContext
 from chiar.layers.routers import Route
 from chiar.ops.packed_attention import prefix_attention
-from chiar.ops.packing import Packing, make_packing, pack, packed_linear, unpack, used
+from chiar.ops.packing import Packing, make_packing, pack, pack_all, packed_linear, unpack, used
 
 LIGHT = "spectral"
 Norm = Callable[[Tensor], Tensor]
@@ -91,16 +91,12 @@ class SparseLayer:
         width, seen_ND = x_ND.shape[1], norm(x_ND)
         q = packed_linear(pack(seen_ND, dark), weight[:width], bias[:width], dark).unflatten(1, (heads, -1))
         k, v = F.linear(seen_ND, weight[width:], bias[width:]).unflatten(1, (2, heads, -1)).unbind(1)
-        keys = self.all_keys(x_ND.device)
-        if self.context.real_BT is not None:
+        if self.context.real_BT is None:
+            keys = pack_all(self.batch, self.length, x_ND.device)
+        else:
+            keys = make_packing(self.context.real_BT)
             k, v = (pack(part.flatten(1), keys).unflatten(1, (heads, -1)) for part in (k, v))
         return self.rotated(q, dark), self.rotated(k, keys), v, keys
-
-    def all_keys(self, device: torch.device) -> Packing:
-        real_BT = self.context.real_BT
-        if real_BT is None:
-            real_BT = torch.ones(self.batch, self.length, dtype=torch.bool, device=device)
-        return make_packing(real_BT)
 
     def rotated(self, x_PHd: Tensor, packing: Packing) -> Tensor:
         if self.context.rope is None:
@@ -125,7 +121,7 @@ class SparseLayer:
     def heavy(self) -> Packing:
         """The tokens that run the feed-forward network where light ones skip it."""
         if LIGHT not in self.names:
-            return make_packing(torch.ones_like(self.route.choice_BT, dtype=torch.bool))
+            return pack_all(self.batch, self.length, self.chosen_N.device)
         if len(self.names) == 2:
             return self.dark
         heavy_BT = self.route.choice_BT != self.names.index(LIGHT)

@@ -40,8 +40,8 @@ def packed_attention(
     NaN or not: they give zeros and get zero gradients. So does a query that sees no key.
 
     Products take the inputs' dtype (autocast's where it is on), sums and the softmax fp32. There is no dropout of
-    weights: a caller that needs it runs dense attention. "auto" takes Triton on CUDA where it is installed and "rows", one
-    row after another, on the CPU; "torch" is the definition and builds an N×M mask.
+    weights: a caller that needs it runs dense attention. "auto" takes Triton on CUDA where it is installed and "rows",
+    one row after another, on the CPU; "torch" is the definition and builds an N×M mask.
     """
     limit_N, skip_M = visible_counts(query_rows, key_rows, query_position_N, key_position_M)
     return prefix_attention(

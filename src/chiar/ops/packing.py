@@ -60,6 +60,16 @@ def make_packing(chosen_BT: Tensor) -> Packing:
     return Packing(chosen_N, torch.where(chosen_N, place_N, 0), token_P, rows, count, before_N)
 
 
+def pack_all(batch: int, length: int, device: torch.device) -> Packing:
+    """make_packing of tokens that are all chosen."""
+    token_P = torch.arange(batch * length, device=device)
+    rows = torch.arange(0, batch * length + 1, length, device=device, dtype=torch.int32)
+    place_N = None if has_exact_room(device) else token_P
+    return Packing(
+        torch.ones_like(token_P, dtype=torch.bool), place_N, token_P, rows, rows[-1:], token_P.int() % length
+    )
+
+
 class Gather(torch.autograd.Function):
     """The chosen rows of x. Its gradient is a gather too: index_select's would be a slow atomic addition."""
 
