@@ -1,14 +1,25 @@
 """Sparse execution is dense execution: the same routes in, the same outputs and gradients out."""
 
+from dataclasses import fields
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
+from chiar.ops import packing
 
 B, T = 3, 12
+
+
+@pytest.fixture(params=["exact", "static"], autouse=True)
+def room(request, monkeypatch):
+    """Packed tensors with as many rows as are used, as on a CPU, or with room for every token, as on a GPU."""
+    if request.param == "static":
+        monkeypatch.setattr(packing, "has_exact_room", lambda device: False)
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -119,8 +130,43 @@ def test_padding(design, keys, side):
     assert_alike(model, tokens(), attention_mask=mask, forced_routes=routes(model))
 
 
+@pytest.mark.parametrize("keys", ["all", "routed"])
+@pytest.mark.parametrize("design", ["post", "post light skips", "pre light skips", "pre identity"])
+def test_autocast(design, keys):
+    """The same dtype as densely, and the same numbers as closely as bf16 tells them apart."""
+    model = build(keys=keys, **DESIGNS[design]).float()
+    found = {}
+    for execution in ("dense", "sparse"):
+        model.config.execution = execution
+        with torch.autocast("cpu", torch.bfloat16):
+            found[execution] = model(tokens(), forced_routes=routes(model)).logits
+    assert found["sparse"].dtype == found["dense"].dtype
+    distance = (found["sparse"] - found["dense"]).float().norm() / found["dense"].float().norm()
+    # Eight roundings a layer, here and there, each at most 2⁻⁹.
+    assert distance < 0.03
+
+
+def test_room_is_what_was_asked_for(room):
+    chosen = torch.tensor([[True, False, True], [False, False, True]])
+    made = packing.make_packing(chosen)
+    assert made.token_P.tolist() == ([0, 2, 5] if room == "exact" else [0, 2, 5, 0, 0, 0])
+    assert made.rows.tolist() == [0, 2, 3] and made.count.tolist() == [3]
+    assert made.before_N.tolist() == [0, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 1)], ids=str)
+def test_all_tokens_packed_without_counting(shape):
+    quick = packing.pack_all(*shape, torch.device("cpu"))
+    counted = packing.make_packing(torch.ones(shape, dtype=torch.bool))
+    assert quick.is_exact == counted.is_exact
+    for field in fields(packing.Packing):
+        ours, true = getattr(quick, field.name), getattr(counted, field.name)
+        assert (ours is None and true is None) or (torch.equal(ours, true) and ours.dtype == true.dtype), field.name
+
+
 @given(bits=st.lists(st.booleans(), min_size=15, max_size=15), keys=st.sampled_from(["all", "routed"]))
-@settings(max_examples=25, deadline=None)
+# One fixture for all examples: they all want the same form.
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_split(bits, keys):
     model = build(keys=keys, **DESIGNS["pre light skips"])
     choice = torch.tensor(bits).long().view(3, 5)

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from chiar.ops import attention_by_rows
 from chiar.ops.packed_attention import packed_attention, packed_attention_forward, visible_counts
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -76,12 +78,16 @@ def with_gradients(attention, inputs, grad, layout, **options):
     return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
 
+both = pytest.mark.parametrize("implementation", ["torch", "rows"])
+
+
+@both
 @pytest.mark.parametrize("keys", ["all", "routed"])
 @pytest.mark.parametrize("padding", [0, 11])
 @pytest.mark.parametrize("split", SPLITS)
-def test_value_and_gradients_are_those_of_each_row(split, padding, keys):
+def test_value_and_gradients_are_those_of_each_row(split, padding, keys, implementation):
     inputs, grad, layout = example(*SPLITS[split], keys, padding=padding)
-    found = with_gradients(packed_attention, inputs, grad, layout)
+    found = with_gradients(packed_attention, inputs, grad, layout, implementation=implementation)
     used = int(layout[0][-1]), int(layout[1][-1])
     plain = [x.detach()[:n].requires_grad_() for x, n in zip(inputs, (used[0], used[1], used[1]), strict=True)]
     if used[0]:
@@ -93,11 +99,39 @@ def test_value_and_gradients_are_those_of_each_row(split, padding, keys):
         assert (ours[len(true) :] == 0).all()
 
 
-def test_a_query_before_every_key_gives_zeros():
+@pytest.mark.parametrize("block", [1, 3, 8])
+@pytest.mark.parametrize("keys", ["all", "routed"])
+def test_rows_in_blocks_are_the_definition(keys, block, monkeypatch):
+    """More queries than share a mask; and gradients whose features do not lie side by side."""
+    monkeypatch.setattr(attention_by_rows, "BLOCK", block)
+    inputs, grad, layout = example([30, 9, 0, 17], [12, 9, 0, 8], keys, padding=5)
+    grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
+    found = with_gradients(packed_attention, inputs, grad, layout, implementation="rows")
+    expected = with_gradients(packed_attention, inputs, grad, layout, implementation="torch")
+    for ours, true in zip(found, expected, strict=True):
+        assert torch.allclose(ours, true, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("keys", ["all", "routed"])
+def test_rows_keep_no_mask_of_the_batch(keys):
+    """64 rows of 128 tokens: a mask of all pairs would be 64 MiB of booleans; the whole of q is 128 KiB."""
+    inputs, grad, layout = example([128] * 64, [64] * 64, keys, heads=1, d=8, dtype=torch.float32)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        packed_attention(*inputs, *layout).backward(grad)
+    assert max(event.cpu_memory_usage for event in seen.events()) < 2**21
+
+
+def test_auto_on_a_cpu_is_rows():
+    inputs, _, layout = example([9, 4, 7], [3, 4, 1], "all", dtype=torch.float32)
+    assert torch.equal(packed_attention(*inputs, *layout), packed_attention(*inputs, *layout, implementation="rows"))
+
+
+@both
+def test_a_query_before_every_key_gives_zeros(implementation):
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     rows, query_position, key_position = offsets([3]), torch.tensor([0, 4, 9]).int(), torch.tensor([3, 5, 7]).int()
-    out = packed_attention(q, k, v, rows, rows, query_position, key_position, 3)
+    out = packed_attention(q, k, v, rows, rows, query_position, key_position, 3, implementation=implementation)
     out.sum().backward()
     assert (out[0] == 0).all() and (q.grad[0] == 0).all()
     assert torch.allclose(out[1], v[0]) and q.grad.isfinite().all()
@@ -114,23 +148,27 @@ def test_counts_say_who_sees_whom():
     assert limit.dtype == skip.dtype == torch.int32
 
 
+@both
 @pytest.mark.parametrize("keys", ["all", "routed"])
-def test_gradcheck(keys):
+def test_gradcheck(keys, implementation):
     inputs, _, layout = example([4, 0, 3], [2, 0, 3], keys, heads=1, d=3)
-    assert torch.autograd.gradcheck(lambda *x: packed_attention(*x, *layout), inputs)
+    options = {"implementation": implementation}
+    assert torch.autograd.gradcheck(lambda *x: packed_attention(*x, *layout, **options), inputs)
 
 
+# Steps of the result. The definition: half a step; for gradients the rounded output counts too, through delta. torch's
+# flash attention has an exponential of its own (2e-7) and multiplies by rounded weights.
+@pytest.mark.parametrize(("implementation", "steps"), [("torch", 2), ("rows", 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_rounded_once(dtype):
+def test_half_precision_is_rounded_once(dtype, implementation, steps):
     inputs, grad, layout = example([40, 25], [20, 25], "all", d=8, dtype=torch.float32)
     inputs, grad = [x.detach().to(dtype).requires_grad_() for x in inputs], grad.to(dtype)
-    found = with_gradients(packed_attention, inputs, grad, layout)
+    found = with_gradients(packed_attention, inputs, grad, layout, implementation=implementation)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected = with_gradients(packed_attention, exact, grad.double(), layout)
+    expected = with_gradients(packed_attention, exact, grad.double(), layout, implementation="torch")
     for ours, true in zip(found, expected, strict=True):
         assert ours.dtype == dtype
-        # Half a step of the result; for gradients the rounded output counts too, through delta.
-        assert (ours.double() - true).norm() <= 2 * torch.finfo(dtype).eps * true.norm()
+        assert (ours.double() - true).norm() <= steps * torch.finfo(dtype).eps * true.norm()
 
 
 def test_autocast_gives_its_dtype_and_fp32_gradients():
@@ -160,13 +198,14 @@ def test_flops_are_bounded_by_dense_causal_attention():
         assert int(visible_counts(*layout[:4])[0].sum()) <= bound
 
 
+@both
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("keys", ["all", "routed"])
-def test_opcheck(keys, dtype):
+def test_opcheck(keys, dtype, implementation):
     inputs, _, layout = example([5, 0, 4], [2, 0, 3], keys, dtype=dtype)
     query_rows, key_rows, *positions, max_keys = layout
     counts = visible_counts(query_rows, key_rows, *positions)
-    torch.library.opcheck(packed_attention_forward, (*inputs, query_rows, key_rows, *counts, max_keys, "auto"))
+    torch.library.opcheck(packed_attention_forward, (*inputs, query_rows, key_rows, *counts, max_keys, implementation))
 
 
 @pytest.mark.parametrize("keys", ["all", "routed"])
@@ -178,7 +217,7 @@ def test_compiles_into_one_graph_for_every_split(keys):
         inputs, grad, layout = example([9, 4, 7], chosen, keys, padding=20 - sum(chosen))
         with torch.compiler.set_stance(stance):
             found = with_gradients(compiled, inputs, grad, layout)
-        expected = with_gradients(packed_attention, inputs, 2 * grad, layout)
+        expected = with_gradients(packed_attention, inputs, 2 * grad, layout, implementation="torch")
         assert torch.allclose(found[0], 2 * expected[0])
         for ours, plain in zip(found[1:], expected[1:], strict=True):
             assert torch.allclose(ours, plain)

@@ -126,8 +126,10 @@ class Block(nn.Module):
     ) -> Route | None:
         if self.router is None:
             return None
-        # The question is whether a token needs attention, so a pre-norm router reads what attention would read.
-        seen_BTD = self.norms["attention"](x_BTD) if self.pre_norm else x_BTD
+        # The question is whether a token needs attention, so a pre-norm router reads what attention would read. Only
+        # learned routers read more of x than its shape.
+        learned = self.entropy_has_gradient
+        seen_BTD = self.norms["attention"](x_BTD) if self.pre_norm and learned else x_BTD
         return self.router(seen_BTD, entropy_BT, context, forced_BT)
 
     def run_operators(

@@ -4,6 +4,7 @@ Attention and feed-forward products work on packed rows (ops/packing.py); norms,
 additions pass over all tokens, which costs memory traffic but no products. RBF mixing runs on every token.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from chiar.layers.context import LayerMemory, TokenContext, surely_none
 from chiar.layers.routers import Route
 from chiar.ops.packed_attention import prefix_attention
 from chiar.ops.packed_gelu import packed_gelu
-from chiar.ops.packing import Packing, make_packing, pack, packed_linear, unpack
+from chiar.ops.packing import Packing, make_packing, pack, pack_all, packed_linear, unpack, used
 from chiar.ops.rotary_attention import fits, rotary_attention
 
 LIGHT = "spectral"
+Norm = Callable[[Tensor], Tensor]
 
 
 def run_sparse(
@@ -76,11 +78,11 @@ class SparseLayer:
         rbf, only_keys = self.block.operators["rbf"], self.block.routed_keys
         return rbf(x_BTD, self.context, key_BT, self.memory, only_keys).flatten(0, 1)
 
-    def attention(self, x_ND: Tensor) -> Tensor:
-        """Packed output of the tokens sent to attention."""
+    def attention(self, x_ND: Tensor, norm: Norm) -> Tensor:
+        """Packed output of the tokens sent to attention, which reads norm(x)."""
         attention: CausalAttention = self.block.operators["attention"]
         run = self.among_themselves if self.turns_at_once(x_ND) else self.over_keys
-        out_PHd = run(attention, x_ND)
+        out_PHd = run(attention, x_ND, norm)
         return packed_linear(out_PHd.flatten(1), attention.out.weight, attention.out.bias, self.dark)
 
     def turns_at_once(self, x_ND: Tensor) -> bool:
@@ -89,9 +91,9 @@ class SparseLayer:
         alone = self.block.routed_keys and self.memory is None  # a cache needs the rotated keys by themselves
         return alone and self.context.rope is not None and fits(head)
 
-    def among_themselves(self, attention: CausalAttention, x_ND: Tensor) -> Tensor:
+    def among_themselves(self, attention: CausalAttention, x_ND: Tensor, norm: Norm) -> Tensor:
         dark = self.dark
-        qkv = packed_linear(pack(x_ND, dark), attention.qkv.weight, attention.qkv.bias, dark)
+        qkv = packed_linear(self.seen(x_ND, norm), attention.qkv.weight, attention.qkv.bias, dark)
         assert self.context.rope is not None
         cos, sin = (table.flatten(0, 2) for table in self.context.rope)
         qkv_P3Hd = qkv.unflatten(1, (3, attention.heads, -1))
@@ -99,12 +101,14 @@ class SparseLayer:
 
     def limits(self, keys: Packing) -> Tensor:
         """How many keys each packed dark token sees; a dark token is a key itself."""
-        dark = self.dark
-        in_use_P = torch.arange(len(dark.token_P), device=dark.count.device) < dark.count
-        return torch.where(in_use_P, keys.before_N[dark.token_P] + 1, 0)
+        return used(keys.before_N[self.dark.token_P] + 1, self.dark)
 
-    def over_keys(self, attention: CausalAttention, x_ND: Tensor) -> Tensor:
-        q_PHd, k_MHd, v_MHd, keys = self.project(attention, x_ND)
+    def seen(self, x_ND: Tensor, norm: Norm) -> Tensor:
+        """norm(x) of the dark tokens, packed. The norm's weight must not meet undefined rows."""
+        return norm(pack(x_ND, self.dark)) if self.dark.is_exact else pack(norm(x_ND), self.dark)
+
+    def over_keys(self, attention: CausalAttention, x_ND: Tensor, norm: Norm) -> Tensor:
+        q_PHd, k_MHd, v_MHd, keys = self.project(attention, x_ND, norm)
         if self.memory is not None:
             self.remember(self.memory, k_MHd, v_MHd, keys)
         skip_M = self.dark.before_N[keys.token_P]
@@ -128,27 +132,23 @@ class SparseLayer:
             memory.append(name, part_BHTd, time_axis=2)
         memory.append("is_key", key_BT, time_axis=1)
 
-    def project(self, attention: CausalAttention, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Packing]:
+    def project(self, attention: CausalAttention, x_ND: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor, Packing]:
         """Rotated queries of the dark tokens; keys and values of theirs or of all; and which tokens the keys are."""
         heads, dark = attention.heads, self.dark
         weight, bias = attention.qkv.weight, attention.qkv.bias
         if self.block.routed_keys:
-            qkv = packed_linear(pack(x_ND, dark), weight, bias, dark).unflatten(1, (3, heads, -1))
+            qkv = packed_linear(self.seen(x_ND, norm), weight, bias, dark).unflatten(1, (3, heads, -1))
             q, k, v = qkv.unbind(1)
             return self.rotated(q, dark), self.rotated(k, dark), v, dark
-        width = x_ND.shape[1]
-        q = packed_linear(pack(x_ND, dark), weight[:width], bias[:width], dark).unflatten(1, (heads, -1))
-        k, v = F.linear(x_ND, weight[width:], bias[width:]).unflatten(1, (2, heads, -1)).unbind(1)
-        keys = self.all_keys(x_ND.device)
-        if self.context.real_BT is not None:
+        width, seen_ND = x_ND.shape[1], norm(x_ND)
+        q = packed_linear(pack(seen_ND, dark), weight[:width], bias[:width], dark).unflatten(1, (heads, -1))
+        k, v = F.linear(seen_ND, weight[width:], bias[width:]).unflatten(1, (2, heads, -1)).unbind(1)
+        if self.context.real_BT is None:
+            keys = pack_all(self.batch, self.length, x_ND.device)
+        else:
+            keys = make_packing(self.context.real_BT)
             k, v = (pack(part.flatten(1), keys).unflatten(1, (heads, -1)) for part in (k, v))
         return self.rotated(q, dark), self.rotated(k, keys), v, keys
-
-    def all_keys(self, device: torch.device) -> Packing:
-        real_BT = self.context.real_BT
-        if real_BT is None:
-            real_BT = torch.ones(self.batch, self.length, dtype=torch.bool, device=device)
-        return make_packing(real_BT)
 
     def rotated(self, x_PHd: Tensor, packing: Packing) -> Tensor:
         if self.context.rope is None:
@@ -169,21 +169,14 @@ class SparseLayer:
             y_ND = torch.where((self.chosen_N == self.names.index(name))[:, None], part_ND, y_ND)
         return y_ND
 
-    def outputs(self, seen: dict[str, Tensor]) -> dict[str, Tensor]:
-        """op(x) by operator for all tokens, right where it was chosen; `seen` is what each reads."""
-        outputs: dict[str, Tensor] = {}
-        for name in self.names:
-            if name == "attention":
-                y_PD = self.attention(seen[name])
-                outputs[name] = unpack(y_PD, torch.zeros_like(seen[name], dtype=y_PD.dtype), self.dark)
-            else:
-                outputs[name] = self.light(seen[name]) if name == LIGHT else self.rbf(seen[name])
-        return outputs
+    def other(self, name: str, x_ND: Tensor) -> Tensor:
+        """op(x) of an operator that is not attention, for all tokens, right where it was chosen."""
+        return self.light(x_ND) if name == LIGHT else self.rbf(x_ND)
 
     def heavy(self) -> Packing:
         """The tokens that run the feed-forward network where light ones skip it."""
         if LIGHT not in self.names:
-            return make_packing(torch.ones_like(self.route.choice_BT, dtype=torch.bool))
+            return pack_all(self.batch, self.length, self.chosen_N.device)
         if len(self.names) == 2:
             return self.dark
         heavy_BT = self.route.choice_BT != self.names.index(LIGHT)
@@ -196,16 +189,11 @@ class SparseLayer:
         return F.dropout(packed_linear(hidden, ffn.down.weight, ffn.down.bias, packing), ffn.dropout, ffn.training)
 
 
-def used(x_PD: Tensor, packing: Packing) -> Tensor:
-    """Zeros in the undefined rows, and in those of the gradient: around whatever sums over rows, such as a norm's
-    weight."""
-    return torch.where(torch.arange(len(x_PD), device=x_PD.device)[:, None] < packing.count, x_PD, 0.0)
-
-
 def run_pre_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     block = layer.block
-    outputs = layer.outputs({name: block.norms[name](x_ND) for name in layer.names})
-    change_ND = layer.chosen(outputs)
+    attended_PD = layer.attention(x_ND, block.norms["attention"])
+    others = {name: layer.other(name, block.norms[name](x_ND)) for name in layer.names if name != "attention"}
+    change_ND = unpack(attended_PD, layer.chosen(others), layer.dark)
     if block.light_ffn:
         u_ND = x_ND + layer.weighted(change_ND)
         return u_ND + block.ffn(block.ffn_norm(u_ND))
@@ -218,7 +206,9 @@ def run_pre_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
 
 def run_post_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     block = layer.block
-    outputs = layer.outputs(dict.fromkeys(layer.names, x_ND))
+    attended_PD = layer.attention(x_ND, lambda x: x)
+    attended_ND = unpack(attended_PD, torch.zeros_like(x_ND, dtype=attended_PD.dtype), layer.dark)
+    outputs = {name: attended_ND if name == "attention" else layer.other(name, x_ND) for name in layer.names}
     residuals, inputs = {}, {}
     for name, output_ND in outputs.items():
         if block.equation and name == LIGHT:

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-IMPLEMENTATIONS = ("auto", "torch", "triton")
+from chiar.ops.attention_by_rows import by_rows_backward, by_rows_forward
+
+IMPLEMENTATIONS = ("auto", "torch", "rows", "triton")
 
 
 def packed_attention(
@@ -38,8 +40,8 @@ def packed_attention(
     NaN or not: they give zeros and get zero gradients. So does a query that sees no key.
 
     Products take the inputs' dtype (autocast's where it is on), sums and the softmax fp32. There is no dropout of
-    weights: a caller that needs it runs dense attention. "auto" takes Triton on CUDA where it is installed; "torch" is
-    the definition and builds an N×M mask.
+    weights: a caller that needs it runs dense attention. "auto" takes Triton on CUDA where it is installed and "rows",
+    one row after another, on the CPU; "torch" is the definition and builds an N×M mask.
     """
     limit_N, skip_M = visible_counts(query_rows, key_rows, query_position_N, key_position_M)
     return prefix_attention(
@@ -118,11 +120,13 @@ def packed_attention_forward(
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
     """The output, and log₂ Σ exp of each query's scores (+∞ where it sees no key, so that exp of the rest is 0)."""
-    if wants_triton(q_NHd, implementation):
+    implementation = chosen_implementation(q_NHd, implementation)
+    if implementation == "triton":
         from chiar.ops.triton.packed_attention import triton_forward
 
         return triton_forward(q_NHd, k_MHd, v_MHd, query_rows, key_rows, limit_N, max_keys)
-    return torch_forward(q_NHd, k_MHd, v_MHd, query_rows, key_rows, limit_N)
+    forward = by_rows_forward if implementation == "rows" else torch_forward
+    return forward(q_NHd, k_MHd, v_MHd, query_rows, key_rows, limit_N)
 
 
 @torch.library.custom_op("chiar::packed_attention_backward", mutates_args=())
@@ -142,17 +146,25 @@ def packed_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     tensors = grad_NHd, q_NHd, k_MHd, v_MHd, out_NHd, log_sum_HN, query_rows, key_rows, limit_N
-    if wants_triton(q_NHd, implementation):
+    implementation = chosen_implementation(q_NHd, implementation)
+    if implementation == "triton":
         from chiar.ops.triton.packed_attention import triton_backward
 
         return triton_backward(*tensors, skip_M, max_keys)
-    return torch_backward(*tensors)
+    return by_rows_backward(*tensors) if implementation == "rows" else torch_backward(*tensors)
 
 
-def wants_triton(q_NHd: Tensor, implementation: str) -> bool:
-    if implementation == "auto":
-        return q_NHd.is_cuda and q_NHd.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
-    return implementation == "triton"
+def chosen_implementation(q_NHd: Tensor, implementation: str) -> str:
+    if implementation != "auto":
+        return implementation
+    if q_NHd.device.type == "cpu":
+        return "rows"
+    usable = q_NHd.is_cuda and q_NHd.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+    return "triton" if usable else "torch"
+
+
+def wants_triton(x: Tensor, implementation: str) -> bool:
+    return chosen_implementation(x, implementation) == "triton"
 
 
 def torch_forward(

@@ -31,9 +31,8 @@ def spectral_entropy(x: Tensor, transform: Transform, eps: float = 0.0, dc_weigh
             p = energy / (total + eps).unsqueeze(-1)
             entropy = -(p * torch.log(p + eps)).sum(-1)
         else:
-            # y² log y² := 0 at 0, with zero gradient: the inner `where` keeps log away from 0.
-            positive = energy > 0
-            energy_log = torch.where(positive, energy * torch.log(torch.where(positive, energy, 1.0)), 0.0)
+            # y² log y² := 0 at 0, with zero gradient because that of y² is zero: the bound keeps log away from 0.
+            energy_log = energy * torch.log(energy.clamp_min(torch.finfo(energy.dtype).tiny))
             safe_total = torch.where(total > 0, total, 1.0)
             entropy = torch.log(safe_total) - energy_log.sum(-1) / safe_total
         return (entropy / math.log(width)).clamp(0.0, 1.0)
