@@ -123,7 +123,7 @@ class SparseLayer:
         new = {}
         for name, part_MHd in (("key", k_MHd), ("value", v_MHd)):
             part_MD = part_MHd.flatten(1)
-            part_ND = unpack(part_MD, torch.zeros_like(part_MD), keys)
+            part_ND = unpack(part_MD, part_MD.new_zeros(self.batch * self.length, part_MD.shape[1]), keys)
             new[name] = part_ND.view(self.batch, self.length, *part_MHd.shape[1:]).transpose(1, 2)
         if self.block.routed_keys:
             memory.ragged("attention").append(new, key_BT)
