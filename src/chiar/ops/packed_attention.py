@@ -103,7 +103,7 @@ def visible_counts(
 
 @visible_counts.register_fake
 def _(query_rows: Tensor, key_rows: Tensor, query_position_N: Tensor, key_position_M: Tensor) -> tuple[Tensor, Tensor]:
-    # An operator of its own: left to inductor (torch 2.11, CUDA) the searches above gave wrong counts.
+    # An operator of its own: with these searches in inductor's graph (torch 2.11, CUDA) attention came out wrong.
     return torch.empty_like(query_position_N), torch.empty_like(key_position_M)
 
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chiar.ops.triton.packed_attention import current
+from chiar.ops.triton.launch import current
 
 ROWS, COLUMNS = 128, 64
 
