@@ -11,8 +11,8 @@ from chiar.layers.context import LayerMemory, TokenContext, surely_none, visible
 def rotary_tables(positions_BT: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
     """cos and sin of RoPE's angles, (B, 1, T, head size) in fp32. Computed, not stored: bf16 would blur them.
 
-    An operator of its own so that the compiler keeps the tables: left to itself it computes powers and sines again in
-    every layer, a fifth of a 400M training step on an H200.
+    An operator of its own so that the compiler keeps the tables: left to itself it computes powers and sines again for
+    every head of every layer.
     """
     exponents = torch.arange(0, head_size, 2, device=positions_BT.device, dtype=torch.float32) / head_size
     angles = positions_BT[:, None, :, None].float() * base**-exponents
