@@ -26,7 +26,8 @@ BEST = {
 
 @dataclass(frozen=True)
 class Contender:
-    """A model to time. `build(setting, execution, compiled)` makes it; weights are random, routes are forced."""
+    """A model to time. `build(setting, execution, whole)` makes it, `whole` for compiling it as one graph; weights are
+    random, routes are forced."""
 
     name: str
     what: str
@@ -47,13 +48,13 @@ def executions() -> bool:
     return "execution" in ChiarConfig.__dataclass_fields__
 
 
-def build_chiar(family: str, changes: dict[str, Any], setting: Setting, execution: str, compiled: bool) -> TimedModel:
+def build_chiar(family: str, changes: dict[str, Any], setting: Setting, execution: str, whole: bool) -> TimedModel:
     fields: dict[str, Any] = {"dropout": 0.0, **changes}
     if setting.layers is not None:
         fields["num_hidden_layers"] = setting.layers
     if executions():
         fields["execution"] = execution
-    return TimedChiar(presets.get(f"{family}-{setting.size}", **fields), compiled)
+    return TimedChiar(presets.get(f"{family}-{setting.size}", **fields), whole)
 
 
 def chiar(name: str, what: str, execution: str, family: str = "v3", **changes: Any) -> Contender:
@@ -63,16 +64,18 @@ def chiar(name: str, what: str, execution: str, family: str = "v3", **changes: A
 
 
 def peer(name: str, what: str, kind: Any) -> Contender:
-    def build(setting: Setting, execution: str, compiled: bool) -> TimedModel:
+    def build(setting: Setting, execution: str, whole: bool) -> TimedModel:
         return PeerModel(kind, setting, execution)
 
     return Contender(name, what, build, "sparse", modes=("train", "prefill"), capacity_is_built_in=True)
 
 
+DENSE = {"norm": "rmsnorm", "norm_position": "pre"}
 # The paper's gate cannot decode; frozen at the prompt it can.
 PAPER = {"gate_generation": "prefill"}
 ALL = (
     chiar(BASELINE, "attention in every layer, post-norm LayerNorm", "dense", "baseline"),
+    chiar("baseline-pre", "attention in every layer, pre-norm RMSNorm", "dense", "baseline", **DENSE),
     chiar("routed", "best design, routed keys, shared FFN", "sparse", **BEST),
     chiar("routed-light", "best design, light tokens skip the FFN", "sparse", **BEST, light_ffn=False),
     chiar("routed-all-keys", "best design, all tokens are keys", "sparse", **{**BEST, "keys": "all"}),
@@ -91,7 +94,7 @@ def foreign(folder: Path) -> Contender:
     """The model of FOLDER/peer.py; see docs/execution.md for the call."""
     module = load_peer(folder)
 
-    def build(setting: Setting, execution: str, compiled: bool) -> TimedModel:
+    def build(setting: Setting, execution: str, whole: bool) -> TimedModel:
         return build_foreign(module, setting)
 
     what = f"peer.py of {folder.resolve().name}"

@@ -11,7 +11,7 @@ from chiar import presets
 from contenders import BASELINE, Contender
 from parity import Verdict
 from rows import Row, Table, surroundings
-from timed import Setting, Work, exact_routes
+from timed import Setting, Work, compiled, exact_routes
 from timing import DecodeJob, Job, PrefillJob, Times, TrainJob, interleave, speedup, synchronises, synchronize
 
 BEGAN = time.perf_counter()
@@ -43,9 +43,10 @@ class Lap:
     def job(self, contender: Contender, fraction: float) -> Job:
         """The contender, built and ready for its first step."""
         torch.manual_seed(0)
-        model = contender.build(self.setting(fraction), contender.execution, self.compiled).to(self.device)
+        whole = self.compiled and self.options.whole
+        model = contender.build(self.setting(fraction), contender.execution, whole).to(self.device)
         model.train(self.options.mode == "train")
-        call = torch.compile(model, dynamic=False) if self.compiled else model
+        call = compiled(model, model, whole) if self.compiled else model
         job = JOBS[self.options.mode](model, call, self.ids_BT, {}, self.device)
         self.force(job, fraction)
         return job
@@ -114,7 +115,7 @@ class Lap:
             batch=self.batch,
             fraction=fraction,
             execution=contender.execution if contender.defined else "",
-            compiled=self.compiled,
+            compiled=("whole" if self.options.whole else "layers") if self.compiled else "",
             precision="bf16" if self.device == "cuda" else "fp32",
             sdpa=self.backend,
             samples=len(times.steps),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from chiar.layers.meta_router import Gate
 from chiar.layers.spectral import SpectralFilter
 from contenders import Contender
-from timed import Routes, Setting, TimedChiar, TimedModel, exact_routes, ragged_routes
+from timed import Routes, Setting, TimedChiar, TimedModel, compiled, exact_routes, ragged_routes
 
 ROWS, LENGTH, LAYERS = 3, 96, 4
 DECODED = 8
@@ -42,18 +42,20 @@ class Verdict:
 class Parity:
     """A contender and its definition with the same weights, at the full width and little depth."""
 
-    def __init__(self, contender: Contender, setting: Setting, device: str, compiled: bool, decode: bool) -> None:
+    def __init__(
+        self, contender: Contender, setting: Setting, device: str, compile: bool, decode: bool, whole: bool = False
+    ) -> None:
         layers = LAYERS if setting.layers is None else min(setting.layers, LAYERS)
         self.setting, self.device, self.decode = replace(setting, layers=layers, length=LENGTH), device, decode
         self.bf16 = device == "cuda"
-        # compiled=True also off the compiler: then H is returned, and so compared.
+        # whole=True in any case: then H is returned, and so compared.
         self.definition = contender.build(self.setting, "dense", True).to(device).train()
         if contender.defined:
             enliven(self.definition)
         candidate = contender.build(self.setting, contender.execution, True).to(device).train()
         candidate.load_state_dict(self.definition.state_dict())
         self.candidate = candidate
-        self.call = torch.compile(candidate.states, dynamic=False) if compiled else candidate.states
+        self.call = compiled(candidate, candidate.states, whole) if compile else candidate.states
         vocabulary = self.definition.output_weight().shape[0] if contender.defined else 200
         generator = torch.Generator().manual_seed(1)
         self.ids_BT = torch.randint(0, vocabulary, (ROWS, LENGTH), generator=generator).to(device)

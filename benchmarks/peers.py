@@ -22,6 +22,7 @@ from chiar.inputs import make_context
 from chiar.layers.attention import rotate
 from chiar.layers.block import Block, FeedForward, make_norm
 from chiar.layers.context import TokenContext, visible_keys
+from chiar.ops.transform import Transform
 from chiar.routing.flops import visible_pairs
 from timed import Routes, Setting, TimedModel, Work
 
@@ -171,8 +172,7 @@ class PeerModel(TimedModel):
     def states(self, ids_BT: Tensor, routes: Routes | None) -> tuple[Tensor, Tensor | None]:
         """Without routes the layers choose for themselves."""
         x_BTD = self.embed(ids_BT)
-        no_basis = x_BTD.new_empty(0)
-        context = make_context(self.config, no_basis, x_BTD, ids_BT, None, None, 0)
+        context = make_context(self.config, Transform(), x_BTD, ids_BT, None, None, 0)
         for i, layer in enumerate(self.layers):
             if i in self.routed_layers:
                 x_BTD = layer(x_BTD, context, None if routes is None else routes[i])
@@ -182,6 +182,9 @@ class PeerModel(TimedModel):
 
     def output_weight(self) -> Tensor:
         return self.embed.weight
+
+    def parts(self) -> list[nn.Module]:
+        return list(self.layers)
 
     def work(self, setting: Setting) -> Work:
         D, T = self.config.hidden_size, setting.length

@@ -28,7 +28,8 @@ class Row:
     fraction: float | None
     """f as forced: None where the contender decides for itself."""
     execution: str
-    compiled: bool
+    compiled: str
+    """"layers", "whole", or nothing where it is not."""
     precision: str
     sdpa: str
     samples: int

@@ -45,7 +45,8 @@ class Referee:
             if asked is None or contender.capacity_is_built_in:
                 setting = Setting(self.options.size, self.options.layers, 0, fraction)
                 decode = self.options.mode == "decode"
-                asked = Parity(contender, setting, self.options.device, self.options.compile and not decode, decode)
+                compile, whole = self.options.compile and not decode, self.options.whole
+                asked = Parity(contender, setting, self.options.device, compile, decode, whole)
             verdict = asked.check(fraction)
             self.verdicts[contender.name, fraction] = verdict
             named = f"{contender.name} f {fraction:g}" if contender.takes_fraction else contender.name
@@ -141,6 +142,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--turns", type=int, default=10, help="turns of baseline and contender")
     add("--steps", type=int, default=3, help="steps a turn")
     add("--compile", action=argparse.BooleanOptionalAction, default=True)
+    add("--whole", action="store_true", help="compile a model as one graph, not layer by layer: minutes at 28 layers")
     add("--csv", type=Path, help="a new file for the rows")
     add("--picture", type=Path, help="a new SVG of speed-up against length")
     add("--peer", type=Path, metavar="FOLDER", action="append", default=[], help="a folder with peer.py")

@@ -1,7 +1,8 @@
 """What is timed: every contender as one module with the same call, and the routes forced on all of them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +86,10 @@ class TimedModel(nn.Module):
     def output_weight(self) -> Tensor:
         raise NotImplementedError
 
+    def parts(self) -> list[nn.Module]:
+        """The layers, where they can be compiled one by one."""
+        return []
+
     def work(self, setting: Setting) -> Work | None:
         """Counted FLOPs; None where nobody has counted them."""
         raise NotImplementedError
@@ -100,19 +105,20 @@ class TimedModel(nn.Module):
 class TimedChiar(TimedModel):
     """A baseline or a CHIAR-Former.
 
-    Forced routes replace the comparison H > τ but not H itself: the block computes it all the same. A compiler would
-    drop it, because nobody reads it, so under compilation the mean of H over the routed layers is an output. (The
-    trace it comes from also has H of the other layers; those nobody reads, and there the compiler is right.)
+    Forced routes replace the comparison H > τ but not H itself: the block computes it all the same and gives it back.
+    A compiler of the whole model would drop it, because nobody reads it, so there (`whole`) the mean of H over the
+    routed layers is an output. (The trace it comes from also has H of the other layers; those nobody reads, and there
+    the compiler is right.)
     """
 
-    def __init__(self, config: ChiarConfig, compiled: bool) -> None:
+    def __init__(self, config: ChiarConfig, whole: bool) -> None:
         super().__init__()
         self.language = ChiarForCausalLM(config)
         self.config: ChiarConfig = config
         static = config.router == "static"
         self.routed_layers = [] if static else config.routed_layers
         self.reads_entropy = bool(config.routed_layers) and config.router in ("entropy", "learned")
-        self.returns_entropy = compiled and self.reads_entropy
+        self.returns_entropy = whole and self.reads_entropy
         self.ragged = bool(self.routed_layers)
 
     def states(self, ids_BT: Tensor, routes: Routes) -> tuple[Tensor, Tensor | None]:
@@ -127,6 +133,9 @@ class TimedChiar(TimedModel):
     def output_weight(self) -> Tensor:
         return self.language.lm_head.weight
 
+    def parts(self) -> list[nn.Module]:
+        return list(self.language.model.layers)
+
     def work(self, setting: Setting) -> Work:
         """Of the routed model: what each token's own operator costs, however it is executed."""
         fraction = setting.attending / setting.length if self.routed_layers else None
@@ -136,3 +145,13 @@ class TimedChiar(TimedModel):
         count = count_flops(self.config, setting.length, shares, transform=transform)
         unread = count.part("router") if self.config.router == "entropy" else 0.0
         return Work(count.total - count.part("logits"), count.part("logits"), unread)
+
+
+def compiled(model: TimedModel, call: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+    """`call`, a way to call the model, compiled: layer by layer, which takes layers that are alike once, or whole."""
+    parts = [] if whole else model.parts()
+    if not parts:
+        return torch.compile(call, dynamic=False)
+    for part in parts:
+        part.compile(dynamic=False)
+    return call

@@ -87,9 +87,9 @@ class TooWrong(Wrong):
 def instead(kind):
     """The best design, with `kind` as its sparse execution."""
 
-    def build(setting, execution, compiled):
-        config = contenders.REGISTRY["routed"].build(setting, "dense", compiled).config
-        return (kind if execution == "sparse" else timed.TimedChiar)(config, compiled)
+    def build(setting, execution, whole):
+        config = contenders.REGISTRY["routed"].build(setting, "dense", whole).config
+        return (kind if execution == "sparse" else timed.TimedChiar)(config, whole)
 
     return contenders.Contender("wrong", "differs", build, "sparse")
 
@@ -108,7 +108,7 @@ def test_a_wrong_gradient_alone_is_found():
             states_BTD, read = super().states(ids_BT, routes)
             return states_BTD.detach() + (states_BTD - states_BTD.detach()) * 1.001, read
 
-    verdict = parity.Parity(instead(Detached), SETTING, "cpu", compiled=False, decode=False).check(0.25)
+    verdict = parity.Parity(instead(Detached), SETTING, "cpu", compile=False, decode=False).check(0.25)
     assert not verdict.passed
     assert "gradient" in verdict.message
 
@@ -116,7 +116,7 @@ def test_a_wrong_gradient_alone_is_found():
 def test_bf16_is_judged_by_what_dense_execution_loses_in_it():
     cases = {name: contenders.REGISTRY[name] for name in contenders.REGISTRY} | {"wrong": instead(TooWrong)}
     for name, contender in cases.items():
-        asked = parity.Parity(contender, SETTING, "cpu", compiled=False, decode=False)
+        asked = parity.Parity(contender, SETTING, "cpu", compile=False, decode=False)
         asked.bf16 = True
         verdict = asked.check(0.25)
         assert verdict.passed == (name != "wrong"), (name, verdict)
@@ -124,7 +124,7 @@ def test_bf16_is_judged_by_what_dense_execution_loses_in_it():
 
 
 def test_a_contender_that_breaks_costs_the_others_nothing(tmp_path, capsys):
-    def build(setting, execution, compiled):
+    def build(setting, execution, whole):
         raise ValueError("no such thing")
 
     registry = {

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from chiar.layers.attention import rotary_tables, rotate
 from chiar.ops import packing as packing_module
 from chiar.ops.packed_gelu import packed_gelu, packed_gelu_forward
+from chiar.ops.packed_norm import packed_norm, packed_norm_forward
 from chiar.ops.packing import make_packing, pack, packed_linear, row_sum, rows_product, sum_product, unpack
 from chiar.ops.rotary_attention import rotary_attention, rotary_attention_forward
 
@@ -83,6 +84,52 @@ def test_gelu_of_the_rows_in_use():
     torch.testing.assert_close(found[1], expected[1])
 
 
+NORMS = {
+    "none": lambda: None,
+    "rms": lambda: torch.nn.RMSNorm(6, eps=1e-5),
+    "rms without weight": lambda: torch.nn.RMSNorm(6, eps=1e-5, elementwise_affine=False),
+    "layer": lambda: torch.nn.LayerNorm(6),
+}
+
+
+@pytest.mark.parametrize("with_add", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_of_the_rows_in_use(name, with_add):
+    generator = torch.Generator().manual_seed(3)
+    packing = make_packing(torch.tensor([[True, False, True, True], [False, False, True, False]]))
+    used = int(packing.count)
+    norm = NORMS[name]()
+    if norm is not None:
+        norm.double()
+        for parameter in norm.parameters():
+            torch.nn.init.normal_(parameter, 1.0, 0.3, generator=generator)
+    x, add = (torch.randn(8, 6, dtype=torch.float64, generator=generator) for _ in range(2))
+    add[used:] = torch.nan
+    bias = torch.randn(6, dtype=torch.float64, generator=generator)
+    inputs = [tensor.requires_grad_() for tensor in ((x, add, bias) if with_add else (x,))]
+    parameters = [] if norm is None else list(norm.parameters())
+    u, h = packed_norm(x, norm, packing, *((add, bias) if with_add else ()))
+    expected_u = x[packing.token_P[:used]] + (add[:used] + bias if with_add else 0.0)
+    expected_h = expected_u if norm is None else norm(expected_u)
+    seeds = [torch.randn(used, 6, dtype=torch.float64, generator=generator) for _ in range(2)]
+    found, expected = [(h[:used], seeds[0])], [(expected_h, seeds[0])]
+    if with_add:
+        torch.testing.assert_close(u[:used], expected_u)
+        found.append((u[:used], seeds[1]))
+        expected.append((expected_u, seeds[1]))
+    else:
+        assert len(u) == 0
+    torch.testing.assert_close(h[:used], expected_h)
+    wanted = [*inputs, *parameters]
+    ours, theirs = (
+        torch.autograd.grad([output for output, _ in pairs], wanted, [seed for _, seed in pairs])
+        for pairs in (found, expected)
+    )
+    for tensor, our, their in zip(wanted, ours, theirs, strict=True):
+        rows = used if tensor is add else len(tensor)  # beyond lies a gradient that is nobody's
+        torch.testing.assert_close(our[:rows], their[:rows])
+
+
 def case(d=16, dtype=torch.float64):
     B, T, H = 2, 9, 2
     generator = torch.Generator().manual_seed(1)
@@ -99,9 +146,11 @@ def test_rotary_attention_is_attention_after_rotation():
     used = int(packing.count)
     qkv[used:] = torch.nan
     qkv.requires_grad_()
-    out = rotary_attention(qkv, (cos, sin), table, packing, limit, T)[:used]
+    bias = torch.randn(qkv.shape[1:], dtype=torch.float64, requires_grad=True)
+    out = rotary_attention(qkv, bias, (cos, sin), table, packing, limit, T)[:used]
     rope = cos[table[:used]][:, None], sin[table[:used]][:, None]
-    q, k, v = rotate(qkv[:used, 0], rope), rotate(qkv[:used, 1], rope), qkv[:used, 2]
+    q, k, v = (qkv[:used] + bias).unbind(1)
+    q, k = rotate(q, rope), rotate(k, rope)
     parts = []
     for begin, end in zip(packing.rows[:-1].tolist(), packing.rows[1:].tolist(), strict=True):
         row = [part[begin:end].transpose(0, 1)[None] for part in (q, k, v)]
@@ -109,8 +158,9 @@ def test_rotary_attention_is_attention_after_rotation():
     expected = torch.cat(parts)
     torch.testing.assert_close(out, expected)
     seed = torch.randn(out.shape, dtype=torch.float64)
-    ours, theirs = (torch.autograd.grad(y, qkv, seed)[0][:used] for y in (out, expected))
-    torch.testing.assert_close(ours, theirs)
+    ours, theirs = (torch.autograd.grad(y, (qkv, bias), seed) for y in (out, expected))
+    torch.testing.assert_close(ours[0][:used], theirs[0][:used])
+    torch.testing.assert_close(ours[1], theirs[1])
 
 
 def test_operators_are_well_formed():
@@ -119,13 +169,17 @@ def test_operators_are_well_formed():
     everything = make_packing(torch.ones(2, 9, dtype=torch.bool))
     limit = everything.before_N + 1
     place = torch.arange(18) % 9
-    arguments = (qkv.requires_grad_(), cos, sin, place, everything.rows, everything.count, limit, T, "torch")
+    bias = torch.randn(qkv.shape[1:], requires_grad=True)
+    arguments = (qkv.requires_grad_(), bias, cos, sin, place, everything.rows, everything.count, limit, T, "torch")
     torch.library.opcheck(rotary_attention_forward, arguments)
     x, weight = torch.randn(6, 4), torch.randn(4, 5)
     count = torch.tensor([6], dtype=torch.int32)
     torch.library.opcheck(rows_product, (x, weight, count))
     torch.library.opcheck(sum_product, (torch.randn(6, 5), x, count))
     torch.library.opcheck(row_sum, (x, count, "torch"))
+    token = torch.arange(6).flip(0)
+    norm = (x, token, count, torch.randn(4), torch.randn(4), torch.randn(6, 4), torch.randn(4), "layer", 1e-5)
+    torch.library.opcheck(packed_norm_forward, (*norm, torch.bfloat16, "torch"))
     torch.library.opcheck(packed_gelu_forward, (x.requires_grad_(), torch.randn(4, requires_grad=True), count, "torch"))
 
 

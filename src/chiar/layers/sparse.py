@@ -4,23 +4,23 @@ Attention and feed-forward products work on packed rows (ops/packing.py); norms,
 additions pass over all tokens, which costs memory traffic but no products. RBF mixing runs on every token.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from chiar.layers.attention import CausalAttention, rotate
 from chiar.layers.context import LayerMemory, TokenContext, surely_none
 from chiar.layers.routers import Route
 from chiar.ops.packed_attention import prefix_attention
 from chiar.ops.packed_gelu import packed_gelu
+from chiar.ops.packed_norm import packed_norm
 from chiar.ops.packing import Packing, make_packing, pack, pack_all, packed_linear, unpack, used
 from chiar.ops.rotary_attention import fits, rotary_attention
 
 LIGHT = "spectral"
-Norm = Callable[[Tensor], Tensor]
+Norm = nn.Module | None
 
 
 def run_sparse(
@@ -78,12 +78,12 @@ class SparseLayer:
         rbf, only_keys = self.block.operators["rbf"], self.block.routed_keys
         return rbf(x_BTD, self.context, key_BT, self.memory, only_keys).flatten(0, 1)
 
-    def attention(self, x_ND: Tensor, norm: Norm) -> Tensor:
-        """Packed output of the tokens sent to attention, which reads norm(x)."""
+    def attention(self, x_ND: Tensor, norm: Norm, bias: bool = True) -> Tensor:
+        """Packed output of the tokens sent to attention, which reads norm(x); on demand without its last bias."""
         attention: CausalAttention = self.block.operators["attention"]
         run = self.among_themselves if self.turns_at_once(x_ND) else self.over_keys
         out_PHd = run(attention, x_ND, norm)
-        return packed_linear(out_PHd.flatten(1), attention.out.weight, attention.out.bias, self.dark)
+        return packed_linear(out_PHd.flatten(1), attention.out.weight, attention.out.bias if bias else None, self.dark)
 
     def turns_at_once(self, x_ND: Tensor) -> bool:
         """Whether keys are the dark tokens themselves and RoPE can be part of the attention operator."""
@@ -92,20 +92,34 @@ class SparseLayer:
         return alone and self.context.rope is not None and fits(head)
 
     def among_themselves(self, attention: CausalAttention, x_ND: Tensor, norm: Norm) -> Tensor:
-        dark = self.dark
-        qkv = packed_linear(self.seen(x_ND, norm), attention.qkv.weight, attention.qkv.bias, dark)
+        dark, weight, bias = self.dark, attention.qkv.weight, attention.qkv.bias
+        # A plain product adds its bias for nothing; a grouped one has none, so the kernel that turns adds it.
+        early, late = (bias, None) if dark.is_exact else (None, bias.view(3, attention.heads, -1))
+        qkv_P3Hd = packed_linear(self.seen(x_ND, norm), weight, early, dark).unflatten(1, (3, attention.heads, -1))
         assert self.context.rope is not None
         cos, sin = (table.flatten(0, 2) for table in self.context.rope)
-        qkv_P3Hd = qkv.unflatten(1, (3, attention.heads, -1))
-        return rotary_attention(qkv_P3Hd, (cos, sin), self.table_rows(dark), dark, self.limits(dark), self.length)
+        table_P, limit_P = self.table_rows(dark), self.limits(dark)
+        return rotary_attention(qkv_P3Hd, late, (cos, sin), table_P, dark, limit_P, self.length)
 
     def limits(self, keys: Packing) -> Tensor:
         """How many keys each packed dark token sees; a dark token is a key itself."""
         return used(keys.before_N[self.dark.token_P] + 1, self.dark)
 
     def seen(self, x_ND: Tensor, norm: Norm) -> Tensor:
-        """norm(x) of the dark tokens, packed. The norm's weight must not meet undefined rows."""
-        return norm(pack(x_ND, self.dark)) if self.dark.is_exact else pack(norm(x_ND), self.dark)
+        """norm(x) of the dark tokens, packed."""
+        if not self.dark.is_exact:
+            return packed_norm(x_ND, norm, self.dark)[1]
+        x_PD = pack(x_ND, self.dark)
+        return x_PD if norm is None else norm(x_PD)
+
+    def after_attention(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """u = x + attention(LN(x)) of the dark tokens, packed, and what the feed-forward network reads of it."""
+        block = self.block
+        attended_PD = self.attention(x_ND, block.norms["attention"], bias=self.dark.is_exact)
+        if not self.dark.is_exact:
+            return packed_norm(x_ND, block.ffn_norm, self.dark, attended_PD, block.operators["attention"].out.bias)
+        u_PD = pack(x_ND, self.dark) + attended_PD
+        return u_PD, block.ffn_norm(u_PD)
 
     def over_keys(self, attention: CausalAttention, x_ND: Tensor, norm: Norm) -> Tensor:
         q_PHd, k_MHd, v_MHd, keys = self.project(attention, x_ND, norm)
@@ -140,8 +154,9 @@ class SparseLayer:
             qkv = packed_linear(self.seen(x_ND, norm), weight, bias, dark).unflatten(1, (3, heads, -1))
             q, k, v = qkv.unbind(1)
             return self.rotated(q, dark), self.rotated(k, dark), v, dark
-        width, seen_ND = x_ND.shape[1], norm(x_ND)
-        q = packed_linear(pack(seen_ND, dark), weight[:width], bias[:width], dark).unflatten(1, (heads, -1))
+        width, seen_ND = x_ND.shape[1], x_ND if norm is None else norm(x_ND)
+        seen_PD = pack(seen_ND, dark) if dark.is_exact else self.seen(x_ND, norm)
+        q = packed_linear(seen_PD, weight[:width], bias[:width], dark).unflatten(1, (heads, -1))
         k, v = F.linear(seen_ND, weight[width:], bias[width:]).unflatten(1, (2, heads, -1)).unbind(1)
         if self.context.real_BT is None:
             keys = pack_all(self.batch, self.length, x_ND.device)
@@ -191,6 +206,8 @@ class SparseLayer:
 
 def run_pre_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     block = layer.block
+    if not block.light_ffn and sorted(layer.names) == ["attention", LIGHT]:
+        return run_apart(layer, x_ND)
     attended_PD = layer.attention(x_ND, block.norms["attention"])
     others = {name: layer.other(name, block.norms[name](x_ND)) for name in layer.names if name != "attention"}
     change_ND = unpack(attended_PD, layer.chosen(others), layer.dark)
@@ -204,9 +221,22 @@ def run_pre_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     return x_ND + layer.weighted(change_ND + more_ND)
 
 
+def run_apart(layer: SparseLayer, x_ND: Tensor) -> Tensor:
+    """Pre-norm, where light tokens skip the feed-forward network too: dark ones are packed once and stay packed."""
+    u_PD, seen_PD = layer.after_attention(x_ND)
+    y_PD = u_PD + layer.feed_forward(seen_PD, layer.dark)
+    light_ND = x_ND + layer.light(layer.block.norms[LIGHT](x_ND))
+    y_ND = unpack(y_PD, light_ND, layer.dark)
+    if not layer.block.entropy_has_gradient:
+        return y_ND
+    # The weight is 1: what is added is 0, but its gradient is the router's.
+    change_ND = y_ND - x_ND
+    return y_ND + (layer.weighted(change_ND) - change_ND)
+
+
 def run_post_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     block = layer.block
-    attended_PD = layer.attention(x_ND, lambda x: x)
+    attended_PD = layer.attention(x_ND, None)
     attended_ND = unpack(attended_PD, torch.zeros_like(x_ND, dtype=attended_PD.dtype), layer.dark)
     outputs = {name: attended_ND if name == "attention" else layer.other(name, x_ND) for name in layer.names}
     residuals, inputs = {}, {}

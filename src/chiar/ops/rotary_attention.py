@@ -1,4 +1,4 @@
-"""RoPE and causal attention of packed tokens over themselves, in one operator.
+"""The projection's bias, RoPE and causal attention of packed tokens over themselves, in one operator.
 
 Its gradient arrives where the next product reads it, in one (P, 3, H, d) tensor: left to autograd, three gradients
 would be stacked and turned back in passes over all P rows, used or not.
@@ -16,7 +16,7 @@ from chiar.ops.packed_attention import (
     packed_attention_forward,
     wants_triton,
 )
-from chiar.ops.packing import Packing
+from chiar.ops.packing import Packing, row_sum
 
 
 def fits(head: int) -> bool:
@@ -25,18 +25,27 @@ def fits(head: int) -> bool:
 
 
 def rotary_attention(
-    qkv_P3Hd: Tensor, rope: tuple[Tensor, Tensor], table_P: Tensor, packing: Packing, limit_P: Tensor, max_keys: int
+    qkv_P3Hd: Tensor,
+    bias_3Hd: Tensor | None,
+    rope: tuple[Tensor, Tensor],
+    table_P: Tensor,
+    packing: Packing,
+    limit_P: Tensor,
+    max_keys: int,
 ) -> Tensor:
-    """Attention of the packed tokens over each other, (P, H, d). `rope` are cos and sin, (R, d); `table_P` is the row
-    of each token in them. Rows that are not in use are undefined."""
+    """Attention of the packed tokens over each other, (P, H, d), after `bias`, if any, was added to q, k and v.
+
+    `rope` are cos and sin, (R, d); `table_P` is the row of each token in them. Rows that are not in use are undefined.
+    """
     return rotary_attention_forward(
-        qkv_P3Hd, rope[0], rope[1], table_P, packing.rows, packing.count, limit_P, max_keys, "auto"
+        qkv_P3Hd, bias_3Hd, rope[0], rope[1], table_P, packing.rows, packing.count, limit_P, max_keys, "auto"
     )[0]
 
 
 @torch.library.custom_op("chiar::rotary_attention", mutates_args=())
 def rotary_attention_forward(
     qkv_P3Hd: Tensor,
+    bias_3Hd: Tensor | None,
     cos_Rd: Tensor,
     sin_Rd: Tensor,
     table_P: Tensor,
@@ -48,8 +57,12 @@ def rotary_attention_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the log-sums of its softmax, and the rotated q, k and v."""
     rotated = torch.empty_like(qkv_P3Hd, memory_format=torch.contiguous_format)
-    rotate_into(rotated, qkv_P3Hd.contiguous(), cos_Rd, sin_Rd, table_P, count, 1.0, implementation)
+    rotate_into(rotated, qkv_P3Hd.contiguous(), bias_3Hd, cos_Rd, sin_Rd, table_P, count, 1.0, implementation)
     q, k, v = rotated.unbind(1)
+    if wants_triton(rotated, implementation):
+        from chiar.ops.triton.packed_attention import triton_forward
+
+        return *triton_forward(q, k, v, rows, rows, limit_P, max_keys, clear=False), rotated
     skip_P = (limit_P - 1).clamp_min(0)
     return *packed_attention_forward(q, k, v, rows, rows, limit_P, skip_P, max_keys, implementation), rotated
 
@@ -57,6 +70,7 @@ def rotary_attention_forward(
 def rotate_into(
     out: Tensor,
     x_P3Hd: Tensor,
+    bias_3Hd: Tensor | None,
     cos_Rd: Tensor,
     sin_Rd: Tensor,
     table_P: Tensor,
@@ -64,17 +78,17 @@ def rotate_into(
     sign: float,
     implementation: str,
 ) -> None:
-    """Queries and keys turned by their angles, or back with a sign of -1; `out` may be x itself."""
+    """x + bias, queries and keys turned by their angles, or back with a sign of -1; `out` may be x itself."""
     if wants_triton(x_P3Hd, implementation):
         from chiar.ops.triton.rotary import rotate_rows
 
-        rotate_rows(x_P3Hd, out, cos_Rd, sin_Rd, table_P, count, sign)
+        rotate_rows(x_P3Hd, out, bias_3Hd, cos_Rd, sin_Rd, table_P, count, sign)
     else:
-        turn(x_P3Hd, out, cos_Rd, sin_Rd, table_P, sign)
+        turn(x_P3Hd if bias_3Hd is None else x_P3Hd + bias_3Hd, out, cos_Rd, sin_Rd, table_P, sign)
 
 
 def turn(x_P3Hd: Tensor, out: Tensor, cos_Rd: Tensor, sin_Rd: Tensor, table_P: Tensor, sign: float) -> None:
-    """The definition of the kernel, over all rows."""
+    """The definition of the kernel's turn, over all rows."""
     cos, sin = cos_Rd[table_P][:, None, None], sign * sin_Rd[table_P][:, None, None]
     first, second = x_P3Hd[:, :2].chunk(2, dim=-1)
     turned = x_P3Hd[:, :2] * cos + torch.cat([-second, first], dim=-1) * sin
@@ -114,7 +128,7 @@ def rotary_attention_backward(
         dq, dk, dv = dqkv.unbind(1)
         launch_backward(
             grad_PHd.contiguous(), q, k, v, out_PHd, log_sum_HP, dq, dk, dv, rows, rows, limit_P, skip_P, max_keys,
-            q.shape[2],
+            q.shape[2], clear=False,
         )  # fmt: skip
     else:
         dqkv = torch.stack(
@@ -123,7 +137,7 @@ def rotary_attention_backward(
             ),
             1,
         )
-    rotate_into(dqkv, dqkv, cos_Rd, sin_Rd, table_P, count, -1.0, implementation)
+    rotate_into(dqkv, dqkv, None, cos_Rd, sin_Rd, table_P, count, -1.0, implementation)
     return dqkv
 
 
@@ -133,7 +147,8 @@ def _backward_fake(grad_PHd: Tensor, out_PHd: Tensor, log_sum_HP: Tensor, rotate
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, cos_Rd, sin_Rd, table_P, rows, count, limit_P, ctx.max_keys, ctx.implementation = inputs
+    _, bias_3Hd, cos_Rd, sin_Rd, table_P, rows, count, limit_P, ctx.max_keys, ctx.implementation = inputs
+    ctx.bias = None if bias_3Hd is None else (bias_3Hd.shape, bias_3Hd.dtype)
     ctx.mark_non_differentiable(output[1], output[2])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, cos_Rd, sin_Rd, table_P, rows, count, limit_P)
@@ -142,8 +157,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad_PHd: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     none = (None,) * 8
     if grad_PHd is None:
-        return None, *none
-    return rotary_attention_backward(grad_PHd, *ctx.saved_tensors, ctx.max_keys, ctx.implementation), *none
+        return None, None, *none
+    dqkv = rotary_attention_backward(grad_PHd, *ctx.saved_tensors, ctx.max_keys, ctx.implementation)
+    if ctx.bias is None:
+        return dqkv, None, *none
+    shape, dtype = ctx.bias
+    dbias = row_sum(dqkv.flatten(1), ctx.saved_tensors[-2], ctx.implementation)
+    return dqkv, dbias.view(shape).to(dtype), *none
 
 
 rotary_attention_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -153,7 +173,7 @@ rotary_attention_forward.register_autograd(_backward, setup_context=_setup_conte
 def _forward_flops(qkv_shape: Any, *args: Any, **_: Any) -> int:
     """An upper bound: every token attends to half of `max_keys` tokens."""
     P, _, H, d = qkv_shape
-    return 2 * P * H * d * args[6]
+    return 2 * P * H * d * args[7]
 
 
 @register_flop_formula(torch.ops.chiar.rotary_attention_backward)

@@ -100,13 +100,15 @@ def _forward(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    CLEAR: tl.constexpr,
 ):
     head, row = tl.cast(tl.program_id(1), tl.int64), tl.program_id(2)
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last block has the most keys: begin with it
     out_stride = tl.num_programs(1) * HEAD
     out_ptr += head * HEAD
     used = tl.load(query_rows_ptr + tl.num_programs(2))
-    _clear_padding(out_ptr, row * tl.num_programs(0) + block, used, capacity, out_stride, QUERIES, HEAD)
+    if CLEAR:
+        _clear_padding(out_ptr, row * tl.num_programs(0) + block, used, capacity, out_stride, QUERIES, HEAD)
     begin = tl.load(query_rows_ptr + row)
     end = tl.load(query_rows_ptr + row + 1)
     start = begin + block * QUERIES
@@ -204,6 +206,7 @@ def _backward_queries(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    CLEAR: tl.constexpr,
 ):
     """dQ, and delta for _backward_keys."""
     head, row = tl.cast(tl.program_id(1), tl.int64), tl.program_id(2)
@@ -211,7 +214,8 @@ def _backward_queries(
     out_stride = tl.num_programs(1) * HEAD
     dq_ptr += head * dq_head
     used = tl.load(query_rows_ptr + tl.num_programs(2))
-    _clear_padding(dq_ptr, row * tl.num_programs(0) + block, used, capacity, dq_stride, QUERIES, HEAD)
+    if CLEAR:
+        _clear_padding(dq_ptr, row * tl.num_programs(0) + block, used, capacity, dq_stride, QUERIES, HEAD)
     begin = tl.load(query_rows_ptr + row)
     end = tl.load(query_rows_ptr + row + 1)
     start = begin + block * QUERIES
@@ -319,6 +323,7 @@ def _backward_keys(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    CLEAR: tl.constexpr,
 ):
     """dK and dV, with the same strides. `queries` and `capacity` are the sizes of the packed queries and keys."""
     block, head, row = tl.program_id(0), tl.cast(tl.program_id(1), tl.int64), tl.program_id(2)
@@ -326,8 +331,9 @@ def _backward_keys(
     dv_ptr += head * dk_head
     used = tl.load(key_rows_ptr + tl.num_programs(2))
     program = row * tl.num_programs(0) + block
-    _clear_padding(dk_ptr, program, used, capacity, dk_stride, KEYS, HEAD)
-    _clear_padding(dv_ptr, program, used, capacity, dk_stride, KEYS, HEAD)
+    if CLEAR:
+        _clear_padding(dk_ptr, program, used, capacity, dk_stride, KEYS, HEAD)
+        _clear_padding(dv_ptr, program, used, capacity, dk_stride, KEYS, HEAD)
     begin = tl.load(key_rows_ptr + row)
     end = tl.load(key_rows_ptr + row + 1)
     start = begin + block * KEYS

@@ -47,8 +47,9 @@ def triton_forward(
     key_rows: Tensor,
     limit_N: Tensor,
     max_keys: int,
+    clear: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As torch_forward, for fp32, fp16 and bf16."""
+    """As torch_forward, for fp32, fp16 and bf16. Without `clear` padding gets no zeros: it stays undefined."""
     N, H, d = q_NHd.shape
     q, k, v = (whole_vectors(x) for x in (q_NHd, k_MHd, v_MHd))
     head = q.shape[2]
@@ -70,7 +71,7 @@ def triton_forward(
                 *v.stride()[:2],
                 N,
                 base_two_scale(d),
-                **options(cut, q),
+                **options(cut, q, clear),
             )
     return out[..., :d].contiguous(), log_sum_HN
 
@@ -112,6 +113,7 @@ def launch_backward(
     skip_M: Tensor,
     max_keys: int,
     d: int,
+    clear: bool = True,
 ) -> None:
     """Fill dq, dk and dv, whose vectors lie in one piece; dk and dv have the same strides. d: features of a head."""
     (N, H, head), M = q.shape, len(k)
@@ -124,13 +126,13 @@ def launch_backward(
             cut = tiles("queries", head, max_keys, q.dtype)
             _backward_queries[grid(max_keys, N, cut.queries, H, query_rows)](
                 grad, q, k, v, out.contiguous(), log_sum_HN, delta_HN, dq,
-                *rows, *strides, *dq.stride()[:2], N, scale, **options(cut, q),
+                *rows, *strides, *dq.stride()[:2], N, scale, **options(cut, q, clear),
             )  # fmt: skip
         if dk.numel():
             cut = tiles("keys", head, max_keys, q.dtype)
             _backward_keys[grid(max_keys, M, cut.keys, H, key_rows)](
                 grad, q, k, v, log_sum_HN, delta_HN, dk, dv,
-                *rows, skip_M, *strides, *dk.stride()[:2], N, M, scale, **options(cut, q),
+                *rows, skip_M, *strides, *dk.stride()[:2], N, M, scale, **options(cut, q, clear),
             )  # fmt: skip
 
 
@@ -151,13 +153,14 @@ def grid(max_keys: int, capacity: int, block: int, heads: int, rows: Tensor) -> 
     return max(triton.cdiv(max_keys, block), triton.cdiv(capacity, number * block)), heads, number
 
 
-def options(cut: Tiles, q: Tensor) -> dict[str, int | str]:
+def options(cut: Tiles, q: Tensor, clear: bool) -> dict[str, int | str]:
     return {
         "HEAD": q.shape[2],
         "QUERIES": cut.queries,
         "KEYS": cut.keys,
         # tf32, Triton's default, would keep 10 bits of an fp32 factor; half precision does not ask.
         "PRECISION": "ieee",
+        "CLEAR": clear,
         "num_warps": cut.warps,
         "num_stages": cut.stages,
     }

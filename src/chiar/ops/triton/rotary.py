@@ -11,6 +11,7 @@ from chiar.ops.triton.launch import current
 def _rotate(
     x_ptr,
     y_ptr,
+    bias_ptr,
     cos_ptr,
     sin_ptr,
     table_ptr,
@@ -21,7 +22,7 @@ def _rotate(
     BLOCK: tl.constexpr,
     COPY: tl.constexpr,
 ):
-    """One packed row of [q, k, v]: q and k turned by their position's angles, v copied if asked for."""
+    """One packed row of [q, k, v] + bias: q and k turned by their position's angles, v copied if asked for."""
     row = tl.program_id(0)
     if row >= tl.load(count_ptr):
         return
@@ -37,22 +38,34 @@ def _rotate(
     for part in tl.static_range(2):
         a = tl.load(x_ptr + part * WIDTH + first, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(x_ptr + part * WIDTH + first + HALF, mask=inside, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            a += tl.load(bias_ptr + part * WIDTH + first, mask=inside, other=0.0).to(tl.float32)
+            b += tl.load(bias_ptr + part * WIDTH + first + HALF, mask=inside, other=0.0).to(tl.float32)
         tl.store(y_ptr + part * WIDTH + first, (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=inside)
         tl.store(y_ptr + part * WIDTH + first + HALF, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=inside)
     if COPY:
         for half in tl.static_range(2):
-            value = tl.load(x_ptr + 2 * WIDTH + first + half * HALF, mask=inside, other=0.0)
-            tl.store(y_ptr + 2 * WIDTH + first + half * HALF, value, mask=inside)
+            value = tl.load(x_ptr + 2 * WIDTH + first + half * HALF, mask=inside, other=0.0).to(tl.float32)
+            if bias_ptr is not None:
+                value += tl.load(bias_ptr + 2 * WIDTH + first + half * HALF, mask=inside, other=0.0).to(tl.float32)
+            tl.store(y_ptr + 2 * WIDTH + first + half * HALF, value.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def rotate_rows(
-    x_P3Hd: Tensor, out: Tensor, cos_Rd: Tensor, sin_Rd: Tensor, table_P: Tensor, count: Tensor, sign: float
+    x_P3Hd: Tensor,
+    out: Tensor,
+    bias_3Hd: Tensor | None,
+    cos_Rd: Tensor,
+    sin_Rd: Tensor,
+    table_P: Tensor,
+    count: Tensor,
+    sign: float,
 ) -> None:
-    """Write x, its queries and keys rotated (back, with a sign of -1), to `out`, which may be x itself."""
+    """Write x + bias, its queries and keys rotated (back, with a sign of -1), to `out`, which may be x itself."""
     rows, _, heads, head = x_P3Hd.shape
     width = heads * head
     with current(x_P3Hd):
         _rotate[(rows,)](
-            x_P3Hd, out, cos_Rd, sin_Rd, table_P, count, sign,
+            x_P3Hd, out, bias_3Hd, cos_Rd, sin_Rd, table_P, count, sign,
             WIDTH=width, HEAD=head, BLOCK=triton.next_power_of_2(width // 2), COPY=out is not x_P3Hd, num_warps=4,
         )  # fmt: skip
