@@ -184,7 +184,7 @@ class PeerModel(TimedModel):
         return self.embed.weight
 
     def parts(self) -> list[nn.Module]:
-        return list(self.layers)
+        return [*self.layers, self.norm]
 
     def work(self, setting: Setting) -> Work:
         D, T = self.config.hidden_size, setting.length

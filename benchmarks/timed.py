@@ -87,7 +87,7 @@ class TimedModel(nn.Module):
         raise NotImplementedError
 
     def parts(self) -> list[nn.Module]:
-        """The layers, where they can be compiled one by one."""
+        """The layers, and what lies between them, where they can be compiled one by one."""
         return []
 
     def work(self, setting: Setting) -> Work | None:
@@ -134,7 +134,9 @@ class TimedChiar(TimedModel):
         return self.language.lm_head.weight
 
     def parts(self) -> list[nn.Module]:
-        return list(self.language.model.layers)
+        model = self.language.model
+        gate = [] if model.meta_router is None else [model.meta_router]
+        return [*model.layers, *gate, model.norm]
 
     def work(self, setting: Setting) -> Work:
         """Of the routed model: what each token's own operator costs, however it is executed."""
