@@ -9,16 +9,21 @@ from hypothesis import strategies as st
 
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
+from chiar.layers import sparse, sparse_sorted
 from chiar.ops import packing
+from chiar.ops import rows as rows_module
 
 B, T = 3, 12
 
 
-@pytest.fixture(params=["exact", "static"], autouse=True)
-def room(request, monkeypatch):
-    """Packed tensors with as many rows as are used, as on a CPU, or with room for every token, as on a GPU."""
-    if request.param == "static":
-        monkeypatch.setattr(packing, "has_exact_room", lambda device: False)
+@pytest.fixture(params=["sorted", "sorted, long", "packed"], autouse=True)
+def form(request, monkeypatch):
+    """Tokens sorted by operator, as on a CPU (there are ways of its own for long rows), or packed, as on a GPU."""
+    if request.param == "packed":
+        monkeypatch.setattr(sparse, "host_sees_routes", lambda device: False)
+    if request.param == "sorted, long":
+        monkeypatch.setattr(sparse_sorted, "LONG", 1)
+        monkeypatch.setattr(rows_module, "LONG", 1)
     return request.param
 
 
@@ -146,10 +151,10 @@ def test_autocast(design, keys):
     assert distance < 0.03
 
 
-def test_room_is_what_was_asked_for(room):
+def test_packed_rows_have_room_for_every_token():
     chosen = torch.tensor([[True, False, True], [False, False, True]])
     made = packing.make_packing(chosen)
-    assert made.token_P.tolist() == ([0, 2, 5] if room == "exact" else [0, 2, 5, 0, 0, 0])
+    assert made.token_P.tolist() == [0, 2, 5, 0, 0, 0]
     assert made.rows.tolist() == [0, 2, 3] and made.count.tolist() == [3]
     assert made.before_N.tolist() == [0, 1, 1, 0, 0, 0]
 
@@ -158,10 +163,9 @@ def test_room_is_what_was_asked_for(room):
 def test_all_tokens_packed_without_counting(shape):
     quick = packing.pack_all(*shape, torch.device("cpu"))
     counted = packing.make_packing(torch.ones(shape, dtype=torch.bool))
-    assert quick.is_exact == counted.is_exact
     for field in fields(packing.Packing):
         ours, true = getattr(quick, field.name), getattr(counted, field.name)
-        assert (ours is None and true is None) or (torch.equal(ours, true) and ours.dtype == true.dtype), field.name
+        assert torch.equal(ours, true) and ours.dtype == true.dtype, field.name
 
 
 @given(bits=st.lists(st.booleans(), min_size=15, max_size=15), keys=st.sampled_from(["all", "routed"]))
