@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
-from chiar.layers import sparse, sparse_sorted
+from chiar.layers import block, sparse, sparse_sorted
 from chiar.ops import packing
 from chiar.ops import rows as rows_module
 
@@ -219,3 +219,17 @@ def test_one_graph_serves_every_split():
     for fraction in (0.0, 0.3, 1.0):
         compiled(tokens(), forced_routes=routes(model, fraction=fraction))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(("shape", "sparsely"), [((1, 255), False), ((1, 256), True), ((16, 16), True)], ids=str)
+def test_auto_runs_few_tokens_densely_on_a_cpu(form, shape, sparsely, monkeypatch):
+    ran = []
+    run_sparse = block.run_sparse
+    monkeypatch.setattr(block, "run_sparse", lambda *inputs: ran.append(1) or run_sparse(*inputs))
+    model = build(execution="auto", keys="routed")
+    model(tokens(*shape))
+    assert bool(ran) == (sparsely or form == "packed"), "a GPU's work is never looked at"
+    model.config.execution = "sparse"
+    ran.clear()
+    model(tokens(*shape))
+    assert ran, "what was asked for is done"

@@ -1,7 +1,8 @@
 """A routed layer that runs only the chosen operator for each token. Dense execution in block.py is the definition.
 
 Attention and feed-forward products work on packed rows (ops/packing.py); norms, filters in the identity basis and
-additions pass over all tokens, which costs memory traffic but no products. RBF mixing runs on every token.
+additions pass over all tokens, which costs memory traffic but no products. RBF mixing runs on every token. On a CPU,
+outside compiled graphs, sparse_sorted.py takes their place.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from chiar.ops.packing import Packing, make_packing, pack, pack_all, packed_line
 from chiar.ops.rotary_attention import fits, rotary_attention
 
 LIGHT = "spectral"
+FEWEST = 256
+"""Tokens in a batch below which "auto" runs densely on a CPU."""
 Norm = Callable[[Tensor], Tensor]
 
 
@@ -40,6 +43,11 @@ def run_sparse(
 def host_sees_routes(device: torch.device) -> bool:
     """Whether to look at how many tokens were chosen costs no waiting."""
     return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def sparse_pays(x_BTD: Tensor) -> bool:
+    """Whether to sort tokens by operator costs less than it saves (measured: docs/execution.md, "On a CPU")."""
+    return x_BTD.shape[0] * x_BTD.shape[1] >= FEWEST or not host_sees_routes(x_BTD.device)
 
 
 class SparseLayer:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chiar.layers.attention import CausalAttention, rotate
-from chiar.layers.context import LayerMemory, TokenContext
+from chiar.layers.context import LayerMemory, TokenContext, visible_keys
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import Route
 from chiar.ops.packed_attention import prefix_attention
@@ -95,7 +95,7 @@ class SortedLayer:
             return self.rbf(operator, seen_PD)
         if self.block.routed_keys:
             return operator.out(self.among_themselves(operator, seen_PD))
-        return operator.out((self.over_all if self.length < LONG else self.over_long)(operator, seen_PD))
+        return operator.out(self.over_all(operator, seen_PD))
 
     def tokens(self, name: str) -> Tensor:
         """The numbers, among B·T, of the tokens sent to an operator."""
@@ -129,64 +129,68 @@ class SortedLayer:
         return part_ND.view(self.batch, self.length, *part_PHd.shape[1:]).transpose(1, 2)
 
     def over_all(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
-        """Attention of every token over all keys, as in dense execution, of which the dark tokens' is taken."""
-        mixed_BTD, _ = attention.mix(self.all_seen("attention"), self.context, self.context.real_BT, self.memory)
-        return take(mixed_BTD.flatten(0, 1), self.tokens("attention"))
-
-    def over_long(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
-        """Attention of the dark tokens over all keys."""
-        heads, width, tokens_P = attention.heads, seen_PD.shape[1], self.tokens("attention")
+        """Attention of the dark tokens over all keys, (P, D)."""
+        heads, width = attention.heads, seen_PD.shape[1]
         weight, bias = attention.qkv.weight, attention.qkv.bias
         q_PHd = F.linear(seen_PD, weight[:width], bias[:width]).unflatten(1, (heads, -1))
+        q_PHd = self.rotated(q_PHd, self.tokens("attention"))
         kv_BTD = F.linear(self.all_seen("attention"), weight[width:], bias[width:])
-        k_NHd, v_NHd = kv_BTD.flatten(0, 1).unflatten(1, (2, heads, -1)).unbind(1)
-        k_NHd = self.rotated(k_NHd, None)
-        real_BT = self.context.real_BT
-        is_key_BT = torch.ones_like(self.choice_BT, dtype=torch.bool) if real_BT is None else real_BT
+        k_BHTd, v_BHTd = kv_BTD.unflatten(2, (2, heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.context.rope is not None:
+            k_BHTd = rotate(k_BHTd, self.context.rope)
         if self.memory is not None:
-            for name, part_NHd in (("key", k_NHd), ("value", v_NHd)):
-                part_BTHd = part_NHd.unflatten(0, (self.batch, self.length))
-                self.memory.append(name, part_BTHd.transpose(1, 2), time_axis=2)
-            self.memory.append("is_key", is_key_BT, time_axis=1)
-        dark_BT = self.choice_BT == self.names.index("attention")
-        limit_N = is_key_BT.cumsum(1).flatten().int()
+            self.memory.append("key", k_BHTd, time_axis=2)
+            self.memory.append("value", v_BHTd, time_axis=2)
+            self.memory.append("is_key", self.is_key(), time_axis=1)
+        return (self.among_all if self.length < LONG else self.by_rows)(q_PHd, k_BHTd, v_BHTd)
+
+    def is_key(self) -> Tensor:
+        real_BT = self.context.real_BT
+        return torch.ones_like(self.choice_BT, dtype=torch.bool) if real_BT is None else real_BT
+
+    def among_all(self, q_PHd: Tensor, k_BHTd: Tensor, v_BHTd: Tensor) -> Tensor:
+        """With queries of 0 for the other tokens."""
+        real_BT, q_BHTd = self.context.real_BT, self.spread(q_PHd, "attention")
+        visible = None if real_BT is None else visible_keys(real_BT, self.length)
+        mixed_BHTd = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, visible, is_causal=visible is None)
+        return take(mixed_BHTd.transpose(1, 2).flatten(2).flatten(0, 1), self.tokens("attention"))
+
+    def by_rows(self, q_PHd: Tensor, k_BHTd: Tensor, v_BHTd: Tensor) -> Tensor:
+        """Without: by the operator for packed queries."""
+        dark_BT, is_key_BT = self.choice_BT == self.names.index("attention"), self.is_key()
+        limit_P = is_key_BT.cumsum(1).flatten().int()[self.tokens("attention")]
         skip_M = (dark_BT.cumsum(1) - dark_BT.long()).flatten().int()
-        if real_BT is not None:
-            key_M = real_BT.flatten().nonzero()[:, 0]
-            k_NHd, v_NHd = (take(x.flatten(1), key_M).unflatten(1, (heads, -1)) for x in (k_NHd, v_NHd))
+        k_MHd, v_MHd = (x.transpose(1, 2).flatten(0, 1) for x in (k_BHTd, v_BHTd))
+        if self.context.real_BT is not None:
+            key_M = is_key_BT.flatten().nonzero()[:, 0]
+            k_MHd, v_MHd = (take(x.flatten(1), key_M).view(-1, *x.shape[1:]) for x in (k_MHd, v_MHd))
             skip_M = skip_M[key_M]
         query_rows, key_rows = (F.pad(chosen.sum(1).cumsum(0), (1, 0)).int() for chosen in (dark_BT, is_key_BT))
-        q_PHd, limit_P = self.rotated(q_PHd, tokens_P), limit_N[tokens_P]
-        return prefix_attention(q_PHd, k_NHd, v_NHd, query_rows, key_rows, limit_P, skip_M, self.length).flatten(1)
+        return prefix_attention(q_PHd, k_MHd, v_MHd, query_rows, key_rows, limit_P, skip_M, self.length).flatten(1)
 
-    def rotated(self, x: Tensor, tokens_P: Tensor | None) -> Tensor:
-        """RoPE of (P, …, d) at those tokens; None: at all."""
+    def rotated(self, x: Tensor, tokens_P: Tensor) -> Tensor:
+        """RoPE of (P, …, d) at those tokens."""
         if self.context.rope is None:
             return x
-        tables = [table.flatten(0, 2) for table in self.context.rope]  # one row of tokens may serve the whole batch
-        shared = len(tables[0]) < self.batch * self.length
-        if tokens_P is not None:
-            places = tokens_P % self.length if shared else tokens_P
-            tables = [table.index_select(0, places) for table in tables]
-        elif shared:
-            tables = [table.repeat(self.batch, 1) for table in tables]
-        cos, sin = (table[:, None] if x.ndim == 3 else table[:, None, None] for table in tables)
+        shared = self.context.rope[0].shape[0] < self.batch  # one row of angles may serve the whole batch
+        places_P = tokens_P % self.length if shared else tokens_P
+        cos_Pd, sin_Pd = (table.flatten(0, 2).index_select(0, places_P) for table in self.context.rope)
+        cos, sin = (table[:, None] if x.ndim == 3 else table[:, None, None] for table in (cos_Pd, sin_Pd))
         return rotate(x, (cos, sin))
 
     def rbf(self, rbf: RBFMixing, seen_PD: Tensor) -> Tensor:
         """RBF mixing of the tokens sent to it, over each other or over all."""
-        query_PF = rbf.features_of(seen_PD)
         ragged = Ragged(self.counts_by_row("rbf"))
         if self.block.routed_keys:
+            query_PF = rbf.features_of(seen_PD)
             key_BSF = ragged.batched(query_PF)
             visible_BQS = torch.ones(ragged.longest, ragged.longest, dtype=torch.bool).tril()
             if self.memory is not None and len(seen_PD):
                 new = {"features": self.spread(query_PF[:, None], "rbf")}
                 self.memory.ragged("rbf").append(new, self.choice_BT == self.names.index("rbf"))
         else:
-            key_BSF = rbf.features_of(self.all_seen("rbf"))
-            real_BT = self.context.real_BT
-            is_key_BT = torch.ones_like(self.choice_BT, dtype=torch.bool) if real_BT is None else real_BT
+            key_BSF, is_key_BT = rbf.features_of(self.all_seen("rbf")), self.is_key()
+            query_PF = take(key_BSF.flatten(0, 1), self.tokens("rbf"))
             if self.memory is not None:
                 self.memory.append("rbf_features", key_BSF, time_axis=1)
                 self.memory.append("is_rbf_key", is_key_BT, time_axis=1)
