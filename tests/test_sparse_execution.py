@@ -125,9 +125,10 @@ def test_extremes(shape, fraction, design, keys):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("keys", ["all", "routed"])
+@pytest.mark.parametrize("router", ["entropy", "three"])
 @pytest.mark.parametrize("design", ["post", "post light skips", "pre", "pre light skips", "wide heads"])
-def test_padding(design, keys, side):
-    model = build(keys=keys, **DESIGNS[design])
+def test_padding(design, router, keys, side):
+    model = build(keys=keys, **DESIGNS[design], **ROUTERS[router])
     mask = torch.ones(B, T, dtype=torch.long)
     for row, missing in enumerate((0, 4, 9)):
         mask[row, :missing] = 0

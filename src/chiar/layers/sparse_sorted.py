@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chiar.layers.attention import CausalAttention, rotate
-from chiar.layers.context import LayerMemory, TokenContext, visible_keys
+from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import Route
 from chiar.ops.packed_attention import prefix_attention
@@ -20,7 +20,8 @@ from chiar.ops.rows import Ragged, Reorder, causal_attention, inverse_of, put, t
 
 LIGHT = "spectral"
 LONG = 512
-"""Rows of as many keys get attention for the dark queries only; shorter ones for all, in one call for all rows."""
+"""From here on, and where at most half of the tokens are dark, all keys get attention for dark queries only: torch's
+causal attention of every query, in one call for all rows, is faster below."""
 
 
 class SortedLayer:
@@ -53,7 +54,7 @@ class SortedLayer:
 
     def pre_norm(self, slices: dict[str, Tensor], x_ND: Tensor) -> Tensor:
         block = self.block
-        changes = {name: self.operate(name, block.norms[name](x_PD)) for name, x_PD in slices.items()}
+        changes = {name: self.operate(name, x_PD) for name, x_PD in slices.items()}
         if block.light_ffn:
             u_ND = x_ND + self.weighted(joined(changes))
             return u_ND + block.ffn(block.ffn_norm(u_ND))
@@ -86,16 +87,18 @@ class SortedLayer:
         weight_N1 = Reorder.apply(weight_N1, self.order_N, self.inverse_N)
         return y_ND * weight_N1[: len(y_ND)].to(y_ND.dtype)
 
-    def operate(self, name: str, seen_PD: Tensor) -> Tensor:
-        """op(x) of the tokens sent to it."""
+    def operate(self, name: str, x_PD: Tensor) -> Tensor:
+        """op(x), or op(LN_op(x)) under pre-norm, of the tokens sent to it."""
         operator = self.block.operators[name]
-        if name == LIGHT:
-            return operator(seen_PD, self.context.transform)
-        if name == "rbf":
-            return self.rbf(operator, seen_PD)
-        if self.block.routed_keys:
+        if name == "attention" and not self.block.routed_keys:
+            return operator.out(self.over_all(operator, x_PD))
+        seen_PD = self.seen(name, x_PD)
+        if name == "attention":
             return operator.out(self.among_themselves(operator, seen_PD))
-        return operator.out(self.over_all(operator, seen_PD))
+        return operator(seen_PD, self.context.transform) if name == LIGHT else self.rbf(operator, seen_PD)
+
+    def seen(self, name: str, x_PD: Tensor) -> Tensor:
+        return self.block.norms[name](x_PD) if self.block.pre_norm else x_PD
 
     def tokens(self, name: str) -> Tensor:
         """The numbers, among B·T, of the tokens sent to an operator."""
@@ -109,8 +112,7 @@ class SortedLayer:
 
     def all_seen(self, name: str) -> Tensor:
         """What the operator reads of every token, in order, (B, T, D)."""
-        x_ND = self.block.norms[name](self.x_ND) if self.block.pre_norm else self.x_ND
-        return x_ND.view(self.batch, self.length, -1)
+        return self.seen(name, self.x_ND).view(self.batch, self.length, -1)
 
     def among_themselves(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
         """Attention of the dark tokens over each other, (P, D)."""
@@ -128,8 +130,16 @@ class SortedLayer:
         part_ND = put(part_PHd.flatten(1), self.tokens(name), self.batch * self.length)
         return part_ND.view(self.batch, self.length, *part_PHd.shape[1:]).transpose(1, 2)
 
-    def over_all(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
+    def over_all(self, attention: CausalAttention, x_PD: Tensor) -> Tensor:
         """Attention of the dark tokens over all keys, (P, D)."""
+        if self.length >= LONG and 2 * len(x_PD) <= self.batch * self.length:
+            return self.by_rows(attention, self.seen("attention", x_PD))
+        x_BTD = self.all_seen("attention")
+        mixed_BTD, _ = attention.mix(x_BTD, self.context, self.context.real_BT, self.memory)
+        return take(mixed_BTD.flatten(0, 1), self.tokens("attention"))
+
+    def by_rows(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
+        """The same without the queries of other tokens."""
         heads, width = attention.heads, seen_PD.shape[1]
         weight, bias = attention.qkv.weight, attention.qkv.bias
         q_PHd = F.linear(seen_PD, weight[:width], bias[:width]).unflatten(1, (heads, -1))
@@ -142,21 +152,6 @@ class SortedLayer:
             self.memory.append("key", k_BHTd, time_axis=2)
             self.memory.append("value", v_BHTd, time_axis=2)
             self.memory.append("is_key", self.is_key(), time_axis=1)
-        return (self.among_all if self.length < LONG else self.by_rows)(q_PHd, k_BHTd, v_BHTd)
-
-    def is_key(self) -> Tensor:
-        real_BT = self.context.real_BT
-        return torch.ones_like(self.choice_BT, dtype=torch.bool) if real_BT is None else real_BT
-
-    def among_all(self, q_PHd: Tensor, k_BHTd: Tensor, v_BHTd: Tensor) -> Tensor:
-        """With queries of 0 for the other tokens."""
-        real_BT, q_BHTd = self.context.real_BT, self.spread(q_PHd, "attention")
-        visible = None if real_BT is None else visible_keys(real_BT, self.length)
-        mixed_BHTd = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, visible, is_causal=visible is None)
-        return take(mixed_BHTd.transpose(1, 2).flatten(2).flatten(0, 1), self.tokens("attention"))
-
-    def by_rows(self, q_PHd: Tensor, k_BHTd: Tensor, v_BHTd: Tensor) -> Tensor:
-        """Without: by the operator for packed queries."""
         dark_BT, is_key_BT = self.choice_BT == self.names.index("attention"), self.is_key()
         limit_P = is_key_BT.cumsum(1).flatten().int()[self.tokens("attention")]
         skip_M = (dark_BT.cumsum(1) - dark_BT.long()).flatten().int()
@@ -167,6 +162,10 @@ class SortedLayer:
             skip_M = skip_M[key_M]
         query_rows, key_rows = (F.pad(chosen.sum(1).cumsum(0), (1, 0)).int() for chosen in (dark_BT, is_key_BT))
         return prefix_attention(q_PHd, k_MHd, v_MHd, query_rows, key_rows, limit_P, skip_M, self.length).flatten(1)
+
+    def is_key(self) -> Tensor:
+        real_BT = self.context.real_BT
+        return torch.ones_like(self.choice_BT, dtype=torch.bool) if real_BT is None else real_BT
 
     def rotated(self, x: Tensor, tokens_P: Tensor) -> Tensor:
         """RoPE of (P, …, d) at those tokens."""
