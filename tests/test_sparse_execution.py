@@ -222,12 +222,16 @@ def test_one_graph_serves_every_split():
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize(("shape", "sparsely"), [((1, 255), False), ((1, 256), True), ((16, 16), True)], ids=str)
-def test_auto_runs_few_tokens_densely_on_a_cpu(form, shape, sparsely, monkeypatch):
+@pytest.mark.parametrize(
+    ("keys", "shape", "sparsely"),
+    [("routed", (1, 255), False), ("routed", (16, 16), True), ("all", (1, 511), False), ("all", (16, 32), True)],
+    ids=str,
+)
+def test_auto_runs_few_tokens_densely_on_a_cpu(form, keys, shape, sparsely, monkeypatch):
     ran = []
     run_sparse = block.run_sparse
     monkeypatch.setattr(block, "run_sparse", lambda *inputs: ran.append(1) or run_sparse(*inputs))
-    model = build(execution="auto", keys="routed")
+    model = build(execution="auto", keys=keys)
     model(tokens(*shape))
     assert bool(ran) == (sparsely or form == "packed"), "a GPU's work is never looked at"
     model.config.execution = "sparse"

@@ -218,7 +218,7 @@ class ChiarModel(ChiarPreTrainedModel):
             obstacle = "it keeps no attention weights: leave attn_implementation at sdpa"
         if obstacle and config.execution == "sparse":
             raise InputError(f"execution='sparse' is not possible here: {obstacle}, or use 'auto'.")
-        pays = config.execution == "sparse" or sparse_pays(x_BTD)
+        pays = config.execution == "sparse" or sparse_pays(x_BTD, config.keys)
         return obstacle is None and config.can_run_sparse and pays
 
     def _run(

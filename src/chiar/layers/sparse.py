@@ -22,8 +22,8 @@ from chiar.ops.packing import Packing, make_packing, pack, pack_all, packed_line
 from chiar.ops.rotary_attention import fits, rotary_attention
 
 LIGHT = "spectral"
-FEWEST = 256
-"""Tokens in a batch below which "auto" runs densely on a CPU."""
+FEWEST = {"routed": 256, "all": 512}
+"""Tokens in a batch, for each key policy, below which "auto" runs densely on a CPU."""
 Norm = Callable[[Tensor], Tensor]
 
 
@@ -45,9 +45,9 @@ def host_sees_routes(device: torch.device) -> bool:
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def sparse_pays(x_BTD: Tensor) -> bool:
+def sparse_pays(x_BTD: Tensor, keys: str) -> bool:
     """Whether to sort tokens by operator costs less than it saves (measured: docs/execution.md, "On a CPU")."""
-    return x_BTD.shape[0] * x_BTD.shape[1] >= FEWEST or not host_sees_routes(x_BTD.device)
+    return x_BTD.shape[0] * x_BTD.shape[1] >= FEWEST[keys] or not host_sees_routes(x_BTD.device)
 
 
 class SparseLayer:
