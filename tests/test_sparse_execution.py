@@ -9,16 +9,21 @@ from hypothesis import strategies as st
 
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
+from chiar.layers import block, sparse, sparse_sorted
 from chiar.ops import packing
+from chiar.ops import rows as rows_module
 
 B, T = 3, 12
 
 
-@pytest.fixture(params=["exact", "static"], autouse=True)
-def room(request, monkeypatch):
-    """Packed tensors with as many rows as are used, as on a CPU, or with room for every token, as on a GPU."""
-    if request.param == "static":
-        monkeypatch.setattr(packing, "has_exact_room", lambda device: False)
+@pytest.fixture(params=["sorted", "sorted, long", "packed"], autouse=True)
+def form(request, monkeypatch):
+    """Tokens sorted by operator, as on a CPU (there are ways of its own for long rows), or packed, as on a GPU."""
+    if request.param == "packed":
+        monkeypatch.setattr(sparse, "host_sees_routes", lambda device: False)
+    if request.param == "sorted, long":
+        monkeypatch.setattr(sparse_sorted, "LONG", 1)
+        monkeypatch.setattr(rows_module, "LONG", 1)
     return request.param
 
 
@@ -120,9 +125,10 @@ def test_extremes(shape, fraction, design, keys):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("keys", ["all", "routed"])
+@pytest.mark.parametrize("router", ["entropy", "three"])
 @pytest.mark.parametrize("design", ["post", "post light skips", "pre", "pre light skips", "wide heads"])
-def test_padding(design, keys, side):
-    model = build(keys=keys, **DESIGNS[design])
+def test_padding(design, router, keys, side):
+    model = build(keys=keys, **DESIGNS[design], **ROUTERS[router])
     mask = torch.ones(B, T, dtype=torch.long)
     for row, missing in enumerate((0, 4, 9)):
         mask[row, :missing] = 0
@@ -146,10 +152,10 @@ def test_autocast(design, keys):
     assert distance < 0.03
 
 
-def test_room_is_what_was_asked_for(room):
+def test_packed_rows_have_room_for_every_token():
     chosen = torch.tensor([[True, False, True], [False, False, True]])
     made = packing.make_packing(chosen)
-    assert made.token_P.tolist() == ([0, 2, 5] if room == "exact" else [0, 2, 5, 0, 0, 0])
+    assert made.token_P.tolist() == [0, 2, 5, 0, 0, 0]
     assert made.rows.tolist() == [0, 2, 3] and made.count.tolist() == [3]
     assert made.before_N.tolist() == [0, 1, 1, 0, 0, 0]
 
@@ -158,10 +164,9 @@ def test_room_is_what_was_asked_for(room):
 def test_all_tokens_packed_without_counting(shape):
     quick = packing.pack_all(*shape, torch.device("cpu"))
     counted = packing.make_packing(torch.ones(shape, dtype=torch.bool))
-    assert quick.is_exact == counted.is_exact
     for field in fields(packing.Packing):
         ours, true = getattr(quick, field.name), getattr(counted, field.name)
-        assert (ours is None and true is None) or (torch.equal(ours, true) and ours.dtype == true.dtype), field.name
+        assert torch.equal(ours, true) and ours.dtype == true.dtype, field.name
 
 
 @given(bits=st.lists(st.booleans(), min_size=15, max_size=15), keys=st.sampled_from(["all", "routed"]))
@@ -215,3 +220,21 @@ def test_one_graph_serves_every_split():
     for fraction in (0.0, 0.3, 1.0):
         compiled(tokens(), forced_routes=routes(model, fraction=fraction))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "shape", "sparsely"),
+    [("routed", (1, 255), False), ("routed", (16, 16), True), ("all", (1, 511), False), ("all", (16, 32), True)],
+    ids=str,
+)
+def test_auto_runs_few_tokens_densely_on_a_cpu(form, keys, shape, sparsely, monkeypatch):
+    ran = []
+    run_sparse = block.run_sparse
+    monkeypatch.setattr(block, "run_sparse", lambda *inputs: ran.append(1) or run_sparse(*inputs))
+    model = build(execution="auto", keys=keys)
+    model(tokens(*shape))
+    assert bool(ran) == (sparsely or form == "packed"), "a GPU's work is never looked at"
+    model.config.execution = "sparse"
+    ran.clear()
+    model(tokens(*shape))
+    assert ran, "what was asked for is done"

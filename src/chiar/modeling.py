@@ -28,6 +28,7 @@ from chiar.layers.derived import DerivedBuffers
 from chiar.layers.meta_router import Gate, MetaRouter
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import EntropyRouter
+from chiar.layers.sparse import sparse_pays
 from chiar.layers.spectral import SpectralBasis, SpectralFilter
 from chiar.outputs import ChiarModelOutput, ChiarOutput
 from chiar.routing.collapse import collapse_loss
@@ -153,7 +154,7 @@ class ChiarModel(ChiarPreTrainedModel):
         context.keep_entropy = output_routing
         # Sparse execution reads no stored keys. It can fill a cache, but one token alone has nothing to leave out.
         continues = past_key_values is not None and (past > 0 or x_BTD.shape[1] == 1)
-        context.sparse = self._runs_sparse(context) and not continues
+        context.sparse = self._runs_sparse(context, x_BTD) and not continues
         check_routes(forced_routes, config, tuple(x_BTD.shape[:2]))
         if self.embed_positions is not None:
             x_BTD = x_BTD + self.embed_positions(context.positions_BT)
@@ -205,7 +206,7 @@ class ChiarModel(ChiarPreTrainedModel):
                 "keys='routed' a cache has none: train with use_cache=False, or with hard_estimator='selected'."
             )
 
-    def _runs_sparse(self, context: TokenContext) -> bool:
+    def _runs_sparse(self, context: TokenContext, x_BTD: Tensor) -> bool:
         """Whether routed layers run only what was chosen; where `sparse` was asked for and cannot be, an error."""
         config: ChiarConfig = self.config
         if config.execution == "dense" or not config.routed_layers:
@@ -217,7 +218,8 @@ class ChiarModel(ChiarPreTrainedModel):
             obstacle = "it keeps no attention weights: leave attn_implementation at sdpa"
         if obstacle and config.execution == "sparse":
             raise InputError(f"execution='sparse' is not possible here: {obstacle}, or use 'auto'.")
-        return obstacle is None and config.can_run_sparse
+        pays = config.execution == "sparse" or sparse_pays(x_BTD, config.keys)
+        return obstacle is None and config.can_run_sparse and pays
 
     def _run(
         self,

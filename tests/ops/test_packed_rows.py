@@ -14,17 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chiar.layers.attention import rotary_tables, rotate
-from chiar.ops import packing as packing_module
 from chiar.ops.packed_gelu import packed_gelu, packed_gelu_forward
 from chiar.ops.packed_norm import packed_norm, packed_norm_forward
 from chiar.ops.packing import make_packing, pack, packed_linear, row_sum, rows_product, sum_product, unpack
 from chiar.ops.rotary_attention import rotary_attention, rotary_attention_forward
-
-
-@pytest.fixture(autouse=True)
-def static_room(monkeypatch):
-    """Packed tensors with room for every token, as on a GPU; tests/test_sparse_execution.py covers both forms."""
-    monkeypatch.setattr(packing_module, "has_exact_room", lambda device: False)
 
 
 @given(bits=st.lists(st.booleans(), min_size=12, max_size=12))

@@ -56,10 +56,22 @@ class CausalAttention(nn.Module):
         With `only_keys` nobody reads the output of other tokens: the memory stores nothing of them, and their output
         is arbitrary but finite. Weights are then over the entries of the store.
         """
-        B, T, D = x_BTD.shape
         eager = context.attention_implementation == "eager"
         if memory is not None and only_keys and not eager and surely_none(key_BT):
             return torch.zeros_like(x_BTD), None
+        mixed_BTD, weights = self.mix(x_BTD, context, key_BT, memory, only_keys)
+        return self.out(mixed_BTD), weights
+
+    def mix(
+        self,
+        x_BTD: Tensor,
+        context: TokenContext,
+        key_BT: Tensor | None,
+        memory: LayerMemory | None,
+        only_keys: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same before the output projection."""
+        B, T, D = x_BTD.shape
         q, k, v = self.qkv(x_BTD).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
         if context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
@@ -77,14 +89,14 @@ class CausalAttention(nn.Module):
             visible = None if key_BT is None else visible_keys(key_BT, T)
 
         dropout = self.dropout if self.training else 0.0
-        if eager:
+        if context.attention_implementation == "eager":
             mixed, weights = eager_attention(q, k, v, visible, dropout)
         else:
             mixed = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=visible, dropout_p=dropout, is_causal=visible is None
             )
             weights = None
-        return self.out(mixed.transpose(1, 2).reshape(B, T, D)), weights
+        return mixed.transpose(1, 2).reshape(B, T, D), weights
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:

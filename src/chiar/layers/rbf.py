@@ -34,8 +34,7 @@ class RBFMixing(nn.Module):
         """As attention's: with `only_keys` the memory stores the marked tokens alone."""
         if memory is not None and only_keys and surely_none(key_BT):
             return torch.zeros_like(x_BTD)
-        angles_BTm = x_BTD @ self.omega_Dm.to(x_BTD.dtype) / math.sqrt(self.features)
-        query_BTF = torch.cat([angles_BTm.cos(), angles_BTm.sin()], dim=-1)
+        query_BTF = self.features_of(x_BTD)
         is_key_BS = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device) if key_BT is None else key_BT
         key_BSF = query_BTF
         if memory is not None and only_keys:
@@ -47,6 +46,15 @@ class RBFMixing(nn.Module):
                 key_BSF = memory.append("rbf_features", query_BTF, time_axis=1)
                 is_key_BS = memory.append("is_rbf_key", is_key_BS, time_axis=1)
             visible_BTS = visible_keys(is_key_BS, x_BTD.shape[1])[:, 0]
+        return self.out(self.mix(query_BTF, key_BSF, visible_BTS))
+
+    def features_of(self, x: Tensor) -> Tensor:
+        """φ, (…, F) with F = 2m."""
+        angles = x @ self.omega_Dm.to(x.dtype) / math.sqrt(self.features)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+    def mix(self, query_BTF: Tensor, key_BSF: Tensor, visible_BTS: Tensor) -> Tensor:
+        """Aφ."""
         scores_BTS = (query_BTF @ key_BSF.transpose(1, 2)).float()
         weights_BTS = scores_BTS.masked_fill(~visible_BTS, float("-inf")).softmax(-1).to(key_BSF.dtype)
-        return self.out(weights_BTS @ key_BSF)
+        return weights_BTS @ key_BSF

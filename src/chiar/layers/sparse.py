@@ -1,7 +1,8 @@
 """A routed layer that runs only the chosen operator for each token. Dense execution in block.py is the definition.
 
 Attention and feed-forward products work on packed rows (ops/packing.py); norms, filters in the identity basis and
-additions pass over all tokens, which costs memory traffic but no products. RBF mixing runs on every token.
+additions pass over all tokens, which costs memory traffic but no products. RBF mixing runs on every token. On a CPU,
+outside compiled graphs, sparse_sorted.py takes their place.
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from chiar.layers.attention import CausalAttention, rotate
 from chiar.layers.context import LayerMemory, TokenContext, surely_none
 from chiar.layers.routers import Route
+from chiar.layers.sparse_sorted import SortedLayer
 from chiar.ops.packed_attention import prefix_attention
 from chiar.ops.packed_gelu import packed_gelu
 from chiar.ops.packed_norm import packed_norm
@@ -20,6 +22,8 @@ from chiar.ops.packing import Packing, make_packing, pack, pack_all, packed_line
 from chiar.ops.rotary_attention import fits, rotary_attention
 
 LIGHT = "spectral"
+FEWEST = {"routed": 256, "all": 512}
+"""Tokens in a batch, for each key policy, below which "auto" runs densely on a CPU."""
 Norm = nn.Module | None
 
 
@@ -30,8 +34,20 @@ def run_sparse(
 
     `memory` is empty: tokens see each other, not what was stored before.
     """
+    if host_sees_routes(x_BTD.device):
+        return SortedLayer(block, x_BTD, context, route, memory).run()
     run = run_pre_norm if block.pre_norm else run_post_norm
     return run(SparseLayer(block, x_BTD, context, route, memory), x_BTD.flatten(0, 1)).view(x_BTD.shape)
+
+
+def host_sees_routes(device: torch.device) -> bool:
+    """Whether to look at how many tokens were chosen costs no waiting."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def sparse_pays(x_BTD: Tensor, keys: str) -> bool:
+    """Whether to sort tokens by operator costs less than it saves (measured: docs/execution.md, "On a CPU")."""
+    return x_BTD.shape[0] * x_BTD.shape[1] >= FEWEST[keys] or not host_sees_routes(x_BTD.device)
 
 
 class SparseLayer:
@@ -92,14 +108,14 @@ class SparseLayer:
         return alone and self.context.rope is not None and fits(head)
 
     def among_themselves(self, attention: CausalAttention, x_ND: Tensor, norm: Norm) -> Tensor:
-        dark, weight, bias = self.dark, attention.qkv.weight, attention.qkv.bias
-        # A plain product adds its bias for nothing; a grouped one has none, so the kernel that turns adds it.
-        early, late = (bias, None) if dark.is_exact else (None, bias.view(3, attention.heads, -1))
-        qkv_P3Hd = packed_linear(self.seen(x_ND, norm), weight, early, dark).unflatten(1, (3, attention.heads, -1))
+        dark, heads = self.dark, attention.heads
+        qkv_P3Hd = packed_linear(self.seen(x_ND, norm), attention.qkv.weight, None, dark).unflatten(1, (3, heads, -1))
         assert self.context.rope is not None
         cos, sin = (table.flatten(0, 2) for table in self.context.rope)
         table_P, limit_P = self.table_rows(dark), self.limits(dark)
-        return rotary_attention(qkv_P3Hd, late, (cos, sin), table_P, dark, limit_P, self.length)
+        # A grouped product has no bias: the kernel that turns adds it.
+        bias_3Hd = attention.qkv.bias.view(3, heads, -1)
+        return rotary_attention(qkv_P3Hd, bias_3Hd, (cos, sin), table_P, dark, limit_P, self.length)
 
     def limits(self, keys: Packing) -> Tensor:
         """How many keys each packed dark token sees; a dark token is a key itself."""
@@ -107,19 +123,13 @@ class SparseLayer:
 
     def seen(self, x_ND: Tensor, norm: Norm) -> Tensor:
         """norm(x) of the dark tokens, packed."""
-        if not self.dark.is_exact:
-            return packed_norm(x_ND, norm, self.dark)[1]
-        x_PD = pack(x_ND, self.dark)
-        return x_PD if norm is None else norm(x_PD)
+        return packed_norm(x_ND, norm, self.dark)[1]
 
     def after_attention(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """u = x + attention(LN(x)) of the dark tokens, packed, and what the feed-forward network reads of it."""
         block = self.block
-        attended_PD = self.attention(x_ND, block.norms["attention"], bias=self.dark.is_exact)
-        if not self.dark.is_exact:
-            return packed_norm(x_ND, block.ffn_norm, self.dark, attended_PD, block.operators["attention"].out.bias)
-        u_PD = pack(x_ND, self.dark) + attended_PD
-        return u_PD, block.ffn_norm(u_PD)
+        attended_PD = self.attention(x_ND, block.norms["attention"], bias=False)
+        return packed_norm(x_ND, block.ffn_norm, self.dark, attended_PD, block.operators["attention"].out.bias)
 
     def over_keys(self, attention: CausalAttention, x_ND: Tensor, norm: Norm) -> Tensor:
         q_PHd, k_MHd, v_MHd, keys = self.project(attention, x_ND, norm)
@@ -155,8 +165,7 @@ class SparseLayer:
             q, k, v = qkv.unbind(1)
             return self.rotated(q, dark), self.rotated(k, dark), v, dark
         width, seen_ND = x_ND.shape[1], x_ND if norm is None else norm(x_ND)
-        seen_PD = pack(seen_ND, dark) if dark.is_exact else self.seen(x_ND, norm)
-        q = packed_linear(seen_PD, weight[:width], bias[:width], dark).unflatten(1, (heads, -1))
+        q = packed_linear(self.seen(x_ND, norm), weight[:width], bias[:width], dark).unflatten(1, (heads, -1))
         k, v = F.linear(seen_ND, weight[width:], bias[width:]).unflatten(1, (2, heads, -1)).unbind(1)
         if self.context.real_BT is None:
             keys = pack_all(self.batch, self.length, x_ND.device)

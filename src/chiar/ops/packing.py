@@ -3,8 +3,6 @@
 How many there are is known on the device only. So packed tensors have room for every token (P = B·T rows), the first
 `count` hold the chosen tokens in order, and the rest is undefined and may be NaN: nothing that sums over packed rows
 may read it. Shapes, launches and compiled graphs are then the same for every split, and no step waits for the device.
-
-On a CPU nobody waits, so outside compiled graphs there are exactly `count` rows and plain torch operations do.
 """
 
 from dataclasses import dataclass
@@ -24,8 +22,8 @@ class Packing:
 
     chosen_N: Tensor
     """Which of the N = B·T tokens are chosen."""
-    place_N: Tensor | None
-    """The packed row of each token, 0 for those not chosen. None where there are exactly `count` rows."""
+    place_N: Tensor
+    """The packed row of each token, 0 for those not chosen."""
     token_P: Tensor
     """The token in each packed row; 0 beyond the last."""
     rows: Tensor
@@ -35,24 +33,12 @@ class Packing:
     before_N: Tensor
     """How many chosen tokens lie before each token in its batch row, int32."""
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether every packed row is used."""
-        return self.place_N is None
-
-
-def has_exact_room(device: torch.device) -> bool:
-    """Whether packed tensors have `count` rows rather than B·T."""
-    return device.type == "cpu" and not torch.compiler.is_compiling()
-
 
 def make_packing(chosen_BT: Tensor) -> Packing:
     chosen_N = chosen_BT.flatten()
     rows = F.pad(chosen_BT.sum(1).cumsum(0), (1, 0)).int()
     count = rows[-1:]
     before_N = (chosen_BT.cumsum(1) - chosen_BT.long()).flatten().int()
-    if has_exact_room(chosen_BT.device):
-        return Packing(chosen_N, None, chosen_N.nonzero()[:, 0], rows, count, before_N)
     tokens = chosen_N.shape[0]
     place_N = chosen_N.cumsum(0) - 1
     numbers_N = torch.arange(tokens, device=chosen_N.device)
@@ -66,10 +52,8 @@ def pack_all(batch: int, length: int, device: torch.device) -> Packing:
     """make_packing of tokens that are all chosen."""
     token_P = torch.arange(batch * length, device=device)
     rows = torch.arange(0, batch * length + 1, length, device=device, dtype=torch.int32)
-    place_N = None if has_exact_room(device) else token_P
-    return Packing(
-        torch.ones_like(token_P, dtype=torch.bool), place_N, token_P, rows, rows[-1:], token_P.int() % length
-    )
+    before_N = token_P.int() % length
+    return Packing(torch.ones_like(token_P, dtype=torch.bool), token_P, token_P, rows, rows[-1:], before_N)
 
 
 class Gather(torch.autograd.Function):
@@ -84,21 +68,6 @@ class Gather(torch.autograd.Function):
     def backward(context: Any, *grads: Tensor) -> Any:
         place_N, chosen_N = context.saved_tensors
         return torch.where(chosen_N[:, None], grads[0][place_N], 0.0), None, None, None
-
-
-class ExactGather(torch.autograd.Function):
-    """The same where every packed row is used; index_select's own gradient would add row by row."""
-
-    @staticmethod
-    def forward(context: Any, x_ND: Tensor, token_P: Tensor) -> Tensor:
-        context.save_for_backward(token_P)
-        context.tokens = len(x_ND)
-        return x_ND.index_select(0, token_P)
-
-    @staticmethod
-    def backward(context: Any, *grads: Tensor) -> Any:
-        (token_P,) = context.saved_tensors
-        return grads[0].new_zeros(context.tokens, grads[0].shape[1]).index_copy_(0, token_P, grads[0]), None
 
 
 class Scatter(torch.autograd.Function):
@@ -120,23 +89,16 @@ class Scatter(torch.autograd.Function):
 
 def pack(x_ND: Tensor, packing: Packing) -> Tensor:
     """The chosen rows. Beyond `count` lie copies of row 0: defined, but nobody's."""
-    if packing.is_exact:
-        return ExactGather.apply(x_ND, packing.token_P)
     return Gather.apply(x_ND, packing.token_P, packing.place_N, packing.chosen_N)
 
 
 def unpack(y_PD: Tensor, other_ND: Tensor, packing: Packing) -> Tensor:
     """`y` where a token was chosen, `other` elsewhere."""
-    if packing.is_exact:
-        dtype = torch.promote_types(other_ND.dtype, y_PD.dtype)
-        return other_ND.to(dtype).index_copy(0, packing.token_P, y_PD.to(dtype))
     return Scatter.apply(y_PD, other_ND, packing.token_P, packing.place_N, packing.chosen_N)
 
 
 def packed_linear(x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, packing: Packing) -> Tensor:
     """x Wᵀ + b of the first `count` rows, computing only those; the rest is undefined."""
-    if packing.is_exact:
-        return F.linear(x_PD, weight_KD, bias_K)
     if torch.is_autocast_enabled(x_PD.device.type):
         dtype = torch.get_autocast_dtype(x_PD.device.type)
         x_PD, weight_KD = x_PD.to(dtype), weight_KD.to(dtype)
@@ -148,8 +110,6 @@ def packed_linear(x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, packin
 def used(x: Tensor, packing: Packing) -> Tensor:
     """Zeros in the undefined rows, and in those of the gradient: around whatever sums over rows, such as a norm's
     weight."""
-    if packing.is_exact:
-        return x
     in_use_P = torch.arange(len(x), device=x.device) < packing.count
     return torch.where(in_use_P if x.ndim == 1 else in_use_P[:, None], x, 0)
 

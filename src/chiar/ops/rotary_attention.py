@@ -26,14 +26,14 @@ def fits(head: int) -> bool:
 
 def rotary_attention(
     qkv_P3Hd: Tensor,
-    bias_3Hd: Tensor | None,
+    bias_3Hd: Tensor,
     rope: tuple[Tensor, Tensor],
     table_P: Tensor,
     packing: Packing,
     limit_P: Tensor,
     max_keys: int,
 ) -> Tensor:
-    """Attention of the packed tokens over each other, (P, H, d), after `bias`, if any, was added to q, k and v.
+    """Attention of the packed tokens over each other, (P, H, d), after `bias` was added to q, k and v.
 
     `rope` are cos and sin, (R, d); `table_P` is the row of each token in them. Rows that are not in use are undefined.
     """
@@ -45,7 +45,7 @@ def rotary_attention(
 @torch.library.custom_op("chiar::rotary_attention", mutates_args=())
 def rotary_attention_forward(
     qkv_P3Hd: Tensor,
-    bias_3Hd: Tensor | None,
+    bias_3Hd: Tensor,
     cos_Rd: Tensor,
     sin_Rd: Tensor,
     table_P: Tensor,
@@ -148,7 +148,7 @@ def _backward_fake(grad_PHd: Tensor, out_PHd: Tensor, log_sum_HP: Tensor, rotate
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     _, bias_3Hd, cos_Rd, sin_Rd, table_P, rows, count, limit_P, ctx.max_keys, ctx.implementation = inputs
-    ctx.bias = None if bias_3Hd is None else (bias_3Hd.shape, bias_3Hd.dtype)
+    ctx.bias = bias_3Hd.shape, bias_3Hd.dtype
     ctx.mark_non_differentiable(output[1], output[2])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, cos_Rd, sin_Rd, table_P, rows, count, limit_P)
@@ -159,8 +159,6 @@ def _backward(ctx: Any, grad_PHd: Tensor | None, *_: Any) -> tuple[Tensor | None
     if grad_PHd is None:
         return None, None, *none
     dqkv = rotary_attention_backward(grad_PHd, *ctx.saved_tensors, ctx.max_keys, ctx.implementation)
-    if ctx.bias is None:
-        return dqkv, None, *none
     shape, dtype = ctx.bias
     dbias = row_sum(dqkv.flatten(1), ctx.saved_tensors[-2], ctx.implementation)
     return dqkv, dbias.view(shape).to(dtype), *none

@@ -1,0 +1,92 @@
+"""Sparse against dense execution of the same model, in turns, uncompiled on a CPU.
+
+    OMP_NUM_THREADS=2 python benchmarks/cpu_execution.py --size 16m --mode prefill --lengths 16,64,256,1024 --rows 1,2
+
+Each cell is dense time / sparse time with the same weights, tokens and forced routes: above 1 sparse execution wins.
+Whether the two agree is `speed.py`'s business, which checks parity before it times anything.
+"""
+
+import argparse
+import sys
+
+import torch
+
+from chiar.errors import InputError, unknown_name
+from contenders import REGISTRY
+from lap import JOBS, WARM_UP
+from speed import numbers
+from timed import Setting, TimedChiar, exact_routes
+from timing import Job, Times, speedup, time_turn
+
+SPARSE = ("routed", "routed-light", "routed-all-keys", "v3", "v3-routed-keys")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--only", nargs="+", default=list(SPARSE), metavar="NAME", help="contenders of speed.py")
+    add("--size", choices=("400m", "16m", "tiny"), default="16m")
+    add("--layers", type=int, help="another depth")
+    add("--mode", choices=("train", "prefill"), default="prefill")
+    add("--lengths", type=numbers(int, 2, 1 << 20), default=[16, 64, 256, 1024])
+    add("--rows", type=numbers(int, 1, 1 << 16), default=[1, 2], help="rows of the batch")
+    add("--fractions", type=numbers(float, 0.001, 1.0), default=[0.25, 0.5, 0.9])
+    add("--turns", type=int, default=9)
+    add("--steps", type=int, default=2, help="steps a turn")
+    return parser.parse_args(arguments)
+
+
+def compare(job: Job, ways: tuple[str, str], turns: int, steps: int) -> list[Times]:
+    """Both executions of one model in turns; which goes first changes with every turn."""
+    assert isinstance(job.model, TimedChiar)
+    times = [Times(), Times()]
+    for turn in range(-1, turns):
+        for i in (0, 1) if turn % 2 else (1, 0):
+            job.model.language.model.config.execution = ways[i]
+            if turn < 0:
+                for _ in range(WARM_UP):
+                    job.step()
+            else:
+                time_turn(job, steps, times[i])
+    return times
+
+
+def measure(options: argparse.Namespace) -> None:
+    print(f"{options.mode}, {options.size}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print("dense ms / sparse ms = speed-up; one column for each f\n")
+    print("| contender | T | rows |" + "".join(f" f = {fraction:g} |" for fraction in options.fractions))
+    print("|---|---|---|" + "---|" * len(options.fractions))
+    for name in options.only:
+        torch.manual_seed(0)
+        model = REGISTRY[name].build(Setting(options.size, options.layers, 0, 0.5), "sparse", False)
+        assert isinstance(model, TimedChiar)
+        model.train(options.mode == "train")
+        for length in options.lengths:
+            for rows in options.rows:
+                ids_BT = torch.randint(0, model.config.vocab_size, (rows, length))
+                job = JOBS[options.mode](model, model, ids_BT, {}, "cpu")
+                cells = []
+                for fraction in options.fractions:
+                    attending = Setting(options.size, options.layers, length, fraction).attending
+                    job.routes = exact_routes(rows, length, attending, model.routed_layers, "cpu")
+                    dense, sparse = compare(job, ("dense", "sparse"), options.turns, options.steps)
+                    found = dense.percentiles()[1], sparse.percentiles()[1]
+                    cells.append(f"{found[0]:.1f} / {found[1]:.1f} = {speedup(dense, sparse):.2f}")
+                print(f"| `{name}` | {length} | {rows} | " + " | ".join(cells) + " |", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        for name in options.only:
+            if name not in REGISTRY or REGISTRY[name].execution != "sparse":
+                raise unknown_name("sparse contender", name, SPARSE)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    measure(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
