@@ -54,7 +54,7 @@ class CausalAttention(nn.Module):
         """`key_BT` marks the tokens that are keys (None: all). Returns the output and, if eager, the weights.
 
         With `only_keys` nobody reads the output of other tokens: the memory stores nothing of them, and their output
-        is arbitrary but finite. Weights are then over the entries of the store.
+        is arbitrary but finite. Weights over tokens that were stored before are over the entries of the store.
         """
         B, T, D = x_BTD.shape
         eager = context.attention_implementation == "eager"
@@ -63,18 +63,20 @@ class CausalAttention(nn.Module):
         q, k, v = self.qkv(x_BTD).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
         if context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
-        visible: Tensor | None
-        if memory is not None and only_keys:
-            assert key_BT is not None
+        visible: Tensor | None = None if key_BT is None else visible_keys(key_BT, T)
+        if memory is not None:
             store = memory.ragged("attention")
-            visible = store.visible(store.append({"key": k, "value": v}, key_BT))
-            k, v = store.parts["key"], store.parts["value"]
-        else:
-            if memory is not None:
-                k, v = memory.append("key", k, time_axis=2), memory.append("value", v, time_axis=2)
-                new_keys = torch.ones(B, T, dtype=torch.bool, device=x_BTD.device) if key_BT is None else key_BT
-                key_BT = memory.append("is_key", new_keys, time_axis=1)
-            visible = None if key_BT is None else visible_keys(key_BT, T)
+            if key_BT is None:
+                key_BT = torch.ones(B, T, dtype=torch.bool, device=x_BTD.device)
+            if T == 1 and not (eager or torch.is_grad_enabled() or self.training):
+                if not context.room_is_made:
+                    store.make_room(k, v)
+                mixed = store.attend(q[:, :, 0], k[:, :, 0], v[:, :, 0], key_BT[:, 0])
+                return self.out(mixed.reshape(B, 1, D)), None
+            is_first = store.is_empty
+            count_BT = store.append({"key": k, "value": v}, key_BT)
+            if not is_first:
+                k, v, visible = store.used("key"), store.used("value"), store.visible(count_BT)
 
         dropout = self.dropout if self.training else 0.0
         if eager:

@@ -37,16 +37,13 @@ class RBFMixing(nn.Module):
         angles_BTm = x_BTD @ self.omega_Dm.to(x_BTD.dtype) / math.sqrt(self.features)
         query_BTF = torch.cat([angles_BTm.cos(), angles_BTm.sin()], dim=-1)
         is_key_BS = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device) if key_BT is None else key_BT
-        key_BSF = query_BTF
-        if memory is not None and only_keys:
+        key_BSF, visible_BTS = query_BTF, visible_keys(is_key_BS, x_BTD.shape[1])[:, 0]
+        if memory is not None:
             store = memory.ragged("rbf")
-            visible_BTS = store.visible(store.append({"features": query_BTF[:, None]}, is_key_BS))[:, 0]
-            key_BSF = store.parts["features"][:, 0]
-        else:
-            if memory is not None:
-                key_BSF = memory.append("rbf_features", query_BTF, time_axis=1)
-                is_key_BS = memory.append("is_rbf_key", is_key_BS, time_axis=1)
-            visible_BTS = visible_keys(is_key_BS, x_BTD.shape[1])[:, 0]
+            is_first = store.is_empty
+            count_BT = store.append({"features": query_BTF[:, None]}, is_key_BS)
+            if not is_first:
+                key_BSF, visible_BTS = store.used("features")[:, 0], store.visible(count_BT)[:, 0]
         scores_BTS = (query_BTF @ key_BSF.transpose(1, 2)).float()
         weights_BTS = scores_BTS.masked_fill(~visible_BTS, float("-inf")).softmax(-1).to(key_BSF.dtype)
         return self.out(weights_BTS @ key_BSF)
