@@ -40,6 +40,15 @@ class LayerState(DynamicLayer):
             self.shelf.stores.append(self.stores[name])
         return self.stores[name]
 
+    def make_writable(self) -> None:
+        """Copy what a step could not write into: what was made in inference mode, or belongs to a gradient."""
+        for store in self.stores.values():
+            store.make_writable()
+        for name, value in self.state.items():
+            if not may_write(value, False):
+                self.state[name] = value.detach().clone()
+                self.shelf.moves += 1
+
     def _select_rows(self, rows: Tensor) -> None:
         for store in self.stores.values():
             store.select_rows(rows)
@@ -77,6 +86,12 @@ class ChiarCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
+
+    def make_room(self) -> None:
+        """For one more token a row, written in place."""
+        for layer in self.layers:
+            layer.make_writable()
+        self.shelf.make_room()
 
     def reset(self) -> None:
         super().reset()

@@ -14,6 +14,10 @@ def rotary_tables(positions_BT: Tensor, head_size: int, base: float) -> tuple[Te
     An operator of its own so that the compiler keeps the tables: left to itself it computes powers and sines again for
     every head of every layer.
     """
+    return compute_rotary_tables(positions_BT, head_size, base)
+
+
+def compute_rotary_tables(positions_BT: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
     exponents = torch.arange(0, head_size, 2, device=positions_BT.device, dtype=torch.float32) / head_size
     angles = positions_BT[:, None, :, None].float() * base**-exponents
     angles = torch.cat([angles, angles], dim=-1)

@@ -123,8 +123,12 @@ class RaggedStore:
         if self.most + 1 >= self.capacity:
             self.shelf.look()
         self.most += 1
-        self.length_B = self.writable(self.length_B)
-        self.parts = {name: self.writable(part) for name, part in self.parts.items()}
+        self.make_writable()
+
+    def make_writable(self) -> None:
+        if self.length_B is not None:
+            self.length_B = self.writable(self.length_B)
+            self.parts = {name: self.writable(part) for name, part in self.parts.items()}
 
     def used(self, name: str) -> Tensor:
         """The entries that may count, (B, H, ≤ L, d)."""
@@ -164,4 +168,6 @@ class RaggedStore:
 
 def may_write(stored: Tensor, differentiable: bool) -> bool:
     needed = stored.requires_grad or differentiable
+    if torch.compiler.is_compiling():  # then everything was made writable before
+        return not needed
     return not needed and (torch.is_inference_mode_enabled() or not stored.is_inference())

@@ -30,7 +30,8 @@ def decode_attention(
     """softmax(q Kᵀ/√d) V, (B, H, d), over the first `length_B` entries of each row and the new one.
 
     Rows that take part store k and v at entry `length_B`, which rises by one and must stay below L. Of the others
-    nothing is read or stored, and their output is 0. Scores and sums are fp32 (float64 for float64).
+    nothing is read or stored, and their output is 0. What lies behind a row's entries is arbitrary, but on a CPU finite.
+    Scores and sums are fp32 (float64 for float64).
     """
     tensors = q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B
     implementation = chosen_implementation(q_BHd, implementation)
