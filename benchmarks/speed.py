@@ -45,7 +45,7 @@ class Referee:
             if asked is None or contender.capacity_is_built_in:
                 setting = Setting(self.options.size, self.options.layers, 0, fraction)
                 decode = self.options.mode == "decode"
-                asked = Parity(contender, setting, self.options.device, self.options.compile and not decode, decode)
+                asked = Parity(contender, setting, self.options.device, self.options.compile, decode)
             verdict = asked.check(fraction)
             self.verdicts[contender.name, fraction] = verdict
             named = f"{contender.name} f {fraction:g}" if contender.takes_fraction else contender.name

@@ -136,3 +136,11 @@ class TimedChiar(TimedModel):
         count = count_flops(self.config, setting.length, shares, transform=transform)
         unread = count.part("router") if self.config.router == "entropy" else 0.0
         return Work(count.total - count.part("logits"), count.part("logits"), unread)
+
+
+def prepare_decoding(model: TimedModel, bf16: bool, compiled: bool) -> None:
+    """Weights in the precision of decoding, where reading them is the work, and steps that can be captured."""
+    assert isinstance(model, TimedChiar)
+    if bf16:
+        model.to(torch.bfloat16)
+    model.language.enable_fast_decoding(compile=compiled)

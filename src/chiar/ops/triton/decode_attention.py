@@ -17,8 +17,8 @@ from chiar.ops.triton.launch import current
 
 LARGEST_HEAD = 256
 MOST_SPLITS = 64
-PROGRAMS = 2048
-"""Enough to fill an H200 several times over; more splits than that takes only cost the second kernel."""
+PROGRAMS = 4096
+"""Enough to fill an H200 several times over, so that the last ones cost little; more splits cost the second kernel."""
 
 
 @triton.jit
