@@ -1,4 +1,4 @@
-"""Fast decoding gives the tokens of decoding without it, and of decoding without a cache, by a step that never changes."""
+"""Fast decoding gives the tokens of plain decoding and of decoding without a cache, by a step that never changes."""
 
 import copy
 import pickle
@@ -250,9 +250,7 @@ def test_a_compiled_step_has_a_graph_for_each_kind_of_layer(lively, ids, left_ma
         compiled = torch.compile(getattr(decoding, name), fullgraph=True, dynamic=False, backend=counter)
         setattr(fast, name, compiled)
     for _ in range(2):
-        found = model.generate(
-            ids, attention_mask=left_mask, max_new_tokens=2 * ROOM, do_sample=False, pad_token_id=0
-        )
+        found = model.generate(ids, attention_mask=left_mask, max_new_tokens=2 * ROOM, do_sample=False, pad_token_id=0)
         assert torch.equal(found, expected)
     assert fast.steps == 2 * (2 * ROOM - 1)
     kinds = len(set(model.config.layer_types))
@@ -314,6 +312,17 @@ def test_caches_made_in_inference_mode(lively, ids):
             logits = model(ids[:, n : n + 1], past_key_values=done.past_key_values).logits
         assert (logits - expected[:, n : n + 1]).abs().max() < LOGIT_ROUNDING
     assert model.fast_decoder.steps == TOKENS - 6
+
+
+def test_a_decoder_first_used_in_inference_mode(lively, ids):
+    model = lively(DESIGNS["v3-routed-keys"])
+    expected, _ = generate(model, ids, False, do_sample=False)
+    model.enable_fast_decoding()
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    with torch.inference_mode():
+        assert torch.equal(model.generate(ids, **options), expected)
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert model.fast_decoder.steps == 2 * (NEW - 1)
 
 
 def test_a_copied_or_moved_model_begins_anew(lively, ids):

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer

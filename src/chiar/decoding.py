@@ -5,10 +5,10 @@ step is then a few copies. On a CPU the same step runs plainly.
 """
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 
 from chiar.cache import ChiarCache
@@ -18,8 +18,6 @@ from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.meta_router import MetaRouter
 
 Rope = tuple[Tensor, Tensor]
-MANY_GRAPHS = {"recompile_limit": 256, "accumulated_recompile_limit": 4096}
-"""Layers of one kind share a graph, but a router may know the number of its layer; none may run uncompiled unseen."""
 
 
 class Inputs:
@@ -42,7 +40,7 @@ class Inputs:
             self.real_B1.copy_(real_B1)
         numbers = [n for n, layer in enumerate(self.routed_layers) if layer in routes]
         if len(numbers) == len(self.routed_layers) and numbers:
-            torch.stack(list(routes[layer] for layer in self.routed_layers), out=self.routes_NB1)  # one copy, not many
+            torch.stack([routes[layer] for layer in self.routed_layers], out=self.routes_NB1)  # one copy, not many
         else:
             for n in numbers:
                 self.routes_NB1[n].copy_(routes[self.routed_layers[n]])
@@ -116,7 +114,8 @@ class FastDecoder:
         check_routes(routes, model.config, tuple(ids_B1.shape))
         positions_B1, real_B1 = place_tokens(model.config, ids_B1, mask_BS, position_ids, cache.seen)
         if self.inputs is None or (self.inputs.rows, self.inputs.device) != (rows, ids_B1.device):
-            self.inputs = Inputs(rows, model.config.routed_layers, ids_B1.device)
+            with torch.inference_mode(False):  # later steps may come from outside of it
+                self.inputs = Inputs(rows, model.config.routed_layers, ids_B1.device)
             self.captured = None
         self.inputs.fill(ids_B1, positions_B1, real_B1, routes or {})
         for layer, memory in zip(model.layers, cache.layers, strict=True):
@@ -159,31 +158,38 @@ class FastDecoder:
             room_is_made=True,
         )
         more_B1D = None
-        with torch._dynamo.config.patch(MANY_GRAPHS):
+        with many_graphs() if self.compile else nullcontext():
             for i, (layer, memory) in enumerate(zip(model.layers, cache.layers, strict=True)):
                 if self.compile:
                     expect_growth(memory)
                 gate = model.meta_router if i == 0 else None
-                x_B1D, more_B1D, _ = self.run_layer(
-                    layer, gate, x_B1D, more_B1D, context, memory, inputs.forced.get(i)
-                )
+                x_B1D, more_B1D, _ = self.run_layer(layer, gate, x_B1D, more_B1D, context, memory, inputs.forced.get(i))
         return self.leave(model.norm, language.lm_head, x_B1D, more_B1D)
 
 
 def begin_store(layer: Any, memory: LayerMemory, rows: int) -> None:
     """A prompt without dark tokens leaves no store on a CPU; a step needs one to write to."""
-    attention = layer.operators["attention"] if "attention" in layer.operators else None
-    if attention is not None and memory.ragged("attention").is_empty:
+    if "attention" in layer.operators and memory.ragged("attention").is_empty:
+        attention = layer.operators["attention"]
         weight = attention.qkv.weight
         none_BH0d = weight.new_zeros(rows, attention.heads, 0, weight.shape[1] // attention.heads)
         memory.ragged("attention").begin({"key": none_BH0d, "value": none_BH0d})
 
 
+def many_graphs() -> Any:
+    """Layers of one kind share one, unless a router knows the number of its layer: none may run uncompiled unseen."""
+    from torch._dynamo import config
+
+    return config.patch({"recompile_limit": 256, "accumulated_recompile_limit": 4096})
+
+
 def expect_growth(memory: Any) -> None:
     """Tell the compiler that capacities change; the same graph then serves all of them."""
+    from torch._dynamo import maybe_mark_dynamic
+
     for store in memory.stores.values():
         for part in store.parts.values():
-            torch._dynamo.maybe_mark_dynamic(part, 2)
+            maybe_mark_dynamic(part, 2)
 
 
 def enter(model: Any, ids_B1: Tensor, positions_B1: Tensor) -> tuple[Tensor, Rope | None]:

@@ -312,14 +312,13 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
         batch's share of a mean over that many labels (transformers' Trainer counts all accumulated batches).
         """
         # generate() reads this signature to learn what the model takes.
-        fast = self.fast_decoder
-        if fast is not None and labels is None and inputs_embeds is None:
-            if fast.applies(self.model, input_ids, past_key_values, kwargs):
-                assert input_ids is not None and past_key_values is not None
-                forced = kwargs.get("forced_routes")
-                logits_B1V = fast.step(self, input_ids, attention_mask, position_ids, past_key_values, forced)
-                output = ChiarOutput(logits=logits_B1V, past_key_values=past_key_values)
-                return output if return_dict is not False else output.to_tuple()
+        fast, plain = self.fast_decoder, labels is None and inputs_embeds is None
+        if fast is not None and plain and fast.applies(self.model, input_ids, past_key_values, kwargs):
+            assert input_ids is not None and past_key_values is not None
+            forced = kwargs.get("forced_routes")
+            logits_B1V = fast.step(self, input_ids, attention_mask, position_ids, past_key_values, forced)
+            output = ChiarOutput(logits=logits_B1V, past_key_values=past_key_values)
+            return output if return_dict is not False else output.to_tuple()
         decoded = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
         )

@@ -11,7 +11,6 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import contenders
-import lap
 import parity
 import peers
 import rows

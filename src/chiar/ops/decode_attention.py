@@ -4,6 +4,7 @@ How many entries a row has is known on the device only. Tensors keep their place
 every step, and a kernel reads no more than the rows' true lengths.
 """
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def decode_attention(
     """softmax(q Kᵀ/√d) V, (B, H, d), over the first `length_B` entries of each row and the new one.
 
     Rows that take part store k and v at entry `length_B`, which rises by one and must stay below L. Of the others
-    nothing is read or stored, and their output is 0. What lies behind a row's entries is arbitrary, but on a CPU finite.
+    nothing is read or stored, and their output is 0. What lies behind a row's entries is arbitrary, on a CPU finite.
     Scores and sums are fp32 (float64 for float64).
     """
     tensors = q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B
@@ -53,8 +54,6 @@ def chosen_implementation(q_BHd: Tensor, implementation: str) -> str:
 
 
 def has_triton() -> bool:
-    import importlib.util
-
     return importlib.util.find_spec("triton") is not None
 
 
