@@ -86,12 +86,6 @@ class ChiarCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
 
-    def make_room(self) -> None:
-        """For one more token a row, written in place."""
-        for layer in self.layers:
-            layer.make_writable()
-        self.shelf.make_room()
-
     def reset(self) -> None:
         super().reset()
         self.seen = 0

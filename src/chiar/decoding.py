@@ -72,6 +72,8 @@ class FastDecoder:
         self.enter, self.run_layer, self.leave = compiled(enter), compiled(run_layer), compiled(leave)
         self.inputs: Inputs | None = None
         self.captured: Captured | None = None
+        self.prepared: tuple[Any, ...] | None = None
+        """The cache, and its state, that was last seen to be fit for writing."""
         self.steps = 0
         """Tokens a row decoded this way."""
 
@@ -81,7 +83,7 @@ class FastDecoder:
 
     def forget(self) -> None:
         """Weights have moved."""
-        self.inputs = self.captured = None
+        self.inputs = self.captured = self.prepared = None
 
     def applies(self, model: Any, ids_BT: Tensor | None, cache: Any, options: dict[str, Any]) -> bool:
         """Whether this pass is a step: one token a row, behind a prompt, and nothing asked for but logits."""
@@ -118,9 +120,13 @@ class FastDecoder:
                 self.inputs = Inputs(rows, model.config.routed_layers, ids_B1.device)
             self.captured = None
         self.inputs.fill(ids_B1, positions_B1, real_B1, routes or {})
-        for layer, memory in zip(model.layers, cache.layers, strict=True):
-            begin_store(layer, memory, rows)
-        cache.make_room()
+        state = weakref.ref(cache), cache.shelf.moves, torch.is_inference_mode_enabled()
+        if state != self.prepared:
+            for layer, memory in zip(model.layers, cache.layers, strict=True):
+                begin_store(layer, memory, rows)
+                memory.make_writable()
+            self.prepared = state[0], cache.shelf.moves, state[2]
+        cache.shelf.make_room()
         logits_B1V = self.replay(language, self.inputs, cache)
         cache.seen += 1
         self.steps += 1

@@ -35,9 +35,12 @@ def check_routes(routes: dict[int, Tensor] | None, config: ChiarConfig, shape: t
     assert config.operators is not None
     if routes and config.routing == "soft":
         raise InputError("routes cannot be forced under soft routing: it blends all operators.")
-    for layer, choice_BT in (routes or {}).items():
-        if layer not in config.routed_layers:
-            raise InputError(f"layer {layer} is not routed: routes can be forced in {config.routed_layers}.")
+    if not routes:
+        return
+    routed_layers = config.routed_layers
+    for layer, choice_BT in routes.items():
+        if layer not in routed_layers:
+            raise InputError(f"layer {layer} is not routed: routes can be forced in {routed_layers}.")
         if tuple(choice_BT.shape) != shape or choice_BT.dtype != torch.int64:
             raise InputError(
                 f"forced routes of layer {layer} are {choice_BT.dtype} {tuple(choice_BT.shape)}, "

@@ -65,12 +65,8 @@ class RaggedStore:
     def clear(self) -> None:
         self.parts: dict[str, Tensor] = {}
         self.length_B: Tensor | None = None
-        self.most = 0
+        self.most = self.capacity = 0
         self.shelf.moves += 1
-
-    @property
-    def capacity(self) -> int:
-        return min((part.shape[2] for part in self.parts.values()), default=0)
 
     @property
     def is_empty(self) -> bool:
@@ -85,7 +81,7 @@ class RaggedStore:
 
     def grow(self) -> None:
         capacity = -(-(self.most + ROOM) // BLOCK) * BLOCK
-        missing = capacity - self.capacity
+        missing, self.capacity = capacity - self.capacity, capacity
         self.parts = {name: F.pad(part, (0, 0, 0, missing)).contiguous() for name, part in self.parts.items()}
         self.shelf.moves += 1
 
