@@ -104,13 +104,15 @@ class Parity:
         return found
 
     def decoded(self, model: TimedModel, routes: Routes, bf16: bool, fast: bool) -> Tensor:
-        """The last logits, each from the cache of all before it. `fast`: by the step that is timed."""
+        """The last logits, each from the cache of all before it. `fast`: by the step that is timed; the definition has
+        eager attention instead, which shares no kernel with it."""
         model = copy.deepcopy(model).eval()
         assert isinstance(model, TimedChiar)
         if fast:
             prepare_decoding(model, bf16, self.compiled)
-        elif bf16:
-            model.to(torch.bfloat16)
+        else:
+            model.language.config._attn_implementation = "eager"
+            model.to(torch.bfloat16 if bf16 else torch.float32)
         first, cache, logits = LENGTH - DECODED, None, []
         with torch.no_grad():
             for part in (slice(0, first), *(slice(n, n + 1) for n in range(first, LENGTH))):

@@ -162,7 +162,7 @@ def test_the_cache_of_routed_keys_is_counted_as_it_is_stored(tmp_path):
 
 
 def test_decoding_is_timed_and_compared_by_its_fast_step(monkeypatch):
-    """Weights that only the fast step gets wrong are found."""
+    """What only its attention gets wrong is found: the definition shares none of it."""
     contender = contenders.REGISTRY["routed"]
     asked = parity.Parity(contender, SETTING, "cpu", compiled=False, decode=True)
     assert asked.check(0.25).passed
@@ -172,7 +172,6 @@ def test_decoding_is_timed_and_compared_by_its_fast_step(monkeypatch):
         calls.append(1)
         return 1.001 * attend(store, *arguments)
 
-    asked.definition.language.config._attn_implementation = "eager"  # the definition has no such step
     monkeypatch.setattr(RaggedStore, "attend", wrong)
     verdict = asked.check(0.25)
     assert calls and not verdict.passed and "decoded logits" in verdict.message
