@@ -144,7 +144,7 @@ class FastDecoder:
             return logits_B1V
         if captured.graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.device(inputs.device), torch.cuda.graph(graph):
                 captured.logits_B1V = self.run(language, inputs, cache)
             captured.graph = graph
         captured.graph.replay()
