@@ -11,7 +11,7 @@ from chiar import presets
 from contenders import BASELINE, Contender
 from parity import Verdict
 from rows import Row, Table, surroundings
-from timed import Setting, Work, compiled, exact_routes
+from timed import Setting, Work, compiled, exact_routes, prepare_decoding
 from timing import DecodeJob, Job, PrefillJob, Times, TrainJob, interleave, speedup, synchronises, synchronize
 
 BEGAN = time.perf_counter()
@@ -30,8 +30,7 @@ class Lap:
         self.options, self.length, self.backend, self.table = options, length, backend, table
         self.batch = max(1, options.tokens // length)
         self.device: str = options.device
-        # Decoding grows its cache: torch has no static shape to compile, so the model is called as it is.
-        self.compiled = options.compile and options.mode != "decode"
+        self.compiled: bool = options.compile
         generator = torch.Generator().manual_seed(0)
         vocabulary = presets.get(f"{BASELINE}-{options.size}").vocab_size
         self.ids_BT = torch.randint(0, vocabulary, (self.batch, length), generator=generator).to(self.device)
@@ -46,7 +45,10 @@ class Lap:
         whole = self.compiled and self.options.whole
         model = contender.build(self.setting(fraction), contender.execution, whole).to(self.device)
         model.train(self.options.mode == "train")
-        call = compiled(model, model, whole) if self.compiled else model
+        decodes = self.options.mode == "decode"
+        if decodes:
+            prepare_decoding(model, self.device == "cuda", self.compiled)
+        call = compiled(model, model, whole) if self.compiled and not decodes else model
         job = JOBS[self.options.mode](model, call, self.ids_BT, {}, self.device)
         self.force(job, fraction)
         return job

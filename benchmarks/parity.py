@@ -3,9 +3,11 @@
 The contender as it is timed (sparse, compiled) against its own dense execution, uncompiled, in fp32: the same weights,
 tokens and forced routes, once with the exact fraction in every row and, where rows may differ, once with ragged rows,
 one of them all light and one all attention. Compared are the states, H as the routers read it, and every gradient, as
-‖difference‖ / ‖expected‖. For decoding, the states of tokens fed one by one through the cache are compared too.
+‖difference‖ / ‖expected‖. For decoding, logits of tokens fed one by one through the cache are compared too: the
+candidate's by the fast step that is timed, with weights in the precision that is timed.
 """
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from chiar.layers.meta_router import Gate
 from chiar.layers.spectral import SpectralFilter
 from contenders import Contender
-from timed import Routes, Setting, TimedChiar, TimedModel, compiled, exact_routes, ragged_routes
+from timed import Routes, Setting, TimedChiar, TimedModel, compiled, exact_routes, prepare_decoding, ragged_routes
 
 ROWS, LENGTH, LAYERS = 3, 96, 4
 DECODED = 8
@@ -55,7 +57,8 @@ class Parity:
         candidate = contender.build(self.setting, contender.execution, True).to(device).train()
         candidate.load_state_dict(self.definition.state_dict())
         self.candidate = candidate
-        self.call = compiled(candidate, candidate.states, whole) if compile else candidate.states
+        self.compiled = compile
+        self.call = compiled(candidate, candidate.states, whole) if compile and not decode else candidate.states
         vocabulary = self.definition.output_weight().shape[0] if contender.defined else 200
         generator = torch.Generator().manual_seed(1)
         self.ids_BT = torch.randint(0, vocabulary, (ROWS, LENGTH), generator=generator).to(device)
@@ -93,7 +96,7 @@ class Parity:
         (states_BTD.float() * probe_BTD).sum().backward()
         found = {"states": states_BTD.detach()}
         if self.decode:
-            found["decoded states"] = self.decoded(model, routes, bf16)
+            found["decoded logits"] = self.decoded(model, routes, bf16, fast=model is self.candidate)
         if read is not None:
             found["H"] = read.detach()
         for name, parameter in model.named_parameters():
@@ -102,20 +105,26 @@ class Parity:
         model.zero_grad(set_to_none=True)
         return found
 
-    def decoded(self, model: TimedModel, routes: Routes, bf16: bool) -> Tensor:
-        """The last states, each from the cache of all before it."""
+    def decoded(self, model: TimedModel, routes: Routes, bf16: bool, fast: bool) -> Tensor:
+        """The last logits, each from the cache of all before it. `fast`: by the step that is timed; the definition has
+        eager attention instead, which shares no kernel with it."""
+        model = copy.deepcopy(model).eval()
         assert isinstance(model, TimedChiar)
-        first, cache, states = LENGTH - DECODED, None, []
-        with torch.no_grad(), torch.autocast(self.device, torch.bfloat16, enabled=bf16):
+        if fast:
+            prepare_decoding(model, bf16, self.compiled)
+        else:
+            model.language.config._attn_implementation = "eager"
+            model.to(torch.bfloat16 if bf16 else torch.float32)
+        first, cache, logits = LENGTH - DECODED, None, []
+        with torch.no_grad():
             for part in (slice(0, first), *(slice(n, n + 1) for n in range(first, LENGTH))):
                 forced = {layer: routes[layer][:, part].contiguous() for layer in model.routed_layers}
-                done = model.language.eval().model(
+                done = model.language(
                     self.ids_BT[:, part], past_key_values=cache, use_cache=True, forced_routes=forced or None
                 )
                 cache = done.past_key_values
-                states.append(done.last_hidden_state[:, -1:])
-        model.train()
-        return torch.cat(states, dim=1)
+                logits.append(done.logits[:, -1:])
+        return torch.cat(logits, dim=1)
 
 
 @contextmanager

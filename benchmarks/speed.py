@@ -45,7 +45,7 @@ class Referee:
             if asked is None or contender.capacity_is_built_in:
                 setting = Setting(self.options.size, self.options.layers, 0, fraction)
                 decode = self.options.mode == "decode"
-                compile, whole = self.options.compile and not decode, self.options.whole
+                compile, whole = self.options.compile, self.options.whole
                 asked = Parity(contender, setting, self.options.device, compile, decode, whole)
             verdict = asked.check(fraction)
             self.verdicts[contender.name, fraction] = verdict

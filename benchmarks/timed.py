@@ -157,3 +157,11 @@ def compiled(model: TimedModel, call: Callable[..., Any], whole: bool) -> Callab
     for part in parts:
         part.compile(dynamic=False)
     return call
+
+
+def prepare_decoding(model: TimedModel, bf16: bool, compiled: bool) -> None:
+    """Weights in the precision of decoding, where reading them is the work, and steps that can be captured."""
+    assert isinstance(model, TimedChiar)
+    if bf16:
+        model.to(torch.bfloat16)
+    model.language.enable_fast_decoding(compile=compiled)

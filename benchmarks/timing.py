@@ -78,7 +78,8 @@ class PrefillJob(Job):
 
 @dataclass
 class DecodeJob(Job):
-    """One greedy token for every row from the cache of the whole input; the model runs uncompiled."""
+    """One greedy token for every row from the cache of the whole input, through fast decoding: captured as a graph on a
+    GPU, and compiled if asked for. Weights are in the precision that is timed, so there is no autocast."""
 
     attending: float = 0.5
     most: int = 0
@@ -103,13 +104,14 @@ class DecodeJob(Job):
 
     def advance(self, ids_BT: Tensor, routes: Mapping[int, Tensor]) -> None:
         assert isinstance(self.model, TimedChiar)
-        with torch.no_grad(), autocast(self.device):
+        with torch.no_grad():
             done = self.model.language(
                 ids_BT, past_key_values=self.cache, use_cache=True, logits_to_keep=1, forced_routes=dict(routes) or None
             )
         self.cache, self.next_B1 = done.past_key_values, done.logits[:, -1].argmax(-1, keepdim=True)
 
     def cache_bytes(self) -> int:
+        """As allocated, room for more tokens included."""
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(self.cache)}.values())
 
 

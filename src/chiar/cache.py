@@ -2,49 +2,57 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from chiar.layers.ragged import RaggedStore
+from chiar.layers.ragged import RaggedStore, Shelf, may_write
 
 
 class LayerState(DynamicLayer):
-    """Named tensors of one layer, all with the batch first: keys, values, key marks, RBF features, gate sums.
-
-    Under keys="routed" a routed layer stores the tokens sent to an operator only, in a ragged store for each.
-    """
+    """What one layer keeps: a ragged store of keys for each operator that has keys, and named tensors (gate sums), all
+    with the batch first. Padding is never stored, nor, under keys="routed", a token sent to another operator."""
 
     is_croppable = False
 
-    def __init__(self, together: list[RaggedStore]) -> None:
-        """`together` collects the ragged stores of all layers."""
+    def __init__(self, shelf: Shelf) -> None:
+        """`shelf` collects the stores of all layers."""
         super().__init__()
         self.state: dict[str, Tensor] = {}
         self.stores: dict[str, RaggedStore] = {}
-        self.together = together
-
-    def append(self, name: str, new: Tensor, time_axis: int) -> Tensor:
-        self.state[name] = torch.cat([self.state[name], new], dim=time_axis) if name in self.state else new
-        return self.state[name]
+        self.shelf = shelf
 
     def get(self, name: str) -> Tensor | None:
         return self.state.get(name)
 
     def put(self, name: str, value: Tensor) -> None:
-        self.state[name] = value
+        before = self.state.get(name)
+        if before is not None and before.shape == value.shape and may_write(before, value.requires_grad):
+            before.copy_(value)
+        else:
+            self.state[name] = value.clone()
+            self.shelf.moves += 1
 
     def ragged(self, name: str) -> RaggedStore:
         if name not in self.stores:
-            self.stores[name] = RaggedStore(self.together)
-            self.together.append(self.stores[name])
+            self.stores[name] = RaggedStore(self.shelf)
+            self.shelf.stores.append(self.stores[name])
         return self.stores[name]
+
+    def make_writable(self) -> None:
+        """Copy what a step could not write into: what was made in inference mode, or belongs to a gradient."""
+        for store in self.stores.values():
+            store.make_writable()
+        for name, value in self.state.items():
+            if not may_write(value, False):
+                self.state[name] = value.detach().clone()
+                self.shelf.moves += 1
 
     def _select_rows(self, rows: Tensor) -> None:
         for store in self.stores.values():
             store.select_rows(rows)
-        self.state = {name: value.index_select(0, rows.to(value.device)) for name, value in self.state.items()}
+        for name, value in list(self.state.items()):
+            self.put(name, value.index_select(0, rows.to(value.device)))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_rows(beam_idx)
@@ -55,7 +63,8 @@ class LayerState(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         for store in self.stores.values():
             store.repeat_rows(repeats)
-        self.state = {name: value.repeat_interleave(repeats, dim=0) for name, value in self.state.items()}
+        for name, value in list(self.state.items()):
+            self.put(name, value.repeat_interleave(repeats, dim=0))
 
     def crop(self, *_: Any) -> None:
         raise NotImplementedError("a CHIAR cache cannot be cropped: its causal gate keeps sums, not tokens")
@@ -70,8 +79,8 @@ class ChiarCache(Cache):
     """One LayerState a layer. Its length is the number of tokens seen: a spectral layer stores no keys at all."""
 
     def __init__(self, layers: int) -> None:
-        together: list[RaggedStore] = []
-        super().__init__(layers=[LayerState(together) for _ in range(layers)])
+        self.shelf = Shelf()
+        super().__init__(layers=[LayerState(self.shelf) for _ in range(layers)])
         self.seen = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -35,9 +35,12 @@ def check_routes(routes: dict[int, Tensor] | None, config: ChiarConfig, shape: t
     assert config.operators is not None
     if routes and config.routing == "soft":
         raise InputError("routes cannot be forced under soft routing: it blends all operators.")
-    for layer, choice_BT in (routes or {}).items():
-        if layer not in config.routed_layers:
-            raise InputError(f"layer {layer} is not routed: routes can be forced in {config.routed_layers}.")
+    if not routes:
+        return
+    routed_layers = config.routed_layers
+    for layer, choice_BT in routes.items():
+        if layer not in routed_layers:
+            raise InputError(f"layer {layer} is not routed: routes can be forced in {routed_layers}.")
         if tuple(choice_BT.shape) != shape or choice_BT.dtype != torch.int64:
             raise InputError(
                 f"forced routes of layer {layer} are {choice_BT.dtype} {tuple(choice_BT.shape)}, "
@@ -48,17 +51,11 @@ def check_routes(routes: dict[int, Tensor] | None, config: ChiarConfig, shape: t
             raise InputError(f"forced routes of layer {layer} must be below {len(config.operators)} operators.")
 
 
-def make_context(
-    config: ChiarConfig,
-    transform: Transform,
-    x_BTD: Tensor,
-    input_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    past: int,
-) -> TokenContext:
-    """Positions, padding and RoPE's angles for T new tokens after `past` cached ones."""
-    B, T, _ = x_BTD.shape
+def place_tokens(
+    config: ChiarConfig, new_BT: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past: int
+) -> tuple[Tensor, Tensor | None]:
+    """Positions of T new tokens after `past` cached ones, and which of them are real (None: all)."""
+    B, T = new_BT.shape[:2]
     real_BS = None
     if attention_mask is not None:
         if attention_mask.shape != (B, past + T):
@@ -72,8 +69,7 @@ def make_context(
     elif real_BS is not None:
         positions_BT = (real_BS.long().cumsum(1) - 1).clamp_min(0)[:, past:]
     else:
-        positions_BT = torch.arange(past, past + T, device=x_BTD.device).expand(B, T)
-    alike = position_ids is None and real_BS is None  # then one row of angles serves all
+        positions_BT = torch.arange(past, past + T, device=new_BT.device).expand(B, T)
     if config.positions == "learned":
         # Padding takes no position, but counting what it leaves means looking at values.
         looked_at = positions_BT.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -83,11 +79,26 @@ def make_context(
                 f"{needed} tokens, but the model has {config.max_position_embeddings} learned positions: "
                 "shorten the text or use a model with RoPE."
             )
+    return positions_BT, None if real_BS is None else real_BS[:, past:]
+
+
+def make_context(
+    config: ChiarConfig,
+    transform: Transform,
+    x_BTD: Tensor,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    past: int,
+) -> TokenContext:
+    """Positions, padding and RoPE's angles for T new tokens after `past` cached ones."""
+    positions_BT, real_BT = place_tokens(config, x_BTD, attention_mask, position_ids, past)
+    alike = position_ids is None and attention_mask is None  # then one row of angles serves all
     rope = config.positions == "rope"
     return TokenContext(
         transform=transform,
         positions_BT=positions_BT,
-        real_BT=None if real_BS is None else real_BS[:, past:],
+        real_BT=real_BT,
         token_ids_BT=input_ids,
         rope=rotary_tables(positions_BT[:1] if alike else positions_BT, config.head_size, config.rope_base)
         if rope

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from chiar.cache import ChiarCache, check_cache
 from chiar.config import ChiarConfig
+from chiar.decoding import FastDecoder
 from chiar.errors import InputError, refuse_misspelt
 from chiar.inputs import check_routes, check_tokens, make_context
 from chiar.layers.block import Block, LayerOutput, make_norm
@@ -277,7 +278,21 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = ChiarModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.fast_decoder: FastDecoder | None = None
         self.post_init()
+
+    def enable_fast_decoding(self, compile: bool = False, graph: bool | None = None) -> None:
+        """Decode through fixed steps from now on: captured as CUDA graphs on a GPU, compiled if asked for. Passes that
+        are no such step (prompts, gradients, traces, eager attention, RBF mixing) run as before."""
+        self.fast_decoder = FastDecoder(compile, graph)
+
+    def disable_fast_decoding(self) -> None:
+        self.fast_decoder = None
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fast_decoder is not None:
+            self.fast_decoder.forget()
+        return super()._apply(*args, **kwargs)
 
     def forward(
         self,
@@ -299,6 +314,13 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
         batch's share of a mean over that many labels (transformers' Trainer counts all accumulated batches).
         """
         # generate() reads this signature to learn what the model takes.
+        fast, plain = self.fast_decoder, labels is None and inputs_embeds is None
+        if fast is not None and plain and fast.applies(self.model, input_ids, past_key_values, kwargs):
+            assert input_ids is not None and past_key_values is not None
+            forced = kwargs.get("forced_routes")
+            logits_B1V = fast.step(self, input_ids, attention_mask, position_ids, past_key_values, forced)
+            output = ChiarOutput(logits=logits_B1V, past_key_values=past_key_values)
+            return output if return_dict is not False else output.to_tuple()
         decoded = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
         )

@@ -11,7 +11,6 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import contenders
-import lap
 import parity
 import peers
 import rows
@@ -19,7 +18,7 @@ import speed
 import timed
 import timing
 from chiar.layers.attention import CausalAttention
-from chiar.layers.ragged import BLOCK, ROOM
+from chiar.layers.ragged import BLOCK, ROOM, RaggedStore
 
 SMALL = ["--device", "cpu", "--size", "tiny", "--lengths", "32", "--fractions", "0.25", "--tokens", "64"]
 QUICK = [*SMALL, "--turns", "1", "--steps", "2", "--no-compile"]
@@ -146,9 +145,10 @@ def test_prefill_and_decode(tmp_path):
         found = {row["contender"]: row for row in read(path)}
         assert set(found) == {"baseline", "routed", "v3"} | ({"mod"} if mode == "prefill" else set())
         assert all(bool(row["bound"]) == (mode == "prefill") for row in found.values())
-    layers, width, batch, tokens = 4, 32, 2, 32 + lap.WARM_UP + 2
-    marks = layers * batch * tokens
-    assert int(found["baseline"]["cache_bytes"]) == layers * 2 * batch * tokens * width * 4 + marks
+    layers, width, batch = 4, 32, 2
+    entries = 32 + ROOM  # as allocated, whatever is in use
+    lengths = layers * batch * 8
+    assert int(found["baseline"]["cache_bytes"]) == layers * 2 * batch * entries * width * 4 + lengths
     assert float(found["routed"]["cache_share"]) < 0.8
 
 
@@ -158,8 +158,24 @@ def test_the_cache_of_routed_keys_is_counted_as_it_is_stored(tmp_path):
     longer = ["--mode", "decode", "--lengths", "512", "--tokens", "1024", "--only", "routed", "routed-all-keys"]
     assert speed.main([*QUICK, *longer, "--csv", str(path)]) == 0
     shares = {row["contender"]: float(row["cache_share"]) for row in read(path)}
-    assert (2 * 0.25 + 1) / 4 < shares["routed"] < (2 * (0.25 + (BLOCK + ROOM) / 512) + 1) / 4
-    assert shares["routed-all-keys"] > 3 / 4
+    assert (2 * 0.25 + 1) / 4 < shares["routed"] < (2 * (0.25 + (BLOCK + ROOM) / 512) + 1 + (BLOCK + ROOM) / 512) / 4
+    assert shares["routed-all-keys"] == pytest.approx(3 / 4, rel=1e-3)
+
+
+def test_decoding_is_timed_and_compared_by_its_fast_step(monkeypatch):
+    """What only its attention gets wrong is found: the definition shares none of it."""
+    contender = contenders.REGISTRY["routed"]
+    asked = parity.Parity(contender, SETTING, "cpu", compile=False, decode=True)
+    assert asked.check(0.25).passed
+    attend, calls = RaggedStore.attend, []
+
+    def wrong(store, *arguments):
+        calls.append(1)
+        return 1.001 * attend(store, *arguments)
+
+    monkeypatch.setattr(RaggedStore, "attend", wrong)
+    verdict = asked.check(0.25)
+    assert calls and not verdict.passed and "decoded logits" in verdict.message
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from chiar.cli import app
 from chiar.data.tokenizers import Tokenizer
+from chiar.decoding import FastDecoder
 from chiar.generation.routes import SHADES
 from chiar.generation.stream import TokenStreamer
 from chiar.modeling import ChiarForCausalLM
@@ -46,6 +47,23 @@ def test_the_output_is_what_generate_gives(folder):
     code, output, _ = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 30)
     assert code == 0
     assert output == visible(expected(folder, max_new_tokens=30)[2]) + "\n"
+
+
+@pytest.mark.parametrize("routes", [[], ["--routes"]], ids=["plain", "routes"])
+def test_fast_decoding_writes_the_same(folder, monkeypatch, routes):
+    """Asked for on a CPU, where it is off by itself; routes are read beside it, by traces."""
+    steps, step = [], FastDecoder.step
+
+    def recorded(decoder, *arguments):
+        steps.append(1)
+        return step(decoder, *arguments)
+
+    monkeypatch.setattr(FastDecoder, "step", recorded)
+    arguments = [folder, "--prompt", PROMPT, "--max-new-tokens", 30, *routes]
+    slow = generate(*arguments)
+    assert not steps and slow == generate(*arguments, "--no-fast")
+    assert generate(*arguments, "--fast") == slow
+    assert len(steps) == 29
 
 
 def test_a_trained_vocabulary(tmp_path):

@@ -300,8 +300,9 @@ def test_kernels_compile_for_a_gpu_with_asynchronous_products(kernel, head, max_
 
     names = {"forward": "_forward", "queries": "_backward_queries", "keys": "_backward_keys"}
     function = getattr(module, names[kernel])
-    options = module.options(module.tiles(kernel, head, max_keys, torch.bfloat16), torch.empty(0, 1, head).bfloat16())
-    constants = {name: options.pop(name) for name in ("HEAD", "QUERIES", "KEYS", "PRECISION")}
+    cut = module.tiles(kernel, head, max_keys, torch.bfloat16)
+    options = module.options(cut, torch.empty(0, 1, head).bfloat16(), clear=True)
+    constants = {name: options.pop(name) for name in ("HEAD", "QUERIES", "KEYS", "PRECISION", "CLEAR")}
     others = {"scale": "fp32", "log_sum_ptr": "*fp32", "delta_ptr": "*fp32"}
     others |= dict.fromkeys(("query_rows_ptr", "key_rows_ptr", "limit_ptr", "skip_ptr"), "*i32")
     signature = {

@@ -23,6 +23,10 @@ def generate(
         str,
         typer.Option(metavar="prefill|refuse", help="A gate that sees the future: freeze it at the prompt, or stop."),
     ] = "prefill",
+    fast: Annotated[
+        bool | None,
+        typer.Option("--fast/--no-fast", help="Decode by a fixed step, on a GPU a captured one. Default: on a GPU."),
+    ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")] = None,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")] = "auto",
 ) -> None:
@@ -35,6 +39,7 @@ def generate(
         Sampling(max_new_tokens, temperature, top_k, top_p, seed),
         routes=routes,
         gate=gate,
+        fast=fast,
         tokenizer=tokenizer,
         device=device,
         note=lambda text: typer.echo(f"note: {text}", err=True),

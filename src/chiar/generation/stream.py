@@ -76,16 +76,20 @@ def stream_text(
     *,
     routes: bool = False,
     gate: str = "prefill",
+    fast: bool | None = None,
     tokenizer: Path | None = None,
     device: str = "auto",
     note: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Prompt and continuation on standard output; `note` is told what a reader should know."""
+    """Prompt and continuation on standard output; `note` is told what a reader should know. `fast`: decode through the
+    fixed step (chiar.decoding), None where there is a GPU."""
     if gate not in GATES:
         raise unknown_name("gate", gate, GATES)
     folder, run = resolve_model(name)
     model, found = load_model(folder)
     model.to(choose_device(device))
+    if model.device.type == "cuda" if fast is None else fast:
+        model.enable_fast_decoding()
     config = model.config
     if run is not None:
         note(f"{run} is a training run: its best model writes.")

@@ -14,6 +14,10 @@ def rotary_tables(positions_BT: Tensor, head_size: int, base: float) -> tuple[Te
     An operator of its own so that the compiler keeps the tables: left to itself it computes powers and sines again for
     every head of every layer.
     """
+    return compute_rotary_tables(positions_BT, head_size, base)
+
+
+def compute_rotary_tables(positions_BT: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
     exponents = torch.arange(0, head_size, 2, device=positions_BT.device, dtype=torch.float32) / head_size
     angles = positions_BT[:, None, :, None].float() * base**-exponents
     angles = torch.cat([angles, angles], dim=-1)
@@ -54,42 +58,40 @@ class CausalAttention(nn.Module):
         """`key_BT` marks the tokens that are keys (None: all). Returns the output and, if eager, the weights.
 
         With `only_keys` nobody reads the output of other tokens: the memory stores nothing of them, and their output
-        is arbitrary but finite. Weights are then over the entries of the store.
+        is arbitrary but finite. Weights over tokens that were stored before are over the entries of the store.
         """
         eager = context.attention_implementation == "eager"
         if memory is not None and only_keys and not eager and surely_none(key_BT):
             return torch.zeros_like(x_BTD), None
-        mixed_BTD, weights = self.mix(x_BTD, context, key_BT, memory, only_keys)
+        mixed_BTD, weights = self.mix(x_BTD, context, key_BT, memory)
         return self.out(mixed_BTD), weights
 
     def mix(
-        self,
-        x_BTD: Tensor,
-        context: TokenContext,
-        key_BT: Tensor | None,
-        memory: LayerMemory | None,
-        only_keys: bool = False,
+        self, x_BTD: Tensor, context: TokenContext, key_BT: Tensor | None, memory: LayerMemory | None
     ) -> tuple[Tensor, Tensor | None]:
         """The same before the output projection."""
         B, T, D = x_BTD.shape
         q, k, v = self.qkv(x_BTD).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
         if context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
-        visible: Tensor | None
-        if memory is not None and only_keys:
-            assert key_BT is not None
+        eager = context.attention_implementation == "eager"
+        visible: Tensor | None = None if key_BT is None else visible_keys(key_BT, T)
+        if memory is not None:
             store = memory.ragged("attention")
-            visible = store.visible(store.append({"key": k, "value": v}, key_BT))
-            k, v = store.parts["key"], store.parts["value"]
-        else:
-            if memory is not None:
-                k, v = memory.append("key", k, time_axis=2), memory.append("value", v, time_axis=2)
-                new_keys = torch.ones(B, T, dtype=torch.bool, device=x_BTD.device) if key_BT is None else key_BT
-                key_BT = memory.append("is_key", new_keys, time_axis=1)
-            visible = None if key_BT is None else visible_keys(key_BT, T)
+            if key_BT is None:
+                key_BT = torch.ones(B, T, dtype=torch.bool, device=x_BTD.device)
+            if T == 1 and not (eager or torch.is_grad_enabled() or self.training):
+                if not context.room_is_made:
+                    store.make_room(k, v)
+                mixed = store.attend(q[:, :, 0], k[:, :, 0], v[:, :, 0], key_BT[:, 0])
+                return mixed.reshape(B, 1, D), None
+            is_first = store.is_empty
+            count_BT = store.append({"key": k, "value": v}, key_BT)
+            if not is_first:
+                k, v, visible = store.used("key"), store.used("value"), store.visible(count_BT)
 
         dropout = self.dropout if self.training else 0.0
-        if context.attention_implementation == "eager":
+        if eager:
             mixed, weights = eager_attention(q, k, v, visible, dropout)
         else:
             mixed = F.scaled_dot_product_attention(

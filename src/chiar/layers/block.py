@@ -73,6 +73,8 @@ class LayerOutput:
     """Of eager attention."""
     gate_BT1: Tensor | None = None
     """The MetaRouter's g, on layer 1."""
+    summands: tuple[Tensor, Tensor] | None = None
+    """Whose sum y is, where it is one: a compiled next layer can add them where it reads them."""
 
 
 class Block(nn.Module):
@@ -110,9 +112,11 @@ class Block(nn.Module):
         if context.sparse and route is not None:
             return LayerOutput(run_sparse(self, x_BTD, context, route, memory), route, entropy_BT)
         outputs, attention_weights = self.run_operators(x_BTD, context, route, memory)
-        combine = self.combine_pre_norm if self.pre_norm else self.combine_post_norm
-        y_BTD = combine(x_BTD, outputs, None if route is None else route.weights_BTK)
-        return LayerOutput(y_BTD, route, entropy_BT, attention_weights)
+        combine: Any = self.combine_pre_norm if self.pre_norm else self.combine_post_norm
+        summands = combine(x_BTD, outputs, None if route is None else route.weights_BTK)
+        if isinstance(summands, Tensor):
+            return LayerOutput(summands, route, entropy_BT, attention_weights)
+        return LayerOutput(summands[0] + summands[1], route, entropy_BT, attention_weights, summands=summands)
 
     def entropy(self, x_BTD: Tensor, context: TokenContext) -> Tensor | None:
         read = self.router is not None and self.router_reads_entropy
@@ -173,13 +177,15 @@ class Block(nn.Module):
         ]
         return blend(ends, weights_BTK)
 
-    def combine_pre_norm(self, x_BTD: Tensor, outputs: dict[str, Tensor], weights_BTK: Tensor | None) -> Tensor:
+    def combine_pre_norm(
+        self, x_BTD: Tensor, outputs: dict[str, Tensor], weights_BTK: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """u = x + op(LN_op(x)); y = u + FFN(LN_f(u)). Weights act on what is added, never on the residual."""
         if self.light_ffn:
             u_BTD = x_BTD + blend(list(outputs.values()), weights_BTK)
-            return u_BTD + self.ffn(self.ffn_norm(u_BTD))
+            return u_BTD, self.ffn(self.ffn_norm(u_BTD))
         changes = [
             output if name == LIGHT else output + self.ffn(self.ffn_norm(x_BTD + output))
             for name, output in outputs.items()
         ]
-        return x_BTD + blend(changes, weights_BTK)
+        return x_BTD, blend(changes, weights_BTK)

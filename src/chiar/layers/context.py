@@ -13,15 +13,13 @@ from chiar.ops.transform import Transform
 class LayerMemory(Protocol):
     """What one layer keeps of the tokens it has seen, for cached decoding."""
 
-    def append(self, name: str, new: Tensor, time_axis: int) -> Tensor:
-        """Store `new` behind what `name` holds and return all of it."""
-
     def get(self, name: str) -> Tensor | None: ...
 
-    def put(self, name: str, value: Tensor) -> None: ...
+    def put(self, name: str, value: Tensor) -> None:
+        """In the place of what was there, where that is possible."""
 
     def ragged(self, name: str) -> RaggedStore:
-        """Where an operator stores the tokens sent to it, and no others."""
+        """Where an operator stores its keys: all real tokens, or those sent to it alone."""
 
 
 @dataclass
@@ -40,6 +38,8 @@ class TokenContext:
     attention_implementation: str = "sdpa"
     sparse: bool = False
     """Routed layers run only the operators that were chosen."""
+    room_is_made: bool = False
+    """One token a row, and every store has room for it: nothing may look at values or change a Python object."""
     keep_entropy: bool = False
     """Compute H of every layer's input, also where no router reads it."""
 

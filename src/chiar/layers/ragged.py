@@ -1,94 +1,169 @@
 """Keys and values of decoding where rows have lengths of their own: a token that is no key takes no memory."""
 
+from dataclasses import dataclass, field
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chiar.ops.decode_attention import decode_attention
+
 BLOCK = 32
 """Capacities are multiples of this."""
-ROOM = 16
-"""Entries that are free behind the longest row after the lengths were looked at."""
+ROOM = 64
+"""Entries that are free behind the longest row after a store has grown, at least."""
+LEAST = 16
+"""With less room than this a store grows."""
+
+
+@dataclass
+class Shelf:
+    """The stores of all layers of a cache. They are looked at together, because looking means to wait."""
+
+    stores: "list[RaggedStore]" = field(default_factory=list)
+    moves: int = 0
+    """Rises when a tensor gets another place in memory, so that whoever noted addresses can tell."""
+
+    def make_room(self) -> None:
+        """For one more token in every store: without a look at the device in all but few steps."""
+        if any(store.most + 1 >= store.capacity for store in self.stores):
+            self.look()
+        for store in self.stores:
+            store.most += 1
+
+    def look(self) -> None:
+        """Wait for the longest row of every store, and grow where there is little room.
+
+        Whoever grows takes along those that would soon: a step that was captured must be captured again.
+        """
+        known = [(store, store.length_B) for store in self.stores if store.length_B is not None]
+        for device in {length_B.device for _, length_B in known}:
+            here = {store: length_B.max() for store, length_B in known if length_B.device == device}
+            for store, longest in zip(here, torch.stack(list(here.values())).tolist(), strict=True):
+                store.most = longest
+        if any(store.capacity - store.most < LEAST for store, _ in known):
+            for store, _ in known:
+                if store.capacity - store.most < ROOM // 2:
+                    store.grow()
 
 
 class RaggedStore:
     """Named tensors (B, H, L, d), L entries of which the first `length_B` of each row count, in the order of tokens.
 
     The lengths live on the device. The host only has `most`, a bound on the longest row that grows by every token seen.
-    When it reaches the capacity the host waits for the true lengths, of all stores of a model at once, and lets those
-    grow that have less than ROOM entries left. So decoding on a GPU waits at most once in ROOM − 1 steps, and a
-    prefill once for each store. The last entry is never in use: tokens that are no keys are written there, which needs
-    no look at values.
+    When it reaches the capacity the host waits for the true lengths, of all stores of a model at once. Between these
+    looks tensors are written in place, lengths too: a step has the same addresses as the one before. The last entry is
+    never in use: where several tokens come at once, those that are no keys are written there, which needs no look at
+    values.
     """
 
-    def __init__(self, together: "list[RaggedStore]") -> None:
-        """`together` are all stores of a model, this one among them."""
-        self.together = together
+    def __init__(self, shelf: Shelf) -> None:
+        """`shelf` has all stores of a model, this one among them."""
+        self.shelf = shelf
         self.clear()
 
     def clear(self) -> None:
         self.parts: dict[str, Tensor] = {}
         self.length_B: Tensor | None = None
-        self.most = 0
+        self.most = self.capacity = 0
+        self.shelf.moves += 1
 
     @property
-    def capacity(self) -> int:
-        return min((part.shape[2] for part in self.parts.values()), default=0)
+    def is_empty(self) -> bool:
+        """Whether nothing was ever offered to it."""
+        return self.length_B is None
+
+    def begin(self, new: dict[str, Tensor]) -> None:
+        """Tensors without entries, like `new` (B, H, T, d)."""
+        some = next(iter(new.values()))
+        self.length_B = torch.zeros(len(some), dtype=torch.long, device=some.device)
+        self.parts = {name: part[:, :, :0] for name, part in new.items()}
+
+    def grow(self) -> None:
+        capacity = -(-(self.most + ROOM) // BLOCK) * BLOCK
+        missing, self.capacity = capacity - self.capacity, capacity
+        self.parts = {name: F.pad(part, (0, 0, 0, missing)).contiguous() for name, part in self.parts.items()}
+        self.shelf.moves += 1
 
     def append(self, new: dict[str, Tensor], key_BT: Tensor) -> Tensor:
         """Store the entries (B, H, T, d) of the tokens that are keys. Returns how many keys the row has up to and with
         each token, (B, T)."""
         if self.length_B is None:
-            self.length_B = torch.zeros(len(key_BT), dtype=torch.long, device=key_BT.device)
-            self.parts = {name: part[:, :, :0] for name, part in new.items()}
+            self.begin(new)
+        assert self.length_B is not None
         count_BT = self.length_B[:, None] + key_BT.cumsum(1)
-        self.length_B = count_BT[:, -1]
+        self.length_B = self.rewritten(self.length_B, count_BT[:, -1])
         self.most += key_BT.shape[1]
         if self.most >= self.capacity:
-            self._look()
+            self.shelf.look()
         slot_BT = torch.where(key_BT, count_BT - 1, self.capacity - 1)
         row_B1 = torch.arange(len(key_BT), device=key_BT.device)[:, None]
         for name, part in new.items():
-            self.parts[name] = put(self.parts[name], (row_B1, slot_BT), part)
+            stored = self.parts[name] = self.writable(self.parts[name], part.requires_grad)
+            stored[row_B1, :, slot_BT] = part.transpose(1, 2).to(stored.dtype)
         return count_BT
 
-    def visible(self, count_BT: Tensor) -> Tensor:
-        """Which entries a token sees, (B, 1, T, L): a key those up to itself, others anything, but never nothing."""
-        entry_L = torch.arange(self.capacity, device=count_BT.device)
-        return entry_L < count_BT.clamp_min(1)[:, None, :, None]
-
-    def _look(self) -> None:
-        """Wait for the longest row of every store, and grow where there is little room."""
+    def attend(self, q_BHd: Tensor, k_BHd: Tensor, v_BHd: Tensor, key_B: Tensor) -> Tensor:
+        """Store the keys and values of one token a row where `key_B`, and what these rows see; 0 for the others. There
+        is room (`make_room`), and nobody needs a gradient."""
         assert self.length_B is not None
-        lengths = {
-            store: store.length_B
-            for store in self.together
-            if store.length_B is not None and store.length_B.device == self.length_B.device
-        }
-        longest = torch.stack([length_B.max() for length_B in lengths.values()]).tolist()
-        for store, most in zip(lengths, longest, strict=True):
-            store.most = most
-            missing = store.most + ROOM - store.capacity
-            if missing > 0:
-                missing += -(store.capacity + missing) % BLOCK
-                store.parts = {name: F.pad(part, (0, 0, 0, missing)) for name, part in store.parts.items()}
+        key_BHLd, value_BHLd = self.parts["key"], self.parts["value"]
+        new = (x.to(key_BHLd.dtype) for x in (q_BHd, k_BHd, v_BHd))
+        return decode_attention(*new, key_BHLd, value_BHLd, self.length_B, key_B).to(q_BHd.dtype)
+
+    def make_room(self, k_BHTd: Tensor, v_BHTd: Tensor) -> None:
+        """For one more token, in tensors that may be written."""
+        if self.length_B is None:
+            self.begin({"key": k_BHTd, "value": v_BHTd})
+        assert self.length_B is not None
+        if self.most + 1 >= self.capacity:
+            self.shelf.look()
+        self.most += 1
+        self.make_writable()
+
+    def make_writable(self) -> None:
+        if self.length_B is not None:
+            self.length_B = self.writable(self.length_B)
+            self.parts = {name: self.writable(part) for name, part in self.parts.items()}
+
+    def used(self, name: str) -> Tensor:
+        """The entries that may count, (B, H, ≤ L, d)."""
+        return self.parts[name][:, :, : self.most]
+
+    def visible(self, count_BT: Tensor) -> Tensor:
+        """Which of these a token sees, (B, 1, T, ≤ L): a key those up to itself, others anything, but never nothing."""
+        entry_L = torch.arange(min(self.most, self.capacity), device=count_BT.device)
+        return entry_L < count_BT.clamp_min(1)[:, None, :, None]
 
     def select_rows(self, rows: Tensor) -> None:
         if self.length_B is not None:
             rows = rows.to(self.length_B.device)
-            self.length_B = self.length_B.index_select(0, rows)
-            self.parts = {name: part.index_select(0, rows) for name, part in self.parts.items()}
+            self.length_B = self.rewritten(self.length_B, self.length_B.index_select(0, rows))
+            self.parts = {name: self.rewritten(part, part.index_select(0, rows)) for name, part in self.parts.items()}
 
     def repeat_rows(self, repeats: int) -> None:
         if self.length_B is not None:
             self.length_B = self.length_B.repeat_interleave(repeats, dim=0)
             self.parts = {name: part.repeat_interleave(repeats, dim=0) for name, part in self.parts.items()}
+            self.shelf.moves += 1
+
+    def writable(self, stored: Tensor, differentiable: bool = False) -> Tensor:
+        """The tensor itself, or a copy where somebody may still need what was there for a gradient."""
+        if may_write(stored, differentiable):
+            return stored
+        self.shelf.moves += 1
+        return stored.clone()
+
+    def rewritten(self, stored: Tensor, new: Tensor) -> Tensor:
+        """`new`, in the place of `stored` where it fits there."""
+        if stored.shape == new.shape and may_write(stored, new.requires_grad):
+            return stored.copy_(new)
+        self.shelf.moves += 1
+        return new
 
 
-def put(stored_BHLd: Tensor, place: tuple[Tensor, Tensor], new_BHTd: Tensor) -> Tensor:
-    """Write into rows and entries: in place, unless somebody may still need what was there for a gradient."""
-    needed = stored_BHLd.requires_grad or new_BHTd.requires_grad
-    if needed or (stored_BHLd.is_inference() and not torch.is_inference_mode_enabled()):
-        stored_BHLd = stored_BHLd.clone()
-    row_B1, slot_BT = place
-    stored_BHLd[row_B1, :, slot_BT] = new_BHTd.transpose(1, 2)
-    return stored_BHLd
+def may_write(stored: Tensor, differentiable: bool) -> bool:
+    needed = stored.requires_grad or differentiable
+    if torch.compiler.is_compiling():  # then everything was made writable before
+        return not needed
+    return not needed and (torch.is_inference_mode_enabled() or not stored.is_inference())

@@ -36,16 +36,13 @@ class RBFMixing(nn.Module):
             return torch.zeros_like(x_BTD)
         query_BTF = self.features_of(x_BTD)
         is_key_BS = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device) if key_BT is None else key_BT
-        key_BSF = query_BTF
-        if memory is not None and only_keys:
+        key_BSF, visible_BTS = query_BTF, visible_keys(is_key_BS, x_BTD.shape[1])[:, 0]
+        if memory is not None:
             store = memory.ragged("rbf")
-            visible_BTS = store.visible(store.append({"features": query_BTF[:, None]}, is_key_BS))[:, 0]
-            key_BSF = store.parts["features"][:, 0]
-        else:
-            if memory is not None:
-                key_BSF = memory.append("rbf_features", query_BTF, time_axis=1)
-                is_key_BS = memory.append("is_rbf_key", is_key_BS, time_axis=1)
-            visible_BTS = visible_keys(is_key_BS, x_BTD.shape[1])[:, 0]
+            is_first = store.is_empty
+            count_BT = store.append({"features": query_BTF[:, None]}, is_key_BS)
+            if not is_first:
+                key_BSF, visible_BTS = store.used("features")[:, 0], store.visible(count_BT)[:, 0]
         return self.out(self.mix(query_BTF, key_BSF, visible_BTS))
 
     def features_of(self, x: Tensor) -> Tensor:

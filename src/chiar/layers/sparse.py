@@ -149,12 +149,7 @@ class SparseLayer:
             part_MD = part_MHd.flatten(1)
             part_ND = unpack(part_MD, part_MD.new_zeros(self.batch * self.length, part_MD.shape[1]), keys)
             new[name] = part_ND.view(self.batch, self.length, *part_MHd.shape[1:]).transpose(1, 2)
-        if self.block.routed_keys:
-            memory.ragged("attention").append(new, key_BT)
-            return
-        for name, part_BHTd in new.items():
-            memory.append(name, part_BHTd, time_axis=2)
-        memory.append("is_key", key_BT, time_axis=1)
+        memory.ragged("attention").append(new, key_BT)
 
     def project(self, attention: CausalAttention, x_ND: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor, Packing]:
         """Rotated queries of the dark tokens; keys and values of theirs or of all; and which tokens the keys are."""

@@ -149,9 +149,7 @@ class SortedLayer:
         if self.context.rope is not None:
             k_BHTd = rotate(k_BHTd, self.context.rope)
         if self.memory is not None:
-            self.memory.append("key", k_BHTd, time_axis=2)
-            self.memory.append("value", v_BHTd, time_axis=2)
-            self.memory.append("is_key", self.is_key(), time_axis=1)
+            self.memory.ragged("attention").append({"key": k_BHTd, "value": v_BHTd}, self.is_key())
         dark_BT, is_key_BT = self.choice_BT == self.names.index("attention"), self.is_key()
         limit_P = is_key_BT.cumsum(1).flatten().int()[self.tokens("attention")]
         skip_M = (dark_BT.cumsum(1) - dark_BT.long()).flatten().int()
@@ -191,8 +189,7 @@ class SortedLayer:
             key_BSF, is_key_BT = rbf.features_of(self.all_seen("rbf")), self.is_key()
             query_PF = take(key_BSF.flatten(0, 1), self.tokens("rbf"))
             if self.memory is not None:
-                self.memory.append("rbf_features", key_BSF, time_axis=1)
-                self.memory.append("is_rbf_key", is_key_BT, time_axis=1)
+                self.memory.ragged("rbf").append({"features": key_BSF[:, None]}, is_key_BT)
             place_BQ1 = ragged.batched((self.tokens("rbf") % self.length)[:, None])
             place_S = torch.arange(self.length)
             # What fills a short row up must see something, or its softmax would be NaN.
