@@ -49,19 +49,22 @@ class Lap:
         if decodes:
             prepare_decoding(model, self.device == "cuda", self.compiled)
         call = compiled(model, model, whole) if self.compiled and not decodes else model
-        job = JOBS[self.options.mode](model, call, self.ids_BT, {}, self.device)
+        graphs = self.options.graphs and self.device == "cuda" and not decodes
+        job = JOBS[self.options.mode](model, call, self.ids_BT, {}, self.device, graphs)
         self.force(job, fraction)
         return job
 
     def force(self, job: Job, fraction: float) -> None:
         """Give the job the routes of this fraction."""
         attending, layers = self.setting(fraction).attending, job.model.routed_layers
-        job.routes = exact_routes(self.batch, self.length, attending, layers, self.device)
+        job.force(exact_routes(self.batch, self.length, attending, layers, self.device))
         if isinstance(job, DecodeJob):
             job.attending, job.most = fraction, WARM_UP + 1 + self.options.turns * self.options.steps
 
     def warm_up(self, name: str, job: Job, new: bool) -> bool | None:
         """Compile, touch all memory; says whether a step waits for the device."""
+        if new and self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         job.start()
         began = time.perf_counter()
         if self.compiled and new:
@@ -72,9 +75,17 @@ class Lap:
         if self.compiled and new:
             say(f"{name}, T {self.length}: first {WARM_UP} steps took {time.perf_counter() - began:.1f} s")
         check_finite(name, job)
+        if new and self.device == "cuda":
+            job.peak_bytes = torch.cuda.max_memory_allocated()
         waits = synchronises(job)
         if waits:
             job.start()  # the step was cut off in the middle: its cache is of no use
+        if job.recorder is not None:
+            for _ in range(2):  # one to record, one to replay
+                job.step()
+            if job.recorder.failure:
+                say(f"{name}: not recorded as a graph: {job.recorder.failure}")
+            check_finite(name, job)
         return waits
 
     def bound(self, baseline: Job, job: Job, fraction: float) -> float | None:
@@ -119,13 +130,14 @@ class Lap:
             execution=contender.execution if contender.defined else "",
             compiled=("whole" if self.options.whole else "layers") if self.compiled else "",
             precision="bf16" if self.device == "cuda" else "fp32",
+            graph=recorded(job),
             sdpa=self.backend,
             samples=len(times.steps),
             p20_ms=p20,
             p50_ms=p50,
             p80_ms=p80,
             tokens_per_second=1e3 * tokens / p50,
-            peak_gb=(times.peak_bytes - resident) / 1e9 if self.device == "cuda" else None,
+            peak_gb=(job.peak_bytes - resident) / 1e9 if self.device == "cuda" else None,
             baseline_p50_ms=baseline_times.percentiles()[1],
             speedup=faster,
             bound=bound,
@@ -178,6 +190,13 @@ class Lap:
     def publish(self, row: Row) -> None:
         self.table.add(row)
         say(row.sentence())
+
+
+def recorded(job: Job) -> bool:
+    """Whether what was timed is a CUDA graph."""
+    if isinstance(job, DecodeJob):
+        return job.device == "cuda"
+    return job.recorder is not None and job.recorder.failure is None
 
 
 def compiled_graphs() -> int:

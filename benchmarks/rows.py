@@ -31,6 +31,8 @@ class Row:
     compiled: str
     """"layers", "whole", or nothing where it is not."""
     precision: str
+    graph: bool
+    """Replayed as a CUDA graph."""
     sdpa: str
     samples: int
     p20_ms: float

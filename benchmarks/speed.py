@@ -143,6 +143,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=3, help="steps a turn")
     add("--compile", action=argparse.BooleanOptionalAction, default=True)
     add("--whole", action="store_true", help="compile a model as one graph, not layer by layer: minutes at 28 layers")
+    add("--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs, as in training on one GPU")
     add("--csv", type=Path, help="a new file for the rows")
     add("--picture", type=Path, help="a new SVG of speed-up against length")
     add("--peer", type=Path, metavar="FOLDER", action="append", default=[], help="a folder with peer.py")

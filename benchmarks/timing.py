@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from chiar.training.graphs import GraphedPasses
 from timed import Routes, TimedChiar, TimedModel, exact_routes
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -37,9 +38,21 @@ class Job:
     ids_BT: Tensor
     routes: Routes
     device: str
+    graphs: bool = False
+    """Whether steps are recorded as CUDA graphs, as training does on one GPU."""
+    recorder: GraphedPasses | None = None
+    peak_bytes: int = 0
+    """The most memory in use while steps ran plainly: what a graph uses, torch does not count again."""
 
     def start(self) -> None:
         """Before its turns begin."""
+
+    def force(self, routes: Routes) -> None:
+        """Other routes, in the place of those before: a recorded graph reads them there."""
+        for layer, route_BT in routes.items():
+            if layer in self.routes:
+                self.routes[layer].copy_(route_BT)
+        self.routes = self.routes or routes
 
     def step(self) -> None:
         raise NotImplementedError
@@ -56,12 +69,16 @@ class TrainJob(Job):
 
     def __post_init__(self) -> None:
         self.targets_BT = self.ids_BT.roll(-1, 1)
+        self.recorder = GraphedPasses(self.both, self.model.parameters()) if self.graphs else None
+
+    def both(self, ids_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, ...]:
+        with autocast(self.device):
+            loss, _ = self.call(ids_BT, targets_BT, self.routes)
+        loss.backward()
+        return (loss.detach(),)
 
     def step(self) -> None:
-        with autocast(self.device):
-            self.loss, _ = self.call(self.ids_BT, self.targets_BT, self.routes)
-        self.loss.backward()
-        self.loss = self.loss.detach()
+        (self.loss,) = (self.recorder or self.both)(self.ids_BT, self.targets_BT)
         self.model.zero_grad(set_to_none=True)
 
 
@@ -71,9 +88,15 @@ class PrefillJob(Job):
 
     logits_BV: Tensor | None = None
 
-    def step(self) -> None:
+    def __post_init__(self) -> None:
+        self.recorder = GraphedPasses(self.forward) if self.graphs else None
+
+    def forward(self, ids_BT: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad(), autocast(self.device):
-            self.logits_BV, _ = self.call(self.ids_BT, None, self.routes)
+            return (self.call(ids_BT, None, self.routes)[0],)
+
+    def step(self) -> None:
+        (self.logits_BV,) = (self.recorder or self.forward)(self.ids_BT)
 
 
 @dataclass
@@ -134,11 +157,10 @@ def tensors(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
 
 @dataclass
 class Times:
-    """Milliseconds of every step, the median of every turn, and the most memory that was in use."""
+    """Milliseconds of every step, and the median of every turn."""
 
     steps: list[float] = field(default_factory=list)
     turns: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
 
     def percentiles(self) -> tuple[float, float, float]:
         """p20, p50, p80."""
@@ -152,7 +174,6 @@ def time_turn(job: Job, steps: int, times: Times) -> None:
     """`steps` steps without waiting for the device in between."""
     synchronize(job.device)
     if job.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         marks[0].record()
         for mark in marks[1:]:
@@ -160,7 +181,6 @@ def time_turn(job: Job, steps: int, times: Times) -> None:
             mark.record()
         synchronize(job.device)
         found = [first.elapsed_time(second) for first, second in pairwise(marks)]
-        times.peak_bytes = max(times.peak_bytes, torch.cuda.max_memory_allocated())
     else:
         found = []
         for _ in range(steps):

@@ -27,7 +27,11 @@ class DerivedBuffers(nn.Module):
             values = self.derive()
         for name, value in values.items():
             before = getattr(self, name)
-            if before.device.type != "meta":
+            if before.device.type == "meta":
+                continue
+            if before.dtype == stored_in(before.dtype) and before.shape == value.shape and not before.is_inference():
+                before.copy_(value)  # in its place: a recorded graph reads it there
+            else:
                 setattr(self, name, value.to(stored_in(before.dtype)).to(before.device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -106,6 +106,7 @@ class Run:
         self.utilisation = Utilisation(
             trainer.config, trainer.settings, trainer.corpora, processes.count, processes.device
         )
+        self.told_graphs = False
         self.compiled = metrics.last.get("compiled") if metrics is not None else None
         """Whether the steps before were compiled; None before the first."""
 
@@ -138,6 +139,10 @@ class Run:
         if forward.failure and not forward.told:
             forward.told = True
             self.display.say(f"warning: torch.compile failed, so the run goes on without it: {forward.failure}")
+        graphs = self.trainer.graphs
+        if graphs is not None and graphs.failure and not self.told_graphs:
+            self.told_graphs = True
+            self.display.say(f"warning: passes cannot be recorded as CUDA graphs and run plainly: {graphs.failure}")
         if self.compiled is not None and self.compiled != forward.compiled:
             before, now = ("", "not ") if self.compiled else ("not ", "")
             self.display.say(f"warning: the steps before were {before}compiled, from here on they are {now}compiled.")

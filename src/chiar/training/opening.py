@@ -17,7 +17,7 @@ from chiar.training.trainer import open_rows
 
 # What may differ when a run is resumed: how long it is, how it is spread, and how it is shown.
 MAY_CHANGE = (
-    *("steps", "compile", "parallel", "execution", "keep", "log_every", "tensorboard", "peak_tflops"),
+    *("steps", "compile", "cuda_graphs", "parallel", "execution", "keep", "log_every", "tensorboard", "peak_tflops"),
     "transformers_version",
 )
 

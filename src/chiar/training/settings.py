@@ -45,6 +45,8 @@ class TrainSettings:
     precision: str = "bf16"
     """bf16: autocast over fp32 weights."""
     compile: bool = True
+    cuda_graphs: bool = True
+    """On one GPU: record the pass of a text micro-batch after a few steps and replay it. Not where `deterministic`."""
     parallel: str = "auto"
     """Several processes: ddp gives each the whole model, fsdp a part of it; auto shards the 1B presets."""
     deterministic: bool = False

@@ -15,10 +15,11 @@ from chiar.training import checkpoint
 from chiar.training.batches import Batch, ClassificationRows, LanguageRows, Rows, Schedule, slot_seed
 from chiar.training.compiling import Forward, uncompiled
 from chiar.training.distributed import Processes, replicate, shard
+from chiar.training.graphs import GraphedPasses
 from chiar.training.optim import learning_rate, make_optimizer, set_learning_rate
 from chiar.training.prefetch import Prefetch
 from chiar.training.settings import TrainSettings
-from chiar.training.tasks import TaskModel
+from chiar.training.tasks import TaskModel, TaskResult
 from chiar.training.weights import materialise, outline, whole
 
 
@@ -63,6 +64,9 @@ class Trainer:
         self.parallel = self.model if self.sharded else replicate(self.model, processes)
         parts = list(self.model.language.model.layers) if self.sharded else None
         self.forward = Forward(self.parallel, settings.compile, parts)
+        self.graphs: GraphedPasses | None = None
+        if self._may_be_recorded():
+            self.graphs = GraphedPasses(self._language_pass, self.model.parameters())
         self.slots = [turn * processes.count + processes.rank for turn in range(self.accumulation)]
         self.prefetch = Prefetch(self.schedule, self.slots, processes.device)
 
@@ -118,11 +122,24 @@ class Trainer:
         first = slot - self.processes.rank
         return max(self.schedule.passes(self.step, first + rank) for rank in range(self.processes.count))
 
+    def _may_be_recorded(self) -> bool:
+        """Whether passes can be CUDA graphs: one process, whose kernels nobody waits for."""
+        settings, alone = self.settings, self.processes.count == 1 and not self.sharded
+        return settings.cuda_graphs and not settings.deterministic and alone and self.processes.device.type == "cuda"
+
+    def _language_pass(self, ids_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, ...]:
+        with self.autocast():
+            result = self.forward(ids_BT, targets_BT, None, None)
+        (result.loss / self.accumulation).backward()
+        return result.loss.detach(), result.use_LK, result.gate, result.correct
+
     def _backward(self, batch: Batch, sync: bool, share: float = 1.0) -> Any:
         """One micro-batch. With a share of 0 it is only there for the other processes."""
         self.tokens += batch.tokens if share else 0
         batch = batch.to(self.processes.device)
         head = self.names[batch.corpus] if isinstance(self.rows[batch.corpus], ClassificationRows) else None
+        if self.graphs is not None and head is None and batch.mask is None:
+            return TaskResult(*self.graphs(batch.ids, batch.targets))
         waits = sync or self.processes.count == 1 or self.sharded  # whole gradients would not fit where it shards
         with nullcontext() if waits else self.parallel.no_sync():  # type: ignore[operator]
             with self.autocast():

@@ -1,0 +1,180 @@
+"""Are recorded passes the passes they record, and what do they save?
+
+    python benchmarks/gpu/training_step.py
+
+Models are trained twice from the same weights, plainly and with CUDA graphs, with one, two and three micro-batches a
+step: losses and weights must agree to rounding. Then steps of 16M models are timed: with all logits in memory, with
+the fused loss, and recorded. Needs a CUDA device; exit code 1 where anything differs.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chiar import presets
+from chiar.training.graphs import GraphedPasses
+from chiar.training.tasks import TaskModel
+from chiar.training.weights import build
+
+CASES: dict[str, dict[str, Any]] = {
+    "baseline-tiny": {},
+    "v3-tiny": {"execution": "dense"},
+    "v3-tiny, sparse": {"execution": "sparse", "keys": "routed"},
+    "v3-tiny, sparse, light_ffn off": {
+        "execution": "sparse", "keys": "routed", "light_ffn": False, "norm_position": "pre", "norm": "rmsnorm",
+        "basis": "identity", "gate_pool": "causal",
+    },
+}  # fmt: skip
+STEPS, ROWS, LENGTH = 10, 8, 64
+LIMIT = 1e-5
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+class Run:
+    def __init__(self, model: Any, compile: bool) -> None:
+        """`compile`: layer by layer, the last norm and the loss by themselves."""
+        self.model = model.train()
+        for layer in model.language.model.layers if compile else ():
+            layer.compile(dynamic=False)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def both(self, ids_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cuda", torch.bfloat16):
+            result = self.model(ids_BT, targets_BT, None, None)
+        result.loss.backward()
+        return (result.loss.detach(),)
+
+    def train(self, graphs: bool, micro_batches: int) -> list[float]:
+        run = GraphedPasses(self.both, self.model.parameters()) if graphs else self.both
+        generator = torch.Generator().manual_seed(0)
+        losses = []
+        for _ in range(STEPS):
+            for _ in range(micro_batches):
+                ids = torch.randint(0, 50, (ROWS, LENGTH + 1), generator=generator).cuda()
+                losses.append(run(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())[0])
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(run, GraphedPasses) and (run.failure or not run.records):
+            raise RuntimeError(f"nothing was recorded: {run.failure}")
+        return [float(loss) for loss in losses]
+
+
+def make(name: str, changes: dict[str, Any]) -> TaskModel:
+    return build(presets.get(name.split(",")[0], dropout=0.0, **changes), {}, 0, "cuda")
+
+
+def parity() -> bool:
+    good = True
+    for name, changes in CASES.items():
+        for micro_batches in (1, 2, 3):
+            plain, recorded = (Run(make(name, changes), False) for _ in range(2))
+            losses = plain.train(False, micro_batches), recorded.train(True, micro_batches)
+            error = max(abs(a - b) for a, b in zip(*losses, strict=True))
+            pairs = zip(plain.model.parameters(), recorded.model.parameters(), strict=True)
+            apart = max(float((a - b).norm() / b.norm().clamp_min(1e-9)) for a, b in pairs)
+            # Kernels that add in another order each time would differ by more than rounding after ten steps of Adam.
+            same = error < LIMIT * losses[0][0] * 10 and apart < 1e-2
+            good &= same
+            say(f"{name}, {micro_batches} a step: losses {error:.1e}, weights {apart:.1e} {'ok' if same else 'FAIL'}")
+    return good
+
+
+class Unfused(torch.nn.Module):
+    """The language task with all logits in memory, as a compiler alone would have it."""
+
+    def __init__(self, model: TaskModel) -> None:
+        super().__init__()
+        self.language = model.language
+
+    def forward(self, ids_BT: Tensor, targets_BT: Tensor, *_: None) -> Any:
+        states_BTD = self.language.model(ids_BT).last_hidden_state
+        logits = self.language.lm_head(states_BTD).flatten(0, 1)
+        return SimpleNamespace(loss=F.cross_entropy(logits.float(), targets_BT.flatten()))
+
+
+def ways(name: str) -> dict[str, tuple[Run, Callable[..., Any]]]:
+    """Kinds of a training step. The first is what torch.compile makes of the plain model."""
+    changes = {} if name.startswith("baseline") else {"keys": "routed", "execution": "sparse"}
+    unfused = Run(torch.compile(Unfused(make(name, changes)), dynamic=False), False)
+    plain, recorded = (Run(make(name, changes), True) for _ in range(2))
+    return {
+        "logits in memory": (unfused, unfused.both),
+        "fused loss": (plain, plain.both),
+        "fused loss, recorded": (recorded, GraphedPasses(recorded.both, recorded.model.parameters())),
+    }
+
+
+def step(run: Run, both: Callable[..., Any], inputs: tuple[Tensor, Tensor]) -> None:
+    both(*inputs)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+
+
+def speed(turns: int) -> None:
+    """Steps of 16M models in turns; memory is what a plain step takes above what was there before the model."""
+    for name in ("baseline-16m", "v3-16m"):
+        ids = torch.randint(0, 50257, (128, 257), device="cuda")
+        inputs = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        found: dict[str, list[float]] = {}
+        memory = {}
+        all_ways = ways(name)
+        for way, (run, both) in all_ways.items():
+            for _ in range(2):
+                step(run, both, inputs)
+            torch.cuda.synchronize()
+            others = torch.cuda.memory_allocated() - own_bytes(run)
+            torch.cuda.reset_peak_memory_stats()
+            step(run, both, inputs)
+            memory[way] = (torch.cuda.max_memory_allocated() - others) / 1e9
+            for _ in range(4):
+                step(run, both, inputs)
+            found[way] = []
+        for _ in range(turns):
+            for way, (run, both) in all_ways.items():
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                for _ in range(5):
+                    step(run, both, inputs)
+                end.record()
+                torch.cuda.synchronize()
+                found[way].append(start.elapsed_time(end) / 5)
+        for way, times in found.items():
+            middle = statistics.median(times)
+            say(
+                f"{name}, 128 × 256, optimiser included, {way}: {middle:.2f} ms, {32768e3 / middle:,.0f} tokens/s, "
+                f"peak {memory[way]:.2f} GB"
+            )
+
+
+def own_bytes(run: Run) -> int:
+    """Weights and the optimiser's state."""
+    held = [*run.model.parameters(), *(x for state in run.optimizer.state.values() for x in state.values())]
+    return sum(x.numel() * x.element_size() for x in held if isinstance(x, Tensor) and x.is_cuda)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=10)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        say("needs a CUDA device")
+        return 2
+    say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if not parity():
+        return 1
+    speed(arguments.turns)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
