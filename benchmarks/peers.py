@@ -183,8 +183,10 @@ class PeerModel(TimedModel):
     def output_weight(self) -> Tensor:
         return self.embed.weight
 
-    def parts(self) -> list[nn.Module]:
-        return [*self.layers, self.norm]
+    def compile_parts(self) -> bool:
+        for part in (*self.layers, self.norm):
+            part.compile(dynamic=False)
+        return True
 
     def work(self, setting: Setting) -> Work:
         D, T = self.config.hidden_size, setting.length

@@ -86,9 +86,9 @@ class TimedModel(nn.Module):
     def output_weight(self) -> Tensor:
         raise NotImplementedError
 
-    def parts(self) -> list[nn.Module]:
-        """The layers, and what lies between them, where they can be compiled one by one."""
-        return []
+    def compile_parts(self) -> bool:
+        """Compile the layers, and what lies between them, one by one; False where that is not possible."""
+        return False
 
     def work(self, setting: Setting) -> Work | None:
         """Counted FLOPs; None where nobody has counted them."""
@@ -133,10 +133,12 @@ class TimedChiar(TimedModel):
     def output_weight(self) -> Tensor:
         return self.language.lm_head.weight
 
-    def parts(self) -> list[nn.Module]:
-        model = self.language.model
-        gate = [] if model.meta_router is None else [model.meta_router]
-        return [*model.layers, *gate, model.norm]
+    def compile_parts(self) -> bool:
+        model: Any = self.language.model
+        for part in (*model.layers, model.norm):
+            part.compile(dynamic=False)
+        model._run_gated = torch.compile(model._run_gated, dynamic=False)  # the gate, its layer and their sum in one
+        return True
 
     def work(self, setting: Setting) -> Work:
         """Of the routed model: what each token's own operator costs, however it is executed."""
@@ -151,11 +153,8 @@ class TimedChiar(TimedModel):
 
 def compiled(model: TimedModel, call: Callable[..., Any], whole: bool) -> Callable[..., Any]:
     """`call`, a way to call the model, compiled: layer by layer, which takes layers that are alike once, or whole."""
-    parts = [] if whole else model.parts()
-    if not parts:
+    if whole or not model.compile_parts():
         return torch.compile(call, dynamic=False)
-    for part in parts:
-        part.compile(dynamic=False)
     return call
 
 

@@ -8,7 +8,7 @@ from interpreted_packed_attention import allow_loops_of_runtime_length, relative
 
 from chiar.layers.attention import rotary_tables
 from chiar.ops.packed_gelu import packed_gelu
-from chiar.ops.packed_norm import packed_norm
+from chiar.ops.packed_norm import packed_norm, unpack_sum
 from chiar.ops.packing import make_packing, row_sum
 from chiar.ops.rotary_attention import rotary_attention_forward
 
@@ -53,6 +53,18 @@ def norm(kind: str, width: int, add: bool, fraction: float, implementation: str)
     return [*(y.detach() for y in outputs), *gradients]
 
 
+def sums(width: int, implementation: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    chosen = make_packing(torch.rand(3, 25) < 0.4)
+    used = int(chosen.count)
+    inputs = [torch.randn(75, width), torch.randn(75, width), torch.randn(width), torch.randn(75, width)]
+    inputs[0][used:], inputs[1][used:] = torch.nan, torch.nan
+    inputs = [x.requires_grad_() for x in inputs]
+    y = unpack_sum(*inputs, chosen, implementation)
+    du, dmore, dbias, dother = torch.autograd.grad(y, inputs, torch.randn(75, width))
+    return [y.detach(), du[:used], dmore[:used], dbias, dother]
+
+
 def attention(lengths: tuple[int, int], heads: int, d: int, implementation: str) -> list[torch.Tensor]:
     """Chosen tokens of a batch of rows attend to each other."""
     B, T = lengths
@@ -93,9 +105,11 @@ if __name__ == "__main__":
                         ("layer", 48, True, 0.3),
                         ("layer", 130, False, 0.5),
                         ("none", 30, False, 0.5),
+                        ("layer", 20, True, 0.9),
                         ("rms", 30, True, 0.0),
                     )
                 ],
+                "sums": [errors(sums, width) for width in (48, 130)],
                 "attention": [errors(attention, *case) for case in (((3, 20), 2, 16), ((1, 70), 3, 32))],
             }
         )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from chiar.layers.attention import rotary_tables, rotate
 from chiar.ops.packed_gelu import packed_gelu, packed_gelu_forward
-from chiar.ops.packed_norm import packed_norm, packed_norm_forward
+from chiar.ops.packed_norm import packed_norm, packed_norm_forward, unpack_sum
 from chiar.ops.packing import make_packing, pack, packed_linear, row_sum, rows_product, sum_product, unpack
 from chiar.ops.rotary_attention import rotary_attention, rotary_attention_forward
 
@@ -123,6 +123,24 @@ def test_a_norm_of_the_rows_in_use(name, with_add):
         torch.testing.assert_close(our[:rows], their[:rows])
 
 
+def test_a_sum_of_packed_rows_back_at_its_tokens():
+    generator = torch.Generator().manual_seed(4)
+    chosen = torch.tensor([[True, False, True, True], [False, False, True, False]])
+    packing = make_packing(chosen)
+    used = int(packing.count)
+    u, more, other = (torch.randn(8, 3, dtype=torch.float64, generator=generator) for _ in range(3))
+    u[used:], more[used:] = torch.nan, torch.nan
+    inputs = [x.requires_grad_() for x in (u, more, torch.randn(3, dtype=torch.float64), other)]
+    u, more, bias, other = inputs
+    found = unpack_sum(*inputs, packing)
+    expected = other.index_copy(0, chosen.flatten().nonzero()[:, 0], u[:used] + more[:used] + bias)
+    torch.testing.assert_close(found, expected)
+    seed = torch.randn(8, 3, dtype=torch.float64, generator=generator)
+    ours, theirs = (torch.autograd.grad(y, inputs, seed) for y in (found, expected))
+    for our, their, rows in zip(ours, theirs, (used, used, 3, 8), strict=True):
+        torch.testing.assert_close(our[:rows], their[:rows])
+
+
 def case(d=16, dtype=torch.float64):
     B, T, H = 2, 9, 2
     generator = torch.Generator().manual_seed(1)
@@ -172,7 +190,7 @@ def test_operators_are_well_formed():
     torch.library.opcheck(row_sum, (x, count, "torch"))
     token = torch.arange(6).flip(0)
     norm = (x, token, count, torch.randn(4), torch.randn(4), torch.randn(6, 4), torch.randn(4), "layer", 1e-5)
-    torch.library.opcheck(packed_norm_forward, (*norm, torch.bfloat16, "torch"))
+    torch.library.opcheck(packed_norm_forward, (*norm, torch.bfloat16, True, "torch"))
     torch.library.opcheck(packed_gelu_forward, (x.requires_grad_(), torch.randn(4, requires_grad=True), count, "torch"))
 
 

@@ -17,7 +17,7 @@ from chiar.layers.routers import Route
 from chiar.layers.sparse_sorted import SortedLayer
 from chiar.ops.packed_attention import prefix_attention
 from chiar.ops.packed_gelu import packed_gelu
-from chiar.ops.packed_norm import packed_norm
+from chiar.ops.packed_norm import packed_norm, unpack_sum
 from chiar.ops.packing import Packing, make_packing, pack, pack_all, packed_linear, unpack, used
 from chiar.ops.rotary_attention import fits, rotary_attention
 
@@ -201,11 +201,11 @@ class SparseLayer:
         heavy_BT = self.route.choice_BT != self.names.index(LIGHT)
         return make_packing(heavy_BT if self.context.real_BT is None else heavy_BT & self.context.real_BT)
 
-    def feed_forward(self, x_PD: Tensor, packing: Packing) -> Tensor:
+    def feed_forward(self, x_PD: Tensor, packing: Packing, bias: bool = True) -> Tensor:
+        """Without dropout, which sparse execution refuses; on demand without the last bias."""
         ffn = self.block.ffn
         hidden = packed_gelu(packed_linear(x_PD, ffn.up.weight, None, packing), ffn.up.bias, packing.count)
-        hidden = F.dropout(hidden, ffn.dropout, ffn.training)
-        return F.dropout(packed_linear(hidden, ffn.down.weight, ffn.down.bias, packing), ffn.dropout, ffn.training)
+        return packed_linear(hidden, ffn.down.weight, ffn.down.bias if bias else None, packing)
 
 
 def run_pre_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
@@ -228,9 +228,9 @@ def run_pre_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
 def run_apart(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     """Pre-norm, where light tokens skip the feed-forward network too: dark ones are packed once and stay packed."""
     u_PD, seen_PD = layer.after_attention(x_ND)
-    y_PD = u_PD + layer.feed_forward(seen_PD, layer.dark)
+    more_PD = layer.feed_forward(seen_PD, layer.dark, bias=False)
     light_ND = x_ND + layer.light(layer.block.norms[LIGHT](x_ND))
-    y_ND = unpack(y_PD, light_ND, layer.dark)
+    y_ND = unpack_sum(u_PD, more_PD, layer.block.ffn.down.bias, light_ND, layer.dark)
     if not layer.block.entropy_has_gradient:
         return y_ND
     # The weight is 1: what is added is 0, but its gradient is the router's.

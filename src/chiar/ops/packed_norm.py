@@ -66,8 +66,9 @@ class PackedNorm(torch.autograd.Function):
         implementation: str,
     ) -> tuple[Tensor, Tensor]:
         u_PD, h_PD, mean_P, scale_P = packed_norm_forward(
-            x_ND, token_P, count, weight_D, bias_D, add_PD, add_bias_D, kind, eps, dtype, implementation
-        )
+            x_ND, token_P, count, weight_D, bias_D, add_PD, add_bias_D, kind, eps, dtype, add_PD is not None,
+            implementation,
+        )  # fmt: skip
         context.added = None if add_PD is None else add_PD.dtype
         context.add_bias = None if add_bias_D is None else add_bias_D.dtype
         context.kind, context.implementation = kind, implementation
@@ -113,10 +114,11 @@ def packed_norm_forward(
     kind: str,
     eps: float,
     dtype: torch.dtype,
+    keep: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """u (empty without `add`), h, and the mean and 1/scale of each row."""
-    outputs = new_outputs(x_ND, token_P, add_PD, dtype)
+    """u (empty if not to `keep`), h, and the mean and 1/scale of each row."""
+    outputs = new_outputs(x_ND, token_P, add_PD, dtype, keep)
     if wants_triton(x_ND, implementation):
         from chiar.ops.triton.norm import triton_forward
 
@@ -128,6 +130,7 @@ def packed_norm_forward(
     if add_PD is not None:
         added = add_PD[:used] if add_bias_D is None else add_PD[:used] + add_bias_D
         u = u + added
+    if keep:
         u_PD[:used] = u
     h = u.to(sums)
     if kind != "none":
@@ -143,11 +146,11 @@ def packed_norm_forward(
 
 
 def new_outputs(
-    x_ND: Tensor, token_P: Tensor, add_PD: Tensor | None, dtype: torch.dtype
+    x_ND: Tensor, token_P: Tensor, add_PD: Tensor | None, dtype: torch.dtype, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, width = len(token_P), x_ND.shape[1]
     kept = x_ND.dtype if add_PD is None else torch.promote_types(x_ND.dtype, add_PD.dtype)
-    u_PD = x_ND.new_empty((0 if add_PD is None else rows, width), dtype=kept)
+    u_PD = x_ND.new_empty((rows if keep else 0, width), dtype=kept)
     sums = accumulation_dtype(x_ND)
     h_PD = x_ND.new_empty((rows, width), dtype=dtype)
     return u_PD, h_PD, x_ND.new_empty(rows, dtype=sums), x_ND.new_empty(rows, dtype=sums)
@@ -165,9 +168,10 @@ def _(
     kind: str,
     eps: float,
     dtype: torch.dtype,
+    keep: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return new_outputs(x_ND, token_P, add_PD, dtype)
+    return new_outputs(x_ND, token_P, add_PD, dtype, keep)
 
 
 @torch.library.custom_op("chiar::packed_norm_backward", mutates_args=())
@@ -240,3 +244,46 @@ def _(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return new_gradients(dh_PD, read, mean_P, added)
+
+
+def unpack_sum(
+    u_PD: Tensor, more_PD: Tensor, bias_D: Tensor, other_ND: Tensor, packing: Packing, implementation: str = "auto"
+) -> Tensor:
+    """u + more + bias where a token was chosen, `other` elsewhere: the end of a path that began with packed_norm."""
+    return UnpackSum.apply(
+        u_PD, more_PD, bias_D, other_ND, packing.token_P, packing.place_N, packing.chosen_N, packing.count,
+        implementation,
+    )  # fmt: skip
+
+
+class UnpackSum(torch.autograd.Function):
+    """Its gradient reads the chosen rows once, for u and, in the dtype of products, for `more`."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        u_PD: Tensor,
+        more_PD: Tensor,
+        bias_D: Tensor,
+        other_ND: Tensor,
+        token_P: Tensor,
+        place_N: Tensor,
+        chosen_N: Tensor,
+        count: Tensor,
+        implementation: str,
+    ) -> Tensor:
+        context.save_for_backward(token_P, chosen_N, count)
+        context.dtypes, context.implementation = (u_PD.dtype, more_PD.dtype, bias_D.dtype), implementation
+        y_ND = u_PD[place_N] + (more_PD[place_N] + bias_D)
+        return torch.where(chosen_N[:, None], y_ND, other_ND)
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> Any:
+        token_P, chosen_N, count = context.saved_tensors
+        (grad_ND,), (u_dtype, more_dtype, bias_dtype) = grads, context.dtypes
+        du_PD, dmore_PD, _, _ = packed_norm_forward(
+            grad_ND, token_P, count, None, None, None, None, "none", 0.0, more_dtype, True, context.implementation
+        )
+        dbias_D = row_sum(dmore_PD, count, context.implementation)
+        dother_ND = torch.where(chosen_N[:, None], 0.0, grad_ND)
+        return du_PD.to(u_dtype), dmore_PD, dbias_D.to(bias_dtype), dother_ND, *(None,) * 5

@@ -8,8 +8,8 @@ from chiar.ops.triton.launch import current
 
 TILE = 2048
 """Numbers a program works on at once."""
-CHUNK = 32
-"""Rows whose sums one program of the backward pass makes."""
+CHUNK = 16
+"""Rows whose sums one program of the backward pass makes, or a tile of narrow ones if that is more."""
 
 
 @triton.jit
@@ -50,6 +50,7 @@ def _forward(
         u += _tile(add_ptr, rows[:, None], columns, width, inside)
         if add_bias_ptr is not None:
             u += tl.load(add_bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
+    if u_ptr is not None:
         u = u.to(u_ptr.dtype.element_ty)
         tl.store(u_ptr + places, u, mask=inside)
         u = u.to(tl.float32)
@@ -149,11 +150,13 @@ def triton_forward(
 ) -> None:
     width = x_ND.shape[1]
     cut = shape(width)
+    u_PD, *others = outputs
     add_PD = None if add_PD is None else add_PD.contiguous()
     with current(x_ND):
         _forward[(triton.cdiv(len(token_P), cut["ROWS"]),)](
-            x_ND, token_P, count, weight_D, bias_D, add_PD, add_bias_D, *outputs, width, eps, KIND=kind, **cut
-        )
+            x_ND, token_P, count, weight_D, bias_D, add_PD, add_bias_D, u_PD if len(u_PD) else None, *others,
+            width, eps, KIND=kind, **cut,
+        )  # fmt: skip
 
 
 def triton_backward(
@@ -171,14 +174,16 @@ def triton_backward(
 ) -> tuple[Tensor, Tensor]:
     """Fills dx and dadd; returns the gradients of the norm's weight and bias."""
     rows, width = dh_PD.shape
-    cut, chunks = shape(width), triton.cdiv(rows, CHUNK)
+    cut = shape(width)
+    chunk = max(CHUNK, cut["ROWS"])
+    chunks = triton.cdiv(rows, chunk)
     weight_sums = mean_P.new_empty(chunks, width) if kind != "none" else None
     bias_sums = mean_P.new_empty(chunks, width) if kind == "layer" else None
     du_PD = None if du_PD is None else du_PD.contiguous()
     with current(dh_PD):
         _backward[(chunks,)](
             dh_PD, du_PD, read, token_P, count, weight_D, mean_P, scale_P, dx_PD, dadd_PD if len(dadd_PD) else None,
-            weight_sums, bias_sums, width, KIND=kind, CHUNK=CHUNK, **cut,
+            weight_sums, bias_sums, width, KIND=kind, CHUNK=chunk, **cut,
         )  # fmt: skip
     zeros = mean_P.new_zeros(width)
     return (
