@@ -120,9 +120,9 @@ def step(run: Run, both: Callable[..., Any], inputs: tuple[Tensor, Tensor]) -> N
     run.optimizer.zero_grad(set_to_none=True)
 
 
-def speed(turns: int) -> None:
+def speed(names: list[str], turns: int) -> None:
     """Steps of 16M models in turns; memory is what a plain step takes above what was there before the model."""
-    for name in ("baseline-16m", "v3-16m"):
+    for name in names:
         ids = torch.randint(0, 50257, (128, 257), device="cuda")
         inputs = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         found: dict[str, list[float]] = {}
@@ -165,6 +165,7 @@ def own_bytes(run: Run) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--models", nargs="+", default=["baseline-16m", "v3-16m"])
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         say("needs a CUDA device")
@@ -172,7 +173,7 @@ def main() -> int:
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if not parity():
         return 1
-    speed(arguments.turns)
+    speed(arguments.models, arguments.turns)
     return 0
 
 
