@@ -381,6 +381,16 @@ class TestLoss:
         for name in plain:
             assert torch.equal(found[name], plain[name]), name
 
+    def test_other_checkpointing_options_do_not_make_it_reentrant(self, lively, ids):
+        """torch's default is reentrant, which would lose the gradients of the first layer."""
+        plain, checkpointed = lively({}).train(), lively({}).train()
+        checkpointed.gradient_checkpointing_enable({"preserve_rng_state": False})
+        for model in (plain, checkpointed):
+            model(ids, labels=ids).loss.backward()
+        expected, found = gradients(plain), gradients(checkpointed)
+        for name in expected:
+            assert torch.equal(found[name], expected[name]), name
+
     def test_reentrant_checkpointing_is_refused(self, lively):
         for model in (lively({}), lively({}).model):
             with pytest.raises(InputError, match="use_reentrant"):

@@ -69,9 +69,10 @@ class ChiarPreTrainedModel(PreTrainedModel):
             module.rebuild()
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
-        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        given = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+        if given["use_reentrant"]:
             raise InputError("use_reentrant=True would lose the gradient of the collapse regulariser: leave it off.")
-        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)
+        super().gradient_checkpointing_enable(given, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

@@ -52,7 +52,8 @@ class Trainer:
             shard(self.model, processes)
         materialise(self.model, settings.seed, processes.device, settings.initial)
         if settings.gradient_checkpointing:
-            self.model.language.model.gradient_checkpointing_enable()
+            # Without dropout no random state need be kept, which would read it from the device in every layer.
+            self.model.language.model.gradient_checkpointing_enable({"preserve_rng_state": config.dropout > 0})
         self.optimizer = make_optimizer(self.model, settings, processes.device)
         self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()} if settings.ema else {}
         self.step = 0
