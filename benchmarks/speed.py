@@ -5,7 +5,7 @@
 
 Every contender is first compared with its own dense execution (parity.py); one that differs gets no row, and the exit
 code is 1. Routes are forced: exactly f of every row's tokens at random places, the same for all. See
-docs/execution.md, "Measuring".
+docs/speed.md, "Measuring".
 """
 
 import argparse

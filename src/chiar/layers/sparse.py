@@ -46,7 +46,7 @@ def host_sees_routes(device: torch.device) -> bool:
 
 
 def sparse_pays(x_BTD: Tensor, keys: str) -> bool:
-    """Whether to sort tokens by operator costs less than it saves (measured: docs/execution.md, "On a CPU")."""
+    """Whether to sort tokens by operator costs less than it saves (measured: docs/speed.md, "On a CPU")."""
     return x_BTD.shape[0] * x_BTD.shape[1] >= FEWEST[keys] or not host_sees_routes(x_BTD.device)
 
 
