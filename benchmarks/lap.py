@@ -43,7 +43,8 @@ class Lap:
         """The contender, built and ready for its first step."""
         torch.manual_seed(0)
         whole = self.compiled and self.options.whole
-        model = contender.build(self.setting(fraction), contender.execution, whole).to(self.device)
+        with torch.device(self.device):  # weights are drawn there: a CPU takes seconds for 400M
+            model = contender.build(self.setting(fraction), contender.execution, whole).to(self.device)
         model.train(self.options.mode == "train")
         decodes = self.options.mode == "decode"
         if decodes:

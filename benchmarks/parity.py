@@ -51,10 +51,11 @@ class Parity:
         self.setting, self.device, self.decode = replace(setting, layers=layers, length=LENGTH), device, decode
         self.bf16 = device == "cuda"
         # whole=True in any case: then H is returned, and so compared.
-        self.definition = contender.build(self.setting, "dense", True).to(device).train()
+        with torch.device(device):
+            self.definition = contender.build(self.setting, "dense", True).to(device).train()
+            candidate = contender.build(self.setting, contender.execution, True).to(device).train()
         if contender.defined:
             enliven(self.definition)
-        candidate = contender.build(self.setting, contender.execution, True).to(device).train()
         candidate.load_state_dict(self.definition.state_dict())
         self.candidate = candidate
         self.compiled = compile
