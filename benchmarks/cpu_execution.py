@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=2 python benchmarks/cpu_execution.py --size 16m --mode prefill --lengths 16,64,256,1024 --rows 1,2
 
-Each cell is dense time / sparse time with the same weights, tokens and forced routes: above 1 sparse execution wins.
+Each cell is dense time / sparse time (or auto's, `--execution auto`) with the same weights, tokens and forced routes: above 1 sparse execution wins.
 Whether the two agree is `speed.py`'s business, which checks parity before it times anything.
 """
 
@@ -25,6 +25,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--only", nargs="+", default=list(SPARSE), metavar="NAME", help="contenders of speed.py")
+    add("--execution", choices=("sparse", "auto"), default="sparse", help="what dense execution is compared with")
     add("--size", choices=("400m", "16m", "tiny"), default="16m")
     add("--layers", type=int, help="another depth")
     add("--mode", choices=("train", "prefill"), default="prefill")
@@ -53,7 +54,7 @@ def compare(job: Job, ways: tuple[str, str], turns: int, steps: int) -> list[Tim
 
 def measure(options: argparse.Namespace) -> None:
     print(f"{options.mode}, {options.size}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print("dense ms / sparse ms = speed-up; one column for each f\n")
+    print(f"dense ms / {options.execution} ms = speed-up; one column for each f\n")
     print("| contender | T | rows |" + "".join(f" f = {fraction:g} |" for fraction in options.fractions))
     print("|---|---|---|" + "---|" * len(options.fractions))
     for name in options.only:
@@ -69,7 +70,7 @@ def measure(options: argparse.Namespace) -> None:
                 for fraction in options.fractions:
                     attending = Setting(options.size, options.layers, length, fraction).attending
                     job.routes = exact_routes(rows, length, attending, model.routed_layers, "cpu")
-                    dense, sparse = compare(job, ("dense", "sparse"), options.turns, options.steps)
+                    dense, sparse = compare(job, ("dense", options.execution), options.turns, options.steps)
                     found = dense.percentiles()[1], sparse.percentiles()[1]
                     cells.append(f"{found[0]:.1f} / {found[1]:.1f} = {speedup(dense, sparse):.2f}")
                 print(f"| `{name}` | {length} | {rows} | " + " | ".join(cells) + " |", flush=True)
@@ -79,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         for name in options.only:
-            if name not in REGISTRY or REGISTRY[name].execution != "sparse":
+            if name not in SPARSE:
                 raise unknown_name("sparse contender", name, SPARSE)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
