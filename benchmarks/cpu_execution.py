@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=2 python benchmarks/cpu_execution.py --size 16m --mode prefill --lengths 16,64,256,1024 --rows 1,2
 
-Each cell is dense time / sparse time (or auto's, `--execution auto`) with the same weights, tokens and forced routes: above 1 sparse execution wins.
+Each cell is dense time / sparse time (or auto's, `--execution auto`) with the same weights, tokens and forced routes:
+above 1 sparse execution wins.
 Whether the two agree is `speed.py`'s business, which checks parity before it times anything.
 """
 
