@@ -12,7 +12,7 @@ from contenders import BASELINE, Contender
 from parity import Verdict
 from rows import Row, Table, surroundings
 from timed import Setting, Work, compiled, exact_routes, prepare_decoding
-from timing import DecodeJob, Job, PrefillJob, Times, TrainJob, interleave, speedup, synchronises, synchronize
+from timing import DecodeJob, Job, PrefillJob, Times, TrainJob, interleave, ratios, speedup, synchronises, synchronize
 
 BEGAN = time.perf_counter()
 WARM_UP = 3
@@ -64,7 +64,8 @@ class Lap:
 
     def warm_up(self, name: str, job: Job, new: bool) -> bool | None:
         """Compile, touch all memory; says whether a step waits for the device."""
-        if new and self.device == "cuda":
+        fresh = new or job.recorder is None  # a recorded step says nothing about memory, waiting or compiling
+        if fresh and self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         job.start()
         began = time.perf_counter()
@@ -76,18 +77,19 @@ class Lap:
         if self.compiled and new:
             say(f"{name}, T {self.length}: first {WARM_UP} steps took {time.perf_counter() - began:.1f} s")
         check_finite(name, job)
-        if new and self.device == "cuda":
+        if fresh and self.device == "cuda":
             job.peak_bytes = torch.cuda.max_memory_allocated()
-        waits = synchronises(job)
-        if waits:
-            job.start()  # the step was cut off in the middle: its cache is of no use
+        if fresh:
+            job.waits = synchronises(job)
+            if job.waits:
+                job.start()  # the step was cut off in the middle: its cache is of no use
         if job.recorder is not None:
-            for _ in range(2):  # one to record, one to replay
+            while not job.recorder.records and job.recorder.failure is None:
                 job.step()
             if job.recorder.failure:
                 say(f"{name}: not recorded as a graph: {job.recorder.failure}")
             check_finite(name, job)
-        return waits
+        return job.waits
 
     def bound(self, baseline: Job, job: Job, fraction: float) -> float | None:
         setting = self.setting(fraction)
@@ -110,11 +112,10 @@ class Lap:
         baseline_times: Times,
         resident: int,
         waits: bool | None,
-        recompiled: bool | None,
         verdict: Verdict,
     ) -> Row:
         p20, p50, p80 = times.percentiles()
-        faster = speedup(baseline_times, times)
+        faster, spread = speedup(baseline_times, times), ratios(baseline_times, times)
         bound = self.bound(baseline, job, 1.0 if fraction is None else fraction)
         cache, baseline_cache = job.cache_bytes(), baseline.cache_bytes()
         tokens = self.batch if self.options.mode == "decode" else self.batch * self.length
@@ -141,10 +142,12 @@ class Lap:
             peak_gb=(job.peak_bytes - resident) / 1e9 if self.device == "cuda" else None,
             baseline_p50_ms=baseline_times.percentiles()[1],
             speedup=faster,
+            lowest_speedup=min(spread),
+            highest_speedup=max(spread),
             bound=bound,
             realised=None if bound is None else faster / bound,
             synchronises=waits,
-            recompiled=recompiled,
+            recompiled=verdict.recompiled,
             parity_error=verdict.error,
             cache_bytes=cache,
             cache_share=cache / baseline_cache if cache and baseline_cache else None,
@@ -156,12 +159,13 @@ class Lap:
         job = self.job(contender, 1.0)
         waits = self.warm_up(contender.name, job, new=True)
         (times,) = interleave([job], self.options.turns, self.options.steps)
-        row = self.row(contender, None, job, times, job, times, resident, waits, self.recompiled(None), verdict)
+        row = self.row(contender, None, job, times, job, times, resident, waits, verdict)
         self.publish(row)
         return job
 
     def run(self, contender: Contender, verdicts: Mapping[float, Verdict], baseline: Job) -> None:
         """A row for every fraction whose parity held. One compiled model serves all fractions where it can."""
+        free(self.device)
         resident = allocated(self.device)
         job = None
         for fraction, verdict in verdicts.items():
@@ -172,21 +176,13 @@ class Lap:
                 job = self.job(contender, fraction)
             assert job is not None
             self.force(job, fraction)
-            graphs = None if rebuilt else compiled_graphs()
             waits = self.warm_up(contender.name, job, rebuilt)
             baseline.start()
             while isinstance(baseline, DecodeJob) and isinstance(job, DecodeJob) and baseline.taken < job.taken:
                 baseline.step()  # as many tokens in both caches
-            graphs = compiled_graphs() if graphs is None else graphs
             before, after = interleave([baseline, job], self.options.turns, self.options.steps)
             forced = fraction if contender.takes_fraction else None
-            recompiled = self.recompiled(graphs)
-            self.publish(
-                self.row(contender, forced, job, after, baseline, before, resident, waits, recompiled, verdict)
-            )
-
-    def recompiled(self, graphs: int | None) -> bool | None:
-        return compiled_graphs() > graphs if self.compiled and graphs is not None else None
+            self.publish(self.row(contender, forced, job, after, baseline, before, resident, waits, verdict))
 
     def publish(self, row: Row) -> None:
         self.table.add(row)
@@ -197,13 +193,7 @@ def recorded(job: Job) -> bool:
     """Whether what was timed is a CUDA graph."""
     if isinstance(job, DecodeJob):
         return job.device == "cuda"
-    return job.recorder is not None and job.recorder.failure is None
-
-
-def compiled_graphs() -> int:
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
+    return job.recorder is not None and bool(job.recorder.records)
 
 
 def check_finite(name: str, job: Job) -> None:

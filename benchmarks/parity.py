@@ -20,7 +20,17 @@ from torch import Tensor, nn
 from chiar.layers.meta_router import Gate
 from chiar.layers.spectral import SpectralFilter
 from contenders import Contender
-from timed import Routes, Setting, TimedChiar, TimedModel, compiled, exact_routes, prepare_decoding, ragged_routes
+from timed import (
+    Routes,
+    Setting,
+    TimedChiar,
+    TimedModel,
+    compiled,
+    compiled_graphs,
+    exact_routes,
+    prepare_decoding,
+    ragged_routes,
+)
 
 ROWS, LENGTH, LAYERS = 3, 96, 4
 DECODED = 8
@@ -39,6 +49,8 @@ class Verdict:
     error: float
     """The largest relative error."""
     message: str
+    recompiled: bool | None = None
+    """Whether another split of the same shapes was compiled anew; None where nothing is, or splits are shapes."""
 
 
 class Parity:
@@ -59,6 +71,7 @@ class Parity:
         candidate.load_state_dict(self.definition.state_dict())
         self.candidate = candidate
         self.compiled = compile
+        self.splits, self.recompiled = 0, None
         self.call = compiled(candidate, candidate.states, whole) if compile and not decode else candidate.states
         vocabulary = self.definition.output_weight().shape[0] if contender.defined else 200
         generator = torch.Generator().manual_seed(1)
@@ -72,11 +85,15 @@ class Parity:
             cases["ragged rows, "] = ragged_routes(ROWS, LENGTH, fraction, layers, self.device)
         worst = 0.0
         for case, routes in cases.items():
+            before = compiled_graphs()
             verdict = self.compare(routes)
+            if self.compiled and self.splits and not self.decode:
+                self.recompiled = bool(self.recompiled) or compiled_graphs() > before
+            self.splits += 1
             worst = max(worst, verdict.error)
             if not verdict.passed:
                 return replace(verdict, message=case + verdict.message)
-        return Verdict(True, worst, f"largest error {worst:.1e}")
+        return Verdict(True, worst, f"largest error {worst:.1e}", self.recompiled)
 
     def compare(self, routes: Routes) -> Verdict:
         with precision("highest"):

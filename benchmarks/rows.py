@@ -43,14 +43,16 @@ class Row:
     """Weights, gradients and everything else of this model at its highest."""
     baseline_p50_ms: float
     speedup: float
-    """Over the dense baseline, measured in turns with this contender."""
+    """Over the dense baseline, measured in turns with this contender: the median over turns."""
+    lowest_speedup: float
+    highest_speedup: float
     bound: float | None
     """The same by counted FLOPs."""
     realised: float | None
     """speedup / bound."""
     synchronises: bool | None
     recompiled: bool | None
-    """Whether anything was compiled after the warm-up of the first fraction."""
+    """Whether another split made the compiler work again, in the comparison before the timing."""
     parity_error: float
     cache_bytes: int | None
     cache_share: float | None
@@ -68,6 +70,7 @@ class Row:
             f"{self.contender} {self.mode} T {self.length} × {self.batch}{fraction} ({self.execution}):",
             f"p50 {self.p50_ms:.2f} ms (p20 {self.p20_ms:.2f}, p80 {self.p80_ms:.2f}),",
             f"{self.tokens_per_second:,.0f} tokens/s, {self.speedup:.3f}× the baseline",
+            f"({self.lowest_speedup:.3f} to {self.highest_speedup:.3f})",
         ]
         if self.bound is not None:
             parts.append(f"(bound {self.bound:.3f}, {self.realised:.0%} of it)")

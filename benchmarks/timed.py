@@ -158,6 +158,13 @@ def compiled(model: TimedModel, call: Callable[..., Any], whole: bool) -> Callab
     return call
 
 
+def compiled_graphs() -> int:
+    """How many graphs were compiled so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
 def prepare_decoding(model: TimedModel, bf16: bool, compiled: bool) -> None:
     """Weights in the precision of decoding, where reading them is the work, and steps that can be captured."""
     assert isinstance(model, TimedChiar)

@@ -41,6 +41,8 @@ class Job:
     graphs: bool = False
     """Whether steps are recorded as CUDA graphs, as training does on one GPU."""
     recorder: GraphedPasses | None = None
+    waits: bool | None = None
+    """Whether a plain step waits for the device."""
     peak_bytes: int = 0
     """The most memory in use while steps ran plainly: what a graph uses, torch does not count again."""
 
@@ -192,17 +194,22 @@ def time_turn(job: Job, steps: int, times: Times) -> None:
 
 
 def interleave(jobs: list[Job], turns: int, steps: int) -> list[Times]:
-    """Turns of all jobs one after the other, so that a change of clock or load meets all."""
+    """Turns of all jobs one after the other, so that a change of clock or load meets all; who begins alternates."""
     times = [Times() for _ in jobs]
-    for _ in range(turns):
-        for job, found in zip(jobs, times, strict=True):
+    for turn in range(turns):
+        pairs = list(zip(jobs, times, strict=True))
+        for job, found in reversed(pairs) if turn % 2 else pairs:
             time_turn(job, steps, found)
     return times
 
 
 def speedup(baseline: Times, contender: Times) -> float:
     """The median over turns of the ratio of neighbouring turns."""
-    return statistics.median(a / b for a, b in zip(baseline.turns, contender.turns, strict=True))
+    return statistics.median(ratios(baseline, contender))
+
+
+def ratios(baseline: Times, contender: Times) -> list[float]:
+    return [a / b for a, b in zip(baseline.turns, contender.turns, strict=True)]
 
 
 def synchronises(job: Job) -> bool | None:

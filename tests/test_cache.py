@@ -316,3 +316,16 @@ def test_a_cache_cannot_be_cropped(lively, ids):
 
 def test_no_cache_unless_asked(lively, ids):
     assert whole(lively({}), ids).past_key_values is None
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("rows", [1, ROWS + 1])
+def test_a_batch_of_another_size_is_refused(lively, ids, rows, fast):
+    """It would be written into other rows, on a GPU beside the tensors."""
+    model = lively({"preset": "baseline-tiny"}).eval()
+    if fast:
+        model.enable_fast_decoding()
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        with pytest.raises(InputError, match=f"holds {ROWS} rows and the input has {rows}"):
+            model(ids[:1, :1].expand(rows, 1), past_key_values=cache, use_cache=True)

@@ -155,8 +155,9 @@ def test_bytes_follow_the_fraction(fraction, chunks):
     routes = exact_routes(model.config, fraction, 2, tokens)
     found, expected = (stored_bytes(feed(m, ids, chunks, routes)[1], layers) for m in (model, dense))
     numbers = 2 * 2 * tokens * model.config.hidden_size * 8  # keys and values of two rows in float64
-    assert 1 <= expected / (len(layers) * numbers) < 1 + (BLOCK + ROOM) / tokens
-    assert fraction <= found / (len(layers) * numbers) <= fraction + (BLOCK + ROOM) / tokens
+    spare = BLOCK + max(ROOM, tokens // 8 if len(chunks) == 2 else 0)  # a second prompt makes what was there grow
+    assert 1 <= expected / (len(layers) * numbers) < 1 + spare / tokens
+    assert fraction <= found / (len(layers) * numbers) <= fraction + spare / tokens
 
 
 @designs

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from chiar.errors import InputError
 from chiar.layers.ragged import RaggedStore, Shelf, may_write
 
 
@@ -85,6 +86,16 @@ class ChiarCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
+
+    def check_rows(self, rows: int) -> None:
+        """A batch of another size would be written beside its own rows."""
+        for layer in self.layers:
+            for store in layer.stores.values():
+                if store.length_B is not None and len(store.length_B) != rows:
+                    raise InputError(
+                        f"the cache holds {len(store.length_B)} rows and the input has {rows}: "
+                        "a cache goes on with the batch it began with."
+                    )
 
     def reset(self) -> None:
         super().reset()

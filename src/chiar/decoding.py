@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from chiar.cache import ChiarCache
+from chiar.errors import first_line
 from chiar.inputs import check_routes, check_tokens, place_tokens
 from chiar.layers.attention import compute_rotary_tables
 from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.meta_router import MetaRouter
 
 Rope = tuple[Tensor, Tensor]
+logger = logging.get_logger(__name__)
 
 
 class Inputs:
@@ -112,6 +115,7 @@ class FastDecoder:
     ) -> Tensor:
         """The logits of the token behind each row's, (B, 1, V)."""
         model, rows = language.model, len(ids_B1)
+        cache.check_rows(rows)
         check_tokens(ids_B1, None, model.embed_tokens.num_embeddings)
         check_routes(routes, model.config, tuple(ids_B1.shape))
         positions_B1, real_B1 = place_tokens(model.config, ids_B1, mask_BS, position_ids, cache.seen)
@@ -142,14 +146,28 @@ class FastDecoder:
             logits_B1V = self.run(language, inputs, cache)
             self.captured = Captured(cache, inputs.forced)
             return logits_B1V
-        if captured.graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(inputs.device), torch.cuda.graph(graph):
-                captured.logits_B1V = self.run(language, inputs, cache)
-            captured.graph = graph
+        if captured.graph is None and not self.capture(captured, language, inputs, cache):
+            return self.run(language, inputs, cache)
+        assert captured.graph is not None
         captured.graph.replay()
         assert captured.logits_B1V is not None
         return captured.logits_B1V.clone()  # the next replay writes into the same place
+
+    def capture(self, captured: Captured, language: Any, inputs: Inputs, cache: ChiarCache) -> bool:
+        """Record the step, which runs nothing. Where that fails, steps run plainly from here on."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads, a server's or a streamer's, may use the device meanwhile.
+            with (
+                torch.cuda.device(inputs.device),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
+                captured.logits_B1V = self.run(language, inputs, cache)
+            captured.graph = graph
+        except RuntimeError as error:
+            self.graph, self.captured = False, None
+            logger.warning(f"decoding cannot be captured as a CUDA graph and runs plainly: {first_line(error)}")
+        return captured.graph is not None
 
     def run(self, language: Any, inputs: Inputs, cache: ChiarCache) -> Tensor:
         """All of a step on the device."""

@@ -151,6 +151,8 @@ class ChiarModel(ChiarPreTrainedModel):
                 self._check_cache_has_gradients()
         check_tokens(input_ids, inputs_embeds, self.embed_tokens.num_embeddings)
         x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if past_key_values is not None:
+            past_key_values.check_rows(len(x_BTD))
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         context = make_context(config, self.basis.transform(), x_BTD, input_ids, attention_mask, position_ids, past)
         context.keep_entropy = output_routing

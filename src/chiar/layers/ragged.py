@@ -11,7 +11,7 @@ from chiar.ops.decode_attention import decode_attention
 BLOCK = 32
 """Capacities are multiples of this."""
 ROOM = 64
-"""Entries that are free behind the longest row after a store has grown, at least."""
+"""Entries that are free behind a prompt's longest row, at least; a store that grows later gets an eighth more."""
 LEAST = 16
 """With less room than this a store grows."""
 
@@ -80,7 +80,8 @@ class RaggedStore:
         self.parts = {name: part[:, :, :0] for name, part in new.items()}
 
     def grow(self) -> None:
-        capacity = -(-(self.most + ROOM) // BLOCK) * BLOCK
+        room = max(ROOM, self.capacity // 8)  # a share of the length, or long texts would be copied again and again
+        capacity = -(-(self.most + room) // BLOCK) * BLOCK
         missing, self.capacity = capacity - self.capacity, capacity
         self.parts = {name: F.pad(part, (0, 0, 0, missing)).contiguous() for name, part in self.parts.items()}
         self.shelf.moves += 1

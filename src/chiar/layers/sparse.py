@@ -46,8 +46,18 @@ def host_sees_routes(device: torch.device) -> bool:
 
 
 def sparse_pays(x_BTD: Tensor, keys: str) -> bool:
-    """Whether to sort tokens by operator costs less than it saves (measured: docs/speed.md, "On a CPU")."""
+    """Whether packing tokens costs less than it saves (on a CPU as measured: docs/speed.md)."""
+    if x_BTD.is_cuda:
+        autocast = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda") if autocast else x_BTD.dtype
+        return dtype == torch.bfloat16 and has_fast_grouped_products(x_BTD.device.index)
     return x_BTD.shape[0] * x_BTD.shape[1] >= FEWEST[keys] or not host_sees_routes(x_BTD.device)
+
+
+@torch.compiler.assume_constant_result
+def has_fast_grouped_products(device: int) -> bool:
+    """Whether torch multiplies the rows in use alone there, for bf16; elsewhere it waits to learn how many they are."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 class SparseLayer:

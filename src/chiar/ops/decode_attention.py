@@ -4,7 +4,6 @@ How many entries a row has is known on the device only. Tensors keep their place
 every step, and a kernel reads no more than the rows' true lengths.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from chiar.ops.packed_attention import accumulation_dtype
+from chiar.ops.packed_attention import LARGEST_HEAD, accumulation_dtype, triton_takes
 
 IMPLEMENTATIONS = ("auto", "torch", "cpu", "triton")
 
@@ -35,6 +34,7 @@ def decode_attention(
     Scores and sums are fp32 (float64 for float64).
     """
     tensors = q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B
+    check_shapes(*tensors)
     implementation = chosen_implementation(q_BHd, implementation)
     if implementation == "triton":
         from chiar.ops.triton.decode_attention import triton_forward
@@ -50,11 +50,26 @@ def chosen_implementation(q_BHd: Tensor, implementation: str) -> str:
         return implementation
     if q_BHd.device.type == "cpu":
         return "cpu"
-    return "triton" if q_BHd.is_cuda and q_BHd.dtype != torch.float64 and has_triton() else "torch"
+    return "triton" if triton_takes(q_BHd) and q_BHd.shape[-1] <= LARGEST_HEAD else "torch"
 
 
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def check_shapes(
+    q_BHd: Tensor,
+    k_BHd: Tensor,
+    v_BHd: Tensor,
+    key_BHLd: Tensor,
+    value_BHLd: Tensor,
+    length_B: Tensor,
+    takes_part_B: Tensor,
+) -> None:
+    """A kernel would read and write beside the tensors."""
+    (B, H, d), stored = q_BHd.shape, key_BHLd.shape
+    same = q_BHd.shape == k_BHd.shape == v_BHd.shape and stored == value_BHLd.shape
+    if not same or (stored[0], stored[1], stored[3]) != (B, H, d) or not len(length_B) == len(takes_part_B) == B:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B))
+        raise ValueError(f"new and stored entries must agree in rows, heads and features, got {shapes}.")
+    if len({x.dtype for x in (q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd)}) > 1:
+        raise ValueError("new and stored entries must share a dtype.")
 
 
 def torch_forward(

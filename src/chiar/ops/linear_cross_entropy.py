@@ -5,13 +5,14 @@ with G = softmax(X Wᵀ) − onehot(t). So the forward pass goes over chunks of 
 where they lie, takes both products at once and reuses the memory; the backward pass only scales what is stored.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
+
+from chiar.ops.packed_attention import triton_takes
 
 REDUCTIONS = ("mean", "sum", "none")
 IMPLEMENTATIONS = ("auto", "torch", "triton")
@@ -142,8 +143,7 @@ def add_product(sum_VD: Tensor, left_Vn: Tensor, right_nD: Tensor) -> None:
 def softmax_gradient(states_ND: Tensor, implementation: str) -> Any:
     """The function that turns a chunk's logits into its G."""
     if implementation == "auto":
-        on_gpu = states_ND.is_cuda and states_ND.dtype != torch.float64
-        implementation = "triton" if on_gpu and importlib.util.find_spec("triton") else "torch"
+        implementation = "triton" if triton_takes(states_ND) else "torch"
     if implementation == "torch":
         return torch_softmax_gradient
     from chiar.ops.triton.softmax_gradient import triton_softmax_gradient

@@ -19,6 +19,8 @@ from torch.utils.flop_counter import register_flop_formula
 from chiar.ops.attention_by_rows import by_rows_backward, by_rows_forward
 
 IMPLEMENTATIONS = ("auto", "torch", "rows", "triton")
+LARGEST_HEAD = 256
+"""Features of a head that the Triton kernels take."""
 
 
 def packed_attention(
@@ -159,12 +161,16 @@ def chosen_implementation(q_NHd: Tensor, implementation: str) -> str:
         return implementation
     if q_NHd.device.type == "cpu":
         return "rows"
-    usable = q_NHd.is_cuda and q_NHd.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
-    return "triton" if usable else "torch"
+    return "triton" if triton_takes(q_NHd) and q_NHd.shape[-1] <= LARGEST_HEAD else "torch"
+
+
+def triton_takes(x: Tensor) -> bool:
+    """Whether Triton's kernels can work on a tensor: on a GPU, but not in float64."""
+    return x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
 
 
 def wants_triton(x: Tensor, implementation: str) -> bool:
-    return chosen_implementation(x, implementation) == "triton"
+    return implementation == "triton" or (implementation == "auto" and triton_takes(x))
 
 
 def torch_forward(

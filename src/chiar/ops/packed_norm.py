@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from chiar.ops.packed_attention import accumulation_dtype, wants_triton
 from chiar.ops.packing import Packing, row_sum
 
-KINDS = ("none", "rms", "layer")
-
 
 def packed_norm(
     x_ND: Tensor,

@@ -1,5 +1,7 @@
 """Passes as CUDA graphs: many small kernels that no longer wait for Python to launch them."""
 
+import gc
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,9 +19,10 @@ Pass = Callable[..., tuple[Tensor, ...]]
 class GraphedPasses:
     """Calls `run(*tensors)`, a forward and perhaps a backward pass that adds to the parameters' gradients.
 
-    Nothing in our passes looks at values on the host, sparse execution included, so what a pass launches depends on
-    shapes alone: it is recorded once for each shape and replayed from then on. Where recording fails, passes go on
-    plainly and `failure` says why.
+    What a pass of ours launches depends on shapes alone, sparse execution included (on a GPU with fast grouped
+    products), so it is recorded once for each shape and replayed from then on. The last plain pass is watched: one that
+    waits for the device is never recorded, since that would break the recording and what comes after it. `failure`
+    says why passes go on plainly.
     """
 
     def __init__(self, run: Pass, parameters: Iterable[nn.Parameter] = ()) -> None:
@@ -31,18 +34,47 @@ class GraphedPasses:
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         shape = tuple((tuple(x.shape), x.dtype) for x in inputs)
+        if shape not in self.records:
+            self.passes[shape] = self.passes.get(shape, 0) + 1
+            if self.failure is None and self.passes[shape] == PLAIN:
+                return self.watched(inputs)
+            if self.failure is None and self.passes[shape] > PLAIN:
+                self.record(shape, inputs)
         if shape in self.records:
             return self.records[shape].replay(inputs, self.parameters)
-        self.passes[shape] = self.passes.get(shape, 0) + 1
-        if self.failure is None and self.passes[shape] > PLAIN:
-            try:
-                self.records[shape] = Record(self.run, inputs, self.parameters, self.stream)
-            except RuntimeError as error:  # an operation that waits, or no memory for a second set of activations
-                self.failure = first_line(error)
-                torch.cuda.synchronize()
-                return self.plainly(inputs)
-            return self.records[shape].replay(inputs, self.parameters)
         return self.plainly(inputs)
+
+    def record(self, shape: Any, inputs: tuple[Tensor, ...]) -> None:
+        try:
+            self.records[shape] = Record(self.run, inputs, self.parameters, self.stream)
+        except RuntimeError as error:  # most likely no memory for a second set of activations
+            self.failure = first_line(root_of(error))
+        # Not inside the block above: there the error still holds every tensor of the pass that failed.
+        if self.failure is not None:
+            self.give_up(self.failure)
+
+    def give_up(self, reason: str) -> None:
+        """Passes are launched plainly from here on, and what recordings held is free."""
+        self.failure = reason
+        self.records.clear()
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def watched(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """A plain pass; sets `failure` if anything in it waits for the device."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                found = self.plainly(inputs)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        waits = [str(warning.message) for warning in told if "synchronizing" in str(warning.message)]
+        if waits:
+            self.failure = f"a pass waits for the device ({waits[0].splitlines()[0]})"
+        return found
 
     def plainly(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """On the stream of the recordings: autograd remembers the stream a parameter was first used on."""
@@ -54,6 +86,13 @@ class GraphedPasses:
             found = self.run(*inputs)
         current.wait_stream(self.stream)
         return found
+
+
+def root_of(error: BaseException) -> BaseException:
+    """The first error: those after it say that a recording was broken, not by what."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 class Record:

@@ -46,7 +46,7 @@ class TrainSettings:
     """bf16: autocast over fp32 weights."""
     compile: bool = True
     cuda_graphs: bool = True
-    """On one GPU: record the pass of a text micro-batch after a few steps and replay it. Not where `deterministic`."""
+    """On one GPU: record the pass of a text micro-batch after four of them and replay it. Not where `deterministic`."""
     parallel: str = "auto"
     """Several processes: ddp gives each the whole model, fsdp a part of it; auto shards the 1B presets."""
     deterministic: bool = False

@@ -72,13 +72,17 @@ class Trainer:
         self.prefetch = Prefetch(self.schedule, self.slots, processes.device)
 
     def train_step(self) -> dict[str, Any]:
-        """One optimiser step; where compiling fails in it, the whole step is run again without."""
+        """One optimiser step. Where compiling fails in it, the whole step is run again without; where memory runs out
+        beside recorded passes, without those."""
         tokens = self.tokens
         try:
             return self._train_step()
         except Exception as error:
-            if not self.forward.fall_back(error):
+            no_memory = isinstance(error, torch.OutOfMemoryError) and self.graphs is not None and self.graphs.records
+            if not no_memory and not self.forward.fall_back(error):
                 raise
+        if self.graphs is not None and self.graphs.records:  # they hold memory, or what was compiled
+            self.graphs.give_up("a pass beside the recorded ones found no memory, or could not be compiled")
         self.tokens = tokens
         self.optimizer.zero_grad(set_to_none=True)
         return self._train_step()

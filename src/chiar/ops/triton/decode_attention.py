@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from chiar.ops.packed_attention import LARGEST_HEAD
 from chiar.ops.triton.launch import current
 
-LARGEST_HEAD = 256
 MOST_SPLITS = 64
 PROGRAMS = 4096
 """Enough to fill an H200 several times over, so that the last ones cost little; more splits cost the second kernel."""

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from chiar.ops.packed_attention import LARGEST_HEAD
 from chiar.ops.triton.attention_kernels import _backward_keys, _backward_queries, _forward
 from chiar.ops.triton.launch import current
 
@@ -22,7 +23,6 @@ class Tiles(NamedTuple):
 
 
 SHORT = 512
-LARGEST_HEAD = 256
 
 
 def tiles(kernel: str, head: int, max_keys: int, dtype: torch.dtype) -> Tiles:
