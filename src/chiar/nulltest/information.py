@@ -21,6 +21,8 @@ class Information:
     """Entropy of the route, the most there can be."""
     labels: int
     """Distinct labels seen."""
+    deviation: float | None = None
+    """Of `bits` over draws, where it is a mean over random routes."""
 
     @property
     def excess(self) -> float:
@@ -37,7 +39,7 @@ class Information:
         room = self.route_bits - self.chance
         return self.excess / room if room > 1e-9 else 0.0
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float | None]:
         return {**vars(self), "excess": self.excess, "share": self.share, "adjusted": self.adjusted}
 
 
@@ -63,6 +65,33 @@ def mutual_information(route_N: Tensor, labels_N: Tensor, shuffles: int, seed: i
         route_bits=bits(torch.bincount(route_N)),
         labels=len(names),
     )
+
+
+def hash_information(
+    token_N: Tensor, labels: list[Tensor], fraction: float, draws: int, seed: int
+) -> tuple[float, list[Information]]:
+    """What a route says that knows nothing but the token: each distinct token is dark with probability `fraction`.
+
+    A few frequent tokens make up whole word classes, so such a route tells classes apart too: shuffled labels alone are
+    too weak a null. Means over draws, with the share that was dark; one entry for each kind of label.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    distinct, inverse_N = token_N.unique(return_inverse=True)
+    dark, found = [], []
+    for draw in range(draws):
+        route_N = (torch.rand(len(distinct), generator=generator) < fraction)[inverse_N].long()
+        dark.append(float(route_N.double().mean()))
+        found.append([mutual_information(route_N, labels_N, 2, seed + draw) for labels_N in labels])
+    return sum(dark) / draws, [average(list(of_label)) for of_label in zip(*found, strict=True)]
+
+
+def average(found: list[Information]) -> Information:
+    def mean(name: str) -> float:
+        return sum(getattr(information, name) for information in found) / len(found)
+
+    deviation = float(torch.tensor([information.bits for information in found], dtype=torch.float64).std())
+    names = ("bits", "chance", "chance_deviation", "route_bits")
+    return Information(**{name: mean(name) for name in names}, labels=found[0].labels, deviation=deviation)
 
 
 def position_bins(position_N: Tensor) -> Tensor:

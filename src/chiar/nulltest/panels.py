@@ -26,7 +26,7 @@ class SmallPanel:
 
 def draw_grid(title: str, panels: list[SmallPanel], legend: list[Line], across: str, up: str) -> str:
     """The panels under one title and one legend; `across` and `up` name the axes."""
-    columns = min(COLUMNS, len(panels))
+    columns = 2 if len(panels) == 4 else min(COLUMNS, len(panels))
     wide = max(LEFT + columns * (WIDTH + GAP_X), 560)
     parts = [label(wide / 2, 26, shorten(title, 110), size=16, weight="700")]
     parts += draw_legend(legend, wide)

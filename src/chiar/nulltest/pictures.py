@@ -10,9 +10,17 @@ from chiar.nulltest.compaction import KLT, NOISE
 from chiar.nulltest.flips import Worth
 from chiar.nulltest.panels import SmallPanel, draw_grid
 from chiar.nulltest.report import LayerNull, NullTest
+from chiar.nulltest.tables import SIGNALS
 
 BARS = 48
-COLOUR = {"dct": COLOURS[0], "identity": COLOURS[1], "random": COLOURS[2], KLT: COLOURS[3], "route": COLOURS[6]}
+COLOUR = {
+    "dct": COLOURS[0],
+    "identity": COLOURS[1],
+    "random": COLOURS[2],
+    KLT: COLOURS[3],
+    "hash": COLOURS[4],
+    "route": COLOURS[6],
+}
 
 
 def pictures(report: NullTest) -> dict[str, str]:
@@ -69,7 +77,7 @@ def draw_information(report: NullTest) -> str:
                 for signal in layer.signals
                 if signal.name == name
             ]
-            label = name if name == "route" else f"H, {name}"
+            label = SIGNALS.get(name, f"H, {name}")
             dashes = "2 3" if name == "route" else ""
             lines.append(Line(label, points, COLOUR[name], dashes=dashes, dots=True))
         panels.append(Panel(f"what {title} says about the route (adjusted share)", lines, (0.0, "chance")))

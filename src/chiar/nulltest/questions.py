@@ -7,11 +7,11 @@ from torch import Tensor
 
 from chiar.nulltest.compaction import measure_compaction
 from chiar.nulltest.flips import Flip, Worth, summarise
-from chiar.nulltest.information import cut_at_fraction, mutual_information, position_bins
+from chiar.nulltest.information import cut_at_fraction, hash_information, mutual_information, position_bins
 from chiar.nulltest.report import ClassMean, Contrast, LayerNull, Signal
 from chiar.nulltest.sample import LayerSample, Rows
 from chiar.nulltest.statistics import bin_edges, clustered_error, separation
-from chiar.nulltest.white import Basis, Null, make_null, whiteness
+from chiar.nulltest.white import Basis, Null, make_null, repeated_distance, whiteness
 from chiar.nulltest.words import CLASSES, CONTENT, FUNCTION, NUMBER_OF, WordClasses
 
 BINS = 4
@@ -51,6 +51,7 @@ class Questions:
         # Only the model's own basis can have a DC bin of another weight.
         width, samples = self.width(bases), len(null.sample_N)
         self.control_null = null if plain else make_null(width, samples, seed, bases[0].eps)
+        self.repeated = repeated_distance(labels.token_N, null, seed)
         self.noise_MD = torch.randn(NOISE_ROWS, width, generator=torch.Generator().manual_seed(seed + 1))
 
     @staticmethod
@@ -77,7 +78,10 @@ class Questions:
             operators=sample.operators,
             thresholds=sample.thresholds,
             dark=None if dark_N is None else float(dark_N.double().mean()),
-            whiteness=[whiteness(name, h_N, null) for (name, h_N), null in zip(entropies.items(), nulls, strict=True)],
+            whiteness=[
+                whiteness(name, h_N, null, self.labels.token_N, self.repeated)
+                for (name, h_N), null in zip(entropies.items(), nulls, strict=True)
+            ],
             signals=self.signals(sample, entropies),
             classes=self.class_means(own_N, sample),
             contrasts=self.contrasts(own_N),
@@ -96,7 +100,9 @@ class Questions:
         for name, entropy_N in entropies.items():
             above_N = cut_at_fraction(entropy_N, fraction)
             found.append(self.signal(name, above_N.long(), float(above_N.double().mean())))
-        return found
+        labels = [self.labels.token_N, self.labels.class_N, self.labels.position_N]
+        dark, hashed = hash_information(self.labels.token_N, labels, fraction, self.shuffles, self.seed)
+        return [*found, Signal("hash", dark, *hashed)]
 
     def signal(self, name: str, route_N: Tensor, dark: float) -> Signal:
         labels = self.labels

@@ -19,7 +19,8 @@ class Signal:
     """One way to split the tokens of a layer in two (or three), and what it says about them."""
 
     name: str
-    """"route": what the model did; else the basis whose H is cut so that as many tokens are dark."""
+    """"route": what the model did; a basis: its H, cut to the same share of dark tokens; "hash": a random route that
+    knows the token only, with that share too."""
     dark: float
     """Share of tokens above the cut."""
     token: Information

@@ -7,6 +7,8 @@ from chiar.nulltest.flips import Mean, Worth
 from chiar.nulltest.report import LayerNull, NullTest
 from chiar.nulltest.white import PERCENTILES
 
+SIGNALS = {"route": "route", "hash": "random hash of the token"}
+
 
 def report_tables(report: NullTest) -> list[Table | str]:
     shown: list[Table | str] = [whiteness_table(report), information_table(report)]
@@ -30,7 +32,8 @@ def whiteness_table(report: NullTest) -> Table:
     table = new_table(
         f"1. H of each layer's input against white noise of width {report.width} "
         f"({report.null_mean:.4f} ± {report.null_deviation:.4f}, {kind}); {report.tokens:,} tokens of {report.corpus} "
-        f"{report.split}; effect and spread in σ of the noise; KS expected for noise in brackets",
+        f"{report.split}; effect and spread in σ of the noise; "
+        "in brackets the KS of independent noise, and of one noise vector a distinct token",
         "layer", "basis", "mean", "sd", *(f"p{p}" for p in PERCENTILES), "effect", "spread", "KS", "τ", "f",
     )  # fmt: skip
     noise = [f"{report.null_percentiles[str(p)]:.4f}" for p in PERCENTILES]
@@ -44,9 +47,9 @@ def whiteness_table(report: NullTest) -> Table:
                 f"{row.mean:.4f}",
                 f"{row.deviation:.4f}",
                 *(f"{row.percentiles[str(p)]:.4f}" for p in PERCENTILES),
-                f"{row.effect:+.2f}",
+                f"{row.effect:+.2f} ± {row.effect_error:.2f}",
                 f"{row.spread:.2f}",
-                f"{row.distance:.3f} ({row.distance_expected:.3f})",
+                f"{row.distance:.3f} ({row.distance_expected:.3f}, {row.distance_repeated:.3f})",
                 cuts if number == 0 else "",
                 f"{layer.dark:.1%}" if number == 0 and layer.dark is not None else "",
             )
@@ -64,7 +67,7 @@ def information_table(report: NullTest) -> Table:
             cells = []
             for found in (signal.token, signal.word_class, signal.position):
                 cells += [f"{found.bits:.4f} ({found.chance:.4f})", f"{found.adjusted:.1%}"]
-            name = signal.name if signal.name == "route" else f"H, {signal.name}"
+            name = SIGNALS.get(signal.name, f"H, {signal.name}")
             bits = f"{signal.token.route_bits:.3f}"
             table.add_row(name_of(layer) if number == 0 else "", name, f"{signal.dark:.1%}", bits, *cells)
     return table

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from chiar.nulltest.statistics import ks_distance, ks_under_null
+from chiar.nulltest.statistics import ks_distance, ks_under_null, mean_and_error
 from chiar.ops.spectral_entropy import spectral_entropy
 from chiar.ops.transform import Transform, make_transform
 from chiar.ops.white_noise import white_noise_entropy
@@ -13,6 +13,7 @@ from chiar.ops.white_noise import white_noise_entropy
 PERCENTILES = (5, 25, 50, 75, 95)
 KINDS = ("dct", "identity", "random")
 CHUNK = 4096
+DRAWS = 20
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Whiteness:
     percentiles: dict[str, float]
     effect: float
     """(mean − the null's mean) / the null's standard deviation."""
+    effect_error: float
+    """Its standard error; equal tokens count as one sample."""
     spread: float
     """Standard deviation / the null's."""
     distance: float
@@ -84,19 +87,36 @@ class Whiteness:
     """Its mean, were the states white and independent."""
     distance_critical: float
     """Its 95th percentile then."""
+    distance_repeated: float
+    """Its mean, were equal tokens equal states: one white vector for each distinct token, as often as the token."""
 
 
-def whiteness(basis: str, entropy_N: Tensor, null: Null) -> Whiteness:
+def repeated_distance(token_N: Tensor, null: Null, seed: int) -> float:
+    """What repetition alone does to the distance: the mean over draws of one null entropy a distinct token."""
+    generator = torch.Generator().manual_seed(seed)
+    distinct, inverse_N = token_N.unique(return_inverse=True)
+    found = []
+    for _ in range(DRAWS):
+        drawn = torch.randint(len(null.sample_N), (len(distinct),), generator=generator)
+        found.append(ks_distance(null.sample_N[drawn][inverse_N], null.sample_N))
+    return sum(found) / DRAWS
+
+
+def whiteness(basis: str, entropy_N: Tensor, null: Null, token_N: Tensor, repeated: float) -> Whiteness:
+    """`repeated` is `repeated_distance`, the same for every layer."""
     expected, critical = ks_under_null(len(entropy_N), len(null.sample_N))
-    mean, deviation = float(entropy_N.double().mean()), float(entropy_N.double().std())
+    mean, error = mean_and_error(entropy_N, token_N)
+    deviation = float(entropy_N.double().std())
     return Whiteness(
         basis=basis,
         mean=mean,
         deviation=deviation,
         percentiles=percentiles(entropy_N),
         effect=(mean - null.mean) / null.deviation,
+        effect_error=error / null.deviation,
         spread=deviation / null.deviation,
         distance=ks_distance(entropy_N, null.sample_N),
         distance_expected=expected,
         distance_critical=critical,
+        distance_repeated=repeated,
     )
