@@ -15,6 +15,7 @@ from chiar.data.prepare import prepare
 from chiar.data.text import Text
 from chiar.data.tokenizer_choice import TokenizerChoice
 from chiar.modeling import ChiarForCausalLM
+from chiar.nulltest.words import CONTENT, FUNCTION
 from chiar.ops.white_noise import white_noise_entropy
 from commands import run
 from helpers import randomise, small_config
@@ -69,7 +70,7 @@ def test_tables_json_and_pictures(tmp_path, save, corpus):
     assert report["format"] == "chiar-nulltest/1" and report["split"] == "valid"
     assert (report["tokens"], report["rows"], report["length"]) == (320, 20, LENGTH)
     pictures = {path.name: ElementTree.parse(path) for path in (tmp_path / "out").glob("*.svg")}
-    assert set(pictures) == {"entropy.svg", "information.svg", "flips.svg", "compaction.svg"}
+    assert set(pictures) == {"entropy.svg", "information.svg", "flips.svg", "compaction.svg", "classes.svg"}
     polygons = pictures["entropy.svg"].findall(".//{http://www.w3.org/2000/svg}polygon")
     assert len(polygons) == len(report["layers"])
     assert len(report["flips"]) == 16
@@ -100,6 +101,11 @@ def test_numbers_are_those_of_the_trace(save, corpus):
         assert sum(row["tokens"] for row in layer["classes"]) == 320
         weighted = sum(row["tokens"] * row["mean"] for row in layer["classes"]) / 320
         assert weighted == pytest.approx(float(entropy.mean()), abs=1e-6)
+        means = []
+        for names in (FUNCTION, CONTENT):
+            rows = [row for row in layer["classes"] if row["name"] in names]
+            means.append(sum(r["tokens"] * r["mean"] for r in rows) / sum(r["tokens"] for r in rows))
+        assert layer["contrasts"][0]["difference"] == pytest.approx((means[0] - means[1]) / deviation, abs=1e-6)
         if seen.kind == "routed":
             light = seen.choice_BT == 0
             assert layer["dark"] == pytest.approx(1 - float(light.double().mean()))

@@ -1,4 +1,4 @@
-"""A null test as pictures: entropies against the null, information, flips, energy compaction."""
+"""A null test as pictures: entropies against the null, information, word classes, flips, compaction."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from chiar.analysis.chart import COLOURS, Line, Panel, draw_chart
+from chiar.nulltest.class_picture import draw_classes
 from chiar.nulltest.compaction import KLT, NOISE
 from chiar.nulltest.flips import Worth
 from chiar.nulltest.panels import SmallPanel, draw_grid
@@ -26,6 +27,7 @@ COLOUR = {
 def pictures(report: NullTest) -> dict[str, str]:
     """SVG by file name."""
     drawn = {"entropy.svg": draw_entropy(report), "information.svg": draw_information(report)}
+    drawn["classes.svg"] = draw_classes(report, called(report, "H by word class"))
     if report.worth is not None:
         drawn["flips.svg"] = draw_flips(report)
     return {**drawn, "compaction.svg": draw_compaction(report)}

@@ -1,4 +1,4 @@
-"""What is asked of every layer, and of what the answers are compared with."""
+"""What is asked of every layer, and what the answers are compared with."""
 
 import math
 
@@ -10,7 +10,7 @@ from chiar.nulltest.flips import Flip, Worth, summarise
 from chiar.nulltest.information import cut_at_fraction, hash_information, mutual_information, position_bins
 from chiar.nulltest.report import ClassMean, Contrast, LayerNull, Signal
 from chiar.nulltest.sample import LayerSample, Rows
-from chiar.nulltest.statistics import bin_edges, clustered_error, separation
+from chiar.nulltest.statistics import bin_edges, clustered_error, mean_and_error, separation
 from chiar.nulltest.white import Basis, Null, make_null, repeated_distance, whiteness
 from chiar.nulltest.words import CLASSES, CONTENT, FUNCTION, NUMBER_OF, WordClasses
 
@@ -120,7 +120,7 @@ class Questions:
         for number, name in enumerate(CLASSES):
             of_class_N = self.labels.class_N == number
             if bool(of_class_N.any()):
-                mean = float(entropy_N[of_class_N].double().mean())
+                mean, error = mean_and_error(entropy_N[of_class_N], self.labels.token_N[of_class_N])
                 found.append(
                     ClassMean(
                         name=name,
@@ -128,6 +128,7 @@ class Questions:
                         tokens=int(of_class_N.sum()),
                         mean=mean,
                         effect=(mean - self.null.mean) / self.null.deviation,
+                        error=error / self.null.deviation if math.isfinite(error) else None,
                         light=float(light_N[of_class_N].double().mean()),
                     )
                 )

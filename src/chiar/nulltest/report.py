@@ -42,6 +42,8 @@ class ClassMean:
     mean: float
     effect: float
     """(mean − the null's mean) / the null's standard deviation."""
+    error: float | None
+    """Its standard error; equal tokens count as one sample."""
     light: float
     """Share of the class that is light: as routed, or with H at most the median where there is no route."""
 
