@@ -57,7 +57,7 @@ def measure_compaction(
     """For every basis, the KLT and white noise. `bin_N` is each token's entropy bin, `row_N` its row."""
     width = states_ND.shape[-1]
     widths = sorted({max(width // divisor, 1) for divisor in DIVISORS})
-    fitted_N, bin_M = row_N % 2 == 0, bin_N[row_N % 2 == 1]
+    fitted_N, bin_M = row_N % 2 == 0, bin_N[row_N % 2 == 1].cpu()
     found = []
     for centred in (False, True):
         scaled_ND = unit(states_ND)
