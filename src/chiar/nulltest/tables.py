@@ -66,7 +66,8 @@ def information_table(report: NullTest) -> Table:
         for number, signal in enumerate(layer.signals):
             cells = []
             for found in (signal.token, signal.word_class, signal.position):
-                cells += [f"{found.bits:.4f} ({found.chance:.4f})", f"{found.adjusted:.1%}"]
+                spread = "" if found.deviation is None else f" ± {found.deviation:.4f}"
+                cells += [f"{found.bits:.4f}{spread} ({found.chance:.4f})", f"{found.adjusted:.1%}"]
             name = SIGNALS.get(signal.name, f"H, {signal.name}")
             bits = f"{signal.token.route_bits:.3f}"
             table.add_row(name_of(layer) if number == 0 else "", name, f"{signal.dark:.1%}", bits, *cells)
