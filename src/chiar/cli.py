@@ -13,6 +13,7 @@ from chiar.data.cli import data_app
 from chiar.errors import InputError
 from chiar.evaluation.cli import compare, evaluate
 from chiar.generation.cli import generate
+from chiar.nulltest.cli import nulltest
 from chiar.reproduce.cli import reproduce
 from chiar.training.cli import train
 from chiar.training.finetune_cli import finetune
@@ -32,6 +33,7 @@ app.command("eval")(evaluate)
 app.command("compare")(compare)
 app.command("reproduce")(reproduce)
 app.command("generate")(generate)
+app.command("nulltest")(nulltest)
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
 Keys = Annotated[

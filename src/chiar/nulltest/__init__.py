@@ -1,0 +1,1 @@
+"""Is the routing signal more than noise? What `chiar nulltest` measures, one question a file."""
