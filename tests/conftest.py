@@ -16,9 +16,12 @@ from chiar import presets
 from chiar.layers.meta_router import Gate
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.spectral import SpectralFilter
+from chiar.layers.temporal import TemporalFilter
 from chiar.modeling import ChiarForCausalLM
 
 THREE = ["spectral", "rbf", "attention"]
+TEMPORAL = ["temporal", "attention"]
+WINDOW = {"temporal_window": 5, "temporal_coefficients": 3, "temporal_channels": 6}
 LEARNED = {"router": "learned"}
 RANDOM = {"router": "random"}
 STATIC = {"router": "static"}
@@ -65,6 +68,13 @@ OPTIONS = {
     "identity-basis": {"basis": "identity"},
     "random-basis": {"basis": "random"},
     "authors-entropy": {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0},
+    "temporal": {"operators": TEMPORAL, "layer_types": ["temporal", "routed", "routed", "attention"], **WINDOW},
+    "temporal-everywhere": {"preset": "baseline-tiny", "temporal_everywhere": True, **WINDOW},
+    "temporal-signal": {"signal": "temporal", "thresholds": [0.83, 0.83], **WINDOW},
+    "temporal-all": {
+        **{"operators": TEMPORAL, "signal": "temporal", "temporal_everywhere": True, "norm_position": "pre", **WINDOW},
+        **{"norm": "rmsnorm", "keys": "routed", "light_ffn": False, "thresholds": [0.83, 0.83]},
+    },
 }
 ROUTERS = [
     *("v1", "v2", "v3", "hard-both", "hard-selected", "soft", "random-token", "random-position", "static"),
@@ -103,6 +113,9 @@ def enliven(model: nn.Module, seed: int) -> nn.Module:
                 module.weight.copy_(1.0 + noise(module.weight, 0.3))
                 if getattr(module, "bias", None) is not None:
                     module.bias.copy_(noise(module.bias, 0.1))
+            elif isinstance(module, TemporalFilter):
+                module.now_D.copy_(1.0 + noise(module.now_D, 0.3))
+                module.coefficients_KD.copy_(noise(module.coefficients_KD, 0.5))
             elif isinstance(module, RBFMixing):
                 module.omega_Dm.copy_(noise(module.omega_Dm, 0.4))
     return model
