@@ -70,10 +70,10 @@ OPTIONS = {
     "authors-entropy": {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0},
     "temporal": {"operators": TEMPORAL, "layer_types": ["temporal", "routed", "routed", "attention"], **WINDOW},
     "temporal-everywhere": {"preset": "baseline-tiny", "temporal_everywhere": True, **WINDOW},
-    "temporal-signal": {"signal": "temporal", "thresholds": [0.83, 0.83], **WINDOW},
+    "temporal-signal": {"signal": "temporal", "thresholds": 0.83, **WINDOW},
     "temporal-all": {
         **{"operators": TEMPORAL, "signal": "temporal", "temporal_everywhere": True, "norm_position": "pre", **WINDOW},
-        **{"norm": "rmsnorm", "keys": "routed", "light_ffn": False, "thresholds": [0.83, 0.83]},
+        **{"norm": "rmsnorm", "keys": "routed", "light_ffn": False, "thresholds": 0.83},
     },
 }
 ROUTERS = [

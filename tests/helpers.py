@@ -27,6 +27,8 @@ def randomise(model: ChiarForCausalLM, seed: int = 0) -> ChiarForCausalLM:
         for name, parameter in model.named_parameters():
             if name.endswith("operators.spectral.weight"):
                 normal(parameter, 1.0, 0.5)
+            elif name.endswith("now_D"):
+                normal(parameter, 1.0, 0.5)
             elif "norm" in name:
                 normal(parameter, 0.0 if name.endswith("bias") else 1.0, 0.3)
             elif "embed" in name or name.endswith("score.weight") or name.endswith("gate.weight"):
