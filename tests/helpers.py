@@ -25,9 +25,7 @@ def randomise(model: ChiarForCausalLM, seed: int = 0) -> ChiarForCausalLM:
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("operators.spectral.weight"):
-                normal(parameter, 1.0, 0.5)
-            elif name.endswith("now_D"):
+            if name.endswith("operators.spectral.weight") or name.endswith("now_D"):
                 normal(parameter, 1.0, 0.5)
             elif "norm" in name:
                 normal(parameter, 0.0 if name.endswith("bias") else 1.0, 0.3)

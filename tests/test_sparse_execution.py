@@ -229,8 +229,11 @@ def test_dropout_of_attention_weights_is_refused_in_training_only():
     assert model.eval()(tokens()).logits.isfinite().all()
 
 
-def test_one_graph_serves_every_split():
-    model = build(execution="sparse", keys="routed", **DESIGNS["pre identity"]).float()
+@pytest.mark.parametrize(
+    "design", [DESIGNS["pre identity"], {**TEMPORAL, **TEMPORAL_DESIGNS["pre light skips"]}], ids=str
+)
+def test_one_graph_serves_every_split(design):
+    model = build(execution="sparse", keys="routed", **design).float()
     graphs = []
 
     def count(graph, _):

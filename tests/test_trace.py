@@ -7,8 +7,8 @@ import torch
 
 from chiar import RoutingTrace
 from chiar.errors import InputError
-from chiar.ops.hash import uniform_hash
 from chiar.layers.context import TokenContext
+from chiar.ops.hash import uniform_hash
 from chiar.ops.spectral_entropy import spectral_entropy
 from chiar.routing.trace import LayerTrace
 

@@ -63,7 +63,8 @@ class ChiarConfig(PreTrainedConfig):
     intermediate_size: int | None = None
     """Hidden width of the feed-forward network; 4·D when not given."""
     layer_types: list[str] | None = None
-    """spectral, temporal, routed or attention for each layer; when not given the paper's spectral, routed × (N−2), attention."""
+    """spectral, temporal, routed or attention for each layer; when not given the paper's spectral, routed × (N−2),
+    attention."""
 
     operators: list[str] | None = None
     """Operators of routed layers in order of rising entropy: spectral or temporal, (rbf,) attention."""
@@ -127,7 +128,7 @@ class ChiarConfig(PreTrainedConfig):
     rbf_gamma: float = 1.0
 
     meta_router: bool | None = None
-    """A learned gate on layer 1; by default exactly when layer 1 is spectral or temporal and positions are RoPE (v3)."""
+    """A learned gate on layer 1; on by default exactly when that is spectral or temporal and positions RoPE (v3)."""
     gate_pool: str = "batch"
     """Mean embedding the gate sees: over the batch (the paper), over the sequence, or causal (running mean)."""
     gate_init: str = "biased"

@@ -114,8 +114,8 @@ def check_can_turn(model: nn.Module) -> None:
         )
     if any(layer.looks_back for layer in model.model.layers):  # type: ignore[union-attr]
         raise InputError(
-            "a model with temporal filters or the temporal signal has no spectral coordinates: they work on one feature "
-            "or direction at a time, which no rotation passes."
+            "a model with temporal filters or the temporal signal has no spectral coordinates: they work on one "
+            "feature or direction at a time, which no rotation passes."
         )
     for number, layer in enumerate(model.model.layers, 1):  # type: ignore[union-attr,arg-type]
         gamma_D = layer.norms[LIGHT].weight if LIGHT in layer.norms else None

@@ -46,7 +46,8 @@ class ChiarPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """N(0, 0.02), biases 0, norms and spectral filters 1, temporal filters the identity (or 0); derived buffers are computed again."""
+        """N(0, 0.02), biases 0, norms and spectral filters 1, temporal filters the identity or 0; derived buffers are
+        computed again."""
         std = self.config.initializer_range
         if isinstance(module, Gate) and self.config.gate_init == "biased":
             init.zeros_(module.weight)

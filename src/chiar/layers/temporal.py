@@ -21,7 +21,9 @@ class TemporalFilter(DerivedBuffers):
 
     basis_WK: Tensor
 
-    def __init__(self, width: int, window: int, coefficients: int, initial: float = 1.0, name: str = "temporal") -> None:
+    def __init__(
+        self, width: int, window: int, coefficients: int, initial: float = 1.0, name: str = "temporal"
+    ) -> None:
         """`name`: where a layer's memory keeps the inputs of the last W − 1 tokens."""
         super().__init__()
         self.window, self.number, self.initial, self.name = window, coefficients, initial, name

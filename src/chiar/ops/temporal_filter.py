@@ -26,7 +26,7 @@ def naive_temporal_filter(x_BTD: Tensor, taps_WD: Tensor) -> Tensor:
     outputs = []
     for t in range(x_BTD.shape[1]):
         reach = min(t + 1, len(taps_WD))
-        outputs.append(sum(taps_WD[j] * x_BTD[:, t - j] for j in range(reach)))
+        outputs.append(torch.stack([taps_WD[j] * x_BTD[:, t - j] for j in range(reach)]).sum(0))
     return torch.stack(outputs, dim=1).to(x_BTD.dtype)
 
 
