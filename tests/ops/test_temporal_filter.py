@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chiar.ops.temporal_filter import naive_temporal_filter, temporal_basis, temporal_filter
+from chiar.ops.temporal_filter import filter_forward, naive_temporal_filter, temporal_basis, temporal_filter
 
 
 @pytest.mark.parametrize("shape", [(2, 9, 3), (1, 1, 4), (3, 4, 2)], ids=str)
@@ -23,6 +23,12 @@ def test_outputs_and_gradients_are_the_definitions(shape, window):
     torch.testing.assert_close(found, true, atol=1e-12, rtol=1e-12)
     ours, theirs = (torch.autograd.grad(y, (x, taps), grad) for y in (found, true))
     torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+def test_the_operator_is_described_to_the_compiler():
+    x, taps = torch.randn(2, 5, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    torch.library.opcheck(filter_forward, (x, taps, "torch"))
+    torch.library.opcheck(filter_forward, (x.detach().transpose(0, 1), taps, "torch"))
 
 
 def test_taps_of_all_coefficients_can_be_anything_and_few_are_smooth():
