@@ -108,7 +108,8 @@ class ChiarConfig(PreTrainedConfig):
     entropy_eps: float = 0.0
     """ε of the entropy; 0 is exact and scale-free, 1e-8 is the released code's."""
     entropy_dc_weight: float = 1.0
-    """Weight of the first coefficient's energy in H; 2 for the released code's unnormalised DCT."""
+    """Weight of the first coefficient's energy in H; 2 for the released code's unnormalised DCT. Under the temporal
+    signal 0 leaves the terms of frequency 0 out."""
     signal: str = "features"
     """What H is the spectral entropy of: features (the token's D features, the paper's) or temporal (the last
     `temporal_window` tokens along time, in `temporal_channels` directions)."""
@@ -198,7 +199,9 @@ class ChiarConfig(PreTrainedConfig):
     @property
     def entropy_terms(self) -> int:
         """How many energies H is the entropy of: white noise of as many features has the same H."""
-        return self.hidden_size if self.signal == "features" else self.temporal_window * self.temporal_channels
+        if self.signal == "features":
+            return self.hidden_size
+        return (self.temporal_window - (self.entropy_dc_weight == 0)) * self.temporal_channels
 
     @property
     def head_size(self) -> int:

@@ -71,11 +71,13 @@ def test_memory_does_not_grow_with_the_stream():
 TEMPORAL = {"signal": "temporal", "temporal_window": 6, "temporal_channels": 8}
 
 
-def test_the_temporal_signals_noise_has_the_closed_forms_moments():
-    noise, (mean, deviation) = temporal_noise_quantiles(6, 8, 0.0, 1.0), white_noise_entropy(48)
+@pytest.mark.parametrize(("dc_weight", "terms"), [(1.0, 48), (0.0, 40)])
+def test_the_temporal_signals_noise_has_the_closed_forms_moments(dc_weight, terms):
+    noise, (mean, deviation) = temporal_noise_quantiles(6, 8, 0.0, dc_weight), white_noise_entropy(terms)
     assert abs(noise.mean() - mean) < 4 * deviation / noise.total**0.5 + BIN
     assert noise.deviation() == pytest.approx(deviation, rel=0.04)
-    assert presets.get("v3-tiny", **TEMPORAL).layer_thresholds() == [(mean,)] * 2
+    config = presets.get("v3-tiny", entropy_dc_weight=dc_weight, **TEMPORAL)
+    assert config.layer_thresholds() == [(mean,)] * 2
 
 
 @pytest.mark.parametrize("rule", ["layers", "embeddings"])

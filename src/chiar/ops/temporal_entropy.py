@@ -27,11 +27,14 @@ def temporal_entropy(line_BSC: Tensor, dct_WW: Tensor, eps: float = 0.0, dc_weig
     tokens, after a DCT-II along time in each of C channels, divided by log(W·C).
 
     Terms of frequency 0 count: a context that stays the same has all its energy there, and a low H. `dc_weight`
-    multiplies them. Of white noise H is that of a white vector of W·C features, `white_noise_entropy(W·C)`.
+    multiplies them; with 0 they are left out, and (W−1)·C terms remain: what tokens have in common is then not seen.
+    Of white noise H is that of a white vector of as many features as there are terms, `white_noise_entropy`.
     """
     window_BTCW = line_BSC.unfold(1, len(dct_WW), 1)
     energy_BTCW = (window_BTCW @ dct_WW.T).square()
-    if dc_weight != 1.0:
+    if dc_weight == 0.0:
+        energy_BTCW = energy_BTCW[..., 1:]
+    elif dc_weight != 1.0:
         energy_BTCW = torch.cat([energy_BTCW[..., :1] * dc_weight, energy_BTCW[..., 1:]], dim=-1)
     return entropy_of(energy_BTCW.flatten(-2), eps)
 
