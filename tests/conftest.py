@@ -18,10 +18,9 @@ from chiar.layers.rbf import RBFMixing
 from chiar.layers.spectral import SpectralFilter
 from chiar.layers.temporal import TemporalFilter
 from chiar.modeling import ChiarForCausalLM
+from helpers import ALONG_TIME
 
 THREE = ["spectral", "rbf", "attention"]
-TEMPORAL = ["temporal", "attention"]
-WINDOW = {"temporal_window": 5, "temporal_coefficients": 3, "temporal_channels": 6}
 LEARNED = {"router": "learned"}
 RANDOM = {"router": "random"}
 STATIC = {"router": "static"}
@@ -68,13 +67,7 @@ OPTIONS = {
     "identity-basis": {"basis": "identity"},
     "random-basis": {"basis": "random"},
     "authors-entropy": {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0},
-    "temporal": {"operators": TEMPORAL, "layer_types": ["temporal", "routed", "routed", "attention"], **WINDOW},
-    "temporal-everywhere": {"preset": "baseline-tiny", "temporal_everywhere": True, **WINDOW},
-    "temporal-signal": {"signal": "temporal", "thresholds": 0.83, **WINDOW},
-    "temporal-all": {
-        **{"operators": TEMPORAL, "signal": "temporal", "temporal_everywhere": True, "norm_position": "pre", **WINDOW},
-        **{"norm": "rmsnorm", "keys": "routed", "light_ffn": False, "thresholds": 0.83},
-    },
+    **ALONG_TIME,
 }
 ROUTERS = [
     *("v1", "v2", "v3", "hard-both", "hard-selected", "soft", "random-token", "random-position", "static"),

@@ -6,7 +6,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from chiar.cache import ChiarCache
 from chiar.errors import InputError
-from conftest import OPTIONS
+from helpers import ALONG_TIME
 
 ROWS, TOKENS, VOCABULARY = 3, 10, 257
 LENGTHS = (10, 7, 4)
@@ -26,7 +26,7 @@ REPRESENTATIVE = {
     "v3-routed-keys": {"keys": "routed"},
     "soft": {"router": "learned", "routing": "soft"},
     "random-position": {"router": "random", "random_key": "position"},
-    "temporal": OPTIONS["temporal-all"],
+    "temporal": ALONG_TIME["temporal-all"],
 }
 some_options = pytest.mark.parametrize("some", REPRESENTATIVE.values(), ids=REPRESENTATIVE.keys())
 pools_seeing_the_future = pytest.mark.parametrize("pool", ["batch", "sequence"])

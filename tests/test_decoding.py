@@ -11,8 +11,7 @@ from chiar import decoding
 from chiar.decoding import FastDecoder
 from chiar.errors import InputError
 from chiar.layers.ragged import ROOM, Shelf
-from conftest import OPTIONS
-from helpers import mixed_routes, random_model, small_config, token_ids
+from helpers import ALONG_TIME, mixed_routes, random_model, small_config, token_ids
 
 ROWS, TOKENS, NEW = 3, 10, 8
 LENGTHS = (10, 7, 4)
@@ -37,7 +36,7 @@ DESIGNS = {
     "hard-gate": {"gate_skip_below": 0.5},
     "no-gate": {"meta_router": False, "keys": "routed"},
     "learned-positions-gate": {"positions": "learned", "meta_router": True},
-    **{name: option for name, option in OPTIONS.items() if name.startswith("temporal")},
+    **ALONG_TIME,
 }
 designs = pytest.mark.parametrize("design", DESIGNS.values(), ids=DESIGNS.keys())
 # Same products, in another order where rows take no part: differences seen are at fp32's rounding of logits up to 25.

@@ -11,6 +11,8 @@ from chiar.layers.ragged import Shelf
 from chiar.layers.temporal import TemporalFilter, TemporalSignal
 from chiar.ops.temporal_filter import naive_temporal_filter
 from chiar.ops.transform import Transform
+from chiar.training.optim import make_optimizer
+from chiar.training.settings import TrainSettings
 
 ROWS, TOKENS, WIDTH, WINDOW = 3, 12, 6, 4
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1], [1] * 12, [0, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0]]).bool()
@@ -121,3 +123,26 @@ def test_a_temporal_layer_1_has_the_gate_and_static_layers_the_light_operator():
     kinds = ["temporal", "routed", "routed", "attention"]
     config = presets.get("v3-tiny", layer_types=kinds, operators=["temporal", "attention"], router="static")
     assert config.meta_router and config.static_operators == ["attention", "temporal"]
+
+
+def test_filters_do_not_decay():
+    model = ChiarForCausalLM(presets.get("baseline-tiny", temporal_everywhere=True))
+    matrices, others = make_optimizer(model, TrainSettings(data=["corpus"]), torch.device("cpu")).param_groups
+    filters = {id(p) for name, p in model.named_parameters() if ".filter." in name}
+    assert len(filters) == 2 * len(model.model.layers) and filters <= {id(p) for p in others["params"]}
+    assert matrices["weight_decay"] > others["weight_decay"] == 0
+
+
+def test_a_shut_gate_still_remembers(lively):
+    """Layer 1 is skipped for some tokens; those after them look back on these too."""
+    model = lively({"gate_skip_below": 0.5, "temporal_everywhere": True})
+    ids, cache, found = torch.arange(60, 74)[None], None, []
+    with torch.no_grad():
+        whole = model(ids)
+        for t in range(ids.shape[1]):
+            done = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
+            cache = done.past_key_values
+            found.append(done.logits)
+        gates = model(ids, output_routing=True).routing.layers[0].gate_BT[0]
+    assert 0 < (gates == 0).sum() < len(gates)
+    assert (torch.cat(found, 1) - whole.logits).abs().max() < 2e-4
