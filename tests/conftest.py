@@ -16,7 +16,9 @@ from chiar import presets
 from chiar.layers.meta_router import Gate
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.spectral import SpectralFilter
+from chiar.layers.temporal import TemporalFilter
 from chiar.modeling import ChiarForCausalLM
+from helpers import ALONG_TIME
 
 THREE = ["spectral", "rbf", "attention"]
 LEARNED = {"router": "learned"}
@@ -65,6 +67,7 @@ OPTIONS = {
     "identity-basis": {"basis": "identity"},
     "random-basis": {"basis": "random"},
     "authors-entropy": {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0},
+    **ALONG_TIME,
 }
 ROUTERS = [
     *("v1", "v2", "v3", "hard-both", "hard-selected", "soft", "random-token", "random-position", "static"),
@@ -103,6 +106,9 @@ def enliven(model: nn.Module, seed: int) -> nn.Module:
                 module.weight.copy_(1.0 + noise(module.weight, 0.3))
                 if getattr(module, "bias", None) is not None:
                     module.bias.copy_(noise(module.bias, 0.1))
+            elif isinstance(module, TemporalFilter):
+                module.now_D.copy_(1.0 + noise(module.now_D, 0.3))
+                module.coefficients_KD.copy_(noise(module.coefficients_KD, 0.5))
             elif isinstance(module, RBFMixing):
                 module.omega_Dm.copy_(noise(module.omega_Dm, 0.4))
     return model

@@ -7,6 +7,18 @@ from chiar.config import ChiarConfig
 from chiar.modeling import ChiarForCausalLM
 
 VOCABULARY = 23
+TEMPORAL = ["temporal", "attention"]
+WINDOW = {"temporal_window": 5, "temporal_coefficients": 3, "temporal_channels": 6}
+# What looks back on earlier tokens.
+ALONG_TIME = {
+    "temporal": {"operators": TEMPORAL, "layer_types": ["temporal", "routed", "routed", "attention"], **WINDOW},
+    "temporal-everywhere": {"preset": "baseline-tiny", "temporal_everywhere": True, **WINDOW},
+    "temporal-signal": {"signal": "temporal", "thresholds": 0.83, **WINDOW},
+    "temporal-all": {
+        **{"operators": TEMPORAL, "signal": "temporal", "temporal_everywhere": True, "norm_position": "pre", **WINDOW},
+        **{"norm": "rmsnorm", "keys": "routed", "light_ffn": False, "thresholds": 0.83},
+    },
+}
 
 
 def small_config(preset: str = "v3-tiny", **changes) -> ChiarConfig:
@@ -25,7 +37,7 @@ def randomise(model: ChiarForCausalLM, seed: int = 0) -> ChiarForCausalLM:
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("operators.spectral.weight"):
+            if name.endswith("operators.spectral.weight") or name.endswith("now_D"):
                 normal(parameter, 1.0, 0.5)
             elif "norm" in name:
                 normal(parameter, 0.0 if name.endswith("bias") else 1.0, 0.3)

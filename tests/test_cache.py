@@ -6,6 +6,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from chiar.cache import ChiarCache
 from chiar.errors import InputError
+from helpers import ALONG_TIME
 
 ROWS, TOKENS, VOCABULARY = 3, 10, 257
 LENGTHS = (10, 7, 4)
@@ -25,6 +26,7 @@ REPRESENTATIVE = {
     "v3-routed-keys": {"keys": "routed"},
     "soft": {"router": "learned", "routing": "soft"},
     "random-position": {"router": "random", "random_key": "position"},
+    "temporal": ALONG_TIME["temporal-all"],
 }
 some_options = pytest.mark.parametrize("some", REPRESENTATIVE.values(), ids=REPRESENTATIVE.keys())
 pools_seeing_the_future = pytest.mark.parametrize("pool", ["batch", "sequence"])
@@ -292,9 +294,14 @@ def test_what_the_cache_holds(lively, option, ids):
         assert set(memory.stores) <= kept if ragged else set(memory.stores) == kept
         if not ragged:
             assert all(store.length_B.tolist() == [TOKENS] * ROWS for store in memory.stores.values())
-    if model.config.layer_types[0] == "spectral":
-        gated = {"gate_total", "gate_count"} if model.config.meta_router else set()
-        assert set(cache.layers[0].state) == gated
+    config = model.config
+    looking_back = {"everywhere": config.temporal_everywhere, "signal": config.signal == "temporal"}
+    for kind, layer, memory in zip(config.layer_types, model.model.layers, cache.layers, strict=True):
+        expected = {name for name, there in looking_back.items() if there} | ({"temporal"} & set(layer.operators))
+        if kind in ("spectral", "temporal"):
+            assert set(memory.state) == expected | ({"gate_total", "gate_count"} if config.meta_router else set())
+        else:
+            assert set(memory.state) == expected
 
 
 def test_a_reset_cache_starts_over(lively, ids):

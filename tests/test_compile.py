@@ -15,6 +15,10 @@ CASES = {
     "v3 soft, pre-norm": ("v3-tiny", {"routing": "soft", "norm_position": "pre", "norm": "rmsnorm"}),
     "v3 selected": ("v3-tiny", {"routing": "hard", "hard_estimator": "selected", "collapse_regulariser": 0.1}),
     "v3 random": ("v3-tiny", {"router": "random"}),
+    "temporal": (
+        "v3-tiny",
+        {"operators": ["temporal", "attention"], "signal": "temporal", "temporal_everywhere": True},
+    ),
 }
 
 

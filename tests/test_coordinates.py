@@ -157,6 +157,7 @@ def test_tied_output_weights_stay_tied_under_one_final_gamma():
         ({"norm_position": "post"}, "only a pre-norm model"),
         ({"norm": "layernorm"}, "LayerNorm subtracts the mean"),
         ({"basis": "identity"}, "in spectral coordinates already"),
+        ({"temporal_everywhere": True}, "which no rotation passes"),
     ],
 )
 def test_models_without_spectral_coordinates(fields, message):

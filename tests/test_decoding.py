@@ -11,7 +11,7 @@ from chiar import decoding
 from chiar.decoding import FastDecoder
 from chiar.errors import InputError
 from chiar.layers.ragged import ROOM, Shelf
-from helpers import mixed_routes, random_model, small_config, token_ids
+from helpers import ALONG_TIME, mixed_routes, random_model, small_config, token_ids
 
 ROWS, TOKENS, NEW = 3, 10, 8
 LENGTHS = (10, 7, 4)
@@ -36,6 +36,7 @@ DESIGNS = {
     "hard-gate": {"gate_skip_below": 0.5},
     "no-gate": {"meta_router": False, "keys": "routed"},
     "learned-positions-gate": {"positions": "learned", "meta_router": True},
+    **ALONG_TIME,
 }
 designs = pytest.mark.parametrize("design", DESIGNS.values(), ids=DESIGNS.keys())
 # Same products, in another order where rows take no part: differences seen are at fp32's rounding of logits up to 25.
@@ -155,7 +156,7 @@ def addresses(cache):
     return [tensor.data_ptr() for tensor in tensors]
 
 
-@pytest.mark.parametrize("design", ["baseline", "v3-routed-keys", "routed"])
+@pytest.mark.parametrize("design", ["baseline", "v3-routed-keys", "routed", "temporal-all"])
 def test_a_step_leaves_everything_in_its_place(lively, ids, left_mask, design):
     """As a captured graph needs it: addresses change only when the cache says so, and rows may change places."""
     model = lively(DESIGNS[design])
@@ -209,7 +210,7 @@ class NoLooking(torch.overrides.TorchFunctionMode):
         return function(*arguments, **(options or {}))
 
 
-@pytest.mark.parametrize("design", ["baseline", "v3", "routed", "random-token", "hard-gate", "soft"])
+@pytest.mark.parametrize("design", ["baseline", "v3", "routed", "random-token", "hard-gate", "soft", "temporal-all"])
 def test_the_step_itself_reads_no_values(lively, ids, design, monkeypatch):
     """Of what runs between the inputs and the logits; a CPU alone looks whether anything is dark at all."""
     monkeypatch.setattr("chiar.layers.attention.surely_none", lambda key_BT: False)
@@ -236,7 +237,7 @@ def feed_one(model, ids, cache):
         return model(ids[:, :1], past_key_values=cache).logits
 
 
-@pytest.mark.parametrize("design", ["baseline", "v3-routed-keys", "routed", "pre"])
+@pytest.mark.parametrize("design", ["baseline", "v3-routed-keys", "routed", "pre", "temporal-all"])
 def test_a_compiled_step_has_a_graph_for_each_kind_of_layer(lively, ids, left_mask, design):
     """Seven layers, rows of several lengths and stores that grow: traced once for each kind, whole, and never again."""
     model = lively(DESIGNS[design], num_hidden_layers=7)

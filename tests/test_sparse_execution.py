@@ -113,6 +113,28 @@ def test_outputs_and_gradients(design, router, keys):
     assert_alike(model, tokens(), forced_routes=routes(model))
 
 
+TEMPORAL = {"operators": ["temporal", "attention"], "temporal_window": 4, "temporal_channels": 5}
+TEMPORAL_DESIGNS = {
+    "post": {},
+    "post equation": {"spectral_form": "equation"},
+    "pre light skips": {"norm_position": "pre", "norm": "rmsnorm", "light_ffn": False, "signal": "temporal"},
+    "pre everywhere": {"norm_position": "pre", "temporal_everywhere": True, "keys": "routed"},
+    "three": {"operators": ["temporal", "rbf", "attention"], "light_ffn": False, "temporal_everywhere": True},
+    "hard": {"routing": "hard", "hard_estimator": "selected", "signal": "temporal"},
+}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("design", TEMPORAL_DESIGNS)
+def test_along_time(design, padded):
+    """Light tokens look back on all tokens, dark and light, and never on padding."""
+    model = build(**{**TEMPORAL, **TEMPORAL_DESIGNS[design]})
+    mask = torch.ones(B, T, dtype=torch.long)
+    mask[1, :4], mask[2, 3:5], mask[2, 9:] = 0, 0, 0
+    inputs = {"attention_mask": mask} if padded else {}
+    assert_alike(model, tokens(), forced_routes=routes(model), **inputs)
+
+
 @pytest.mark.parametrize("keys", ["all", "routed"])
 @pytest.mark.parametrize("design", ["post", "pre light skips", "pre identity", "wide heads"])
 @pytest.mark.parametrize("fraction", [0.0, 1.0], ids=["all light", "all dark"])
@@ -207,8 +229,11 @@ def test_dropout_of_attention_weights_is_refused_in_training_only():
     assert model.eval()(tokens()).logits.isfinite().all()
 
 
-def test_one_graph_serves_every_split():
-    model = build(execution="sparse", keys="routed", **DESIGNS["pre identity"]).float()
+@pytest.mark.parametrize(
+    "design", [DESIGNS["pre identity"], {**TEMPORAL, **TEMPORAL_DESIGNS["pre light skips"]}], ids=str
+)
+def test_one_graph_serves_every_split(design):
+    model = build(execution="sparse", keys="routed", **design).float()
     graphs = []
 
     def count(graph, _):

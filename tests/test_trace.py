@@ -7,6 +7,7 @@ import torch
 
 from chiar import RoutingTrace
 from chiar.errors import InputError
+from chiar.layers.context import TokenContext
 from chiar.ops.hash import uniform_hash
 from chiar.ops.spectral_entropy import spectral_entropy
 from chiar.routing.trace import LayerTrace
@@ -46,6 +47,17 @@ def assert_equal(first, second):
         assert first == second
 
 
+@torch.no_grad()
+def entropy_of(decoder, layer, states):
+    """H of what a layer's operators read, from the layer's input."""
+    config, block = decoder.config, decoder.layers[layer]
+    if config.temporal_everywhere:
+        states = block.everywhere(states, TokenContext(decoder.basis.transform(), states, None, None, None), None)
+    if config.signal == "temporal":
+        return block.signal(states)
+    return spectral_entropy(states, decoder.basis.transform(), config.entropy_eps, config.entropy_dc_weight)
+
+
 class TestContent:
     def test_entropy_is_of_the_hidden_states(self, lively, option, ids):
         model = lively(option)
@@ -53,10 +65,7 @@ class TestContent:
         config = model.config
         assert len(output.routing.layers) == config.num_hidden_layers
         for layer, states in zip(output.routing.layers, output.hidden_states[:-1], strict=True):
-            expected = spectral_entropy(
-                states, model.model.basis.transform(), config.entropy_eps, config.entropy_dc_weight
-            )
-            assert torch.equal(layer.entropy_BT, expected)
+            assert torch.equal(layer.entropy_BT, entropy_of(model.model, layer.index, states))
 
     def test_layers_are_described(self, lively, option, ids):
         model = lively(option)

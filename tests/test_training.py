@@ -98,6 +98,14 @@ def test_gradients_of_routings_and_forms(routing, operators, form, keys):
     check_every_gradient(small_config(keys=keys, **routing, **operators, **form))
 
 
+@pytest.mark.parametrize("routing", **named(ROUTINGS))
+@pytest.mark.parametrize("norm_position", ["post", "pre"])
+@pytest.mark.parametrize("signal", ["features", "temporal"])
+def test_gradients_along_time(signal, norm_position, routing):
+    along = {"operators": ["temporal", "attention"], "temporal_everywhere": True, "temporal_window": 5}
+    check_every_gradient(small_config(signal=signal, norm_position=norm_position, **along, **routing))
+
+
 @pytest.mark.parametrize("norm_position", ["post", "pre"])
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("basis", ["dct", "identity", "random"])

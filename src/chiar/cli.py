@@ -89,6 +89,7 @@ def presets_command() -> None:
     from rich.table import Table
 
     from chiar import presets
+    from chiar.config import LAYER_TYPES
     from chiar.load import count_parameters
 
     table = Table("preset", "parameters", "D", "heads", "layers", "positions", "operators", "router", "gate", box=None)
@@ -101,7 +102,7 @@ def presets_command() -> None:
             f"{count_parameters(config):,}",
             str(config.hidden_size),
             str(config.num_attention_heads),
-            " ".join(f"{kinds.count(k)} {k}" for k in ("spectral", "routed", "attention") if k in kinds),
+            " ".join(f"{kinds.count(k)} {k}" for k in LAYER_TYPES if k in kinds),
             config.positions,
             "+".join(config.operators or []) if routed else "attention",
             f"{config.router}/{config.routing}" if routed else "–",

@@ -9,8 +9,9 @@ from transformers import PreTrainedConfig
 from chiar.errors import InputError, refuse_misspelt, unknown_name
 from chiar.ops.white_noise import white_noise_entropy
 
-LAYER_TYPES = ("spectral", "routed", "attention")
-OPERATORS = ("spectral", "rbf", "attention")
+LAYER_TYPES = ("spectral", "temporal", "routed", "attention")
+OPERATORS = ("spectral", "temporal", "rbf", "attention")
+LIGHT_LAYERS = ("spectral", "temporal")
 ROUTINGS_OF_ROUTER = {
     "entropy": ("threshold",),
     "learned": ("hard", "soft"),
@@ -30,6 +31,7 @@ CHOICES = {
     "gate_init": ("biased", "neutral"),
     "gate_generation": ("refuse", "prefill"),
     "basis": ("dct", "identity", "random"),
+    "signal": ("features", "temporal"),
     "random_key": ("token", "position"),
     "classifier_pool": ("last", "mean"),
     "execution": ("dense", "sparse", "auto"),
@@ -61,10 +63,11 @@ class ChiarConfig(PreTrainedConfig):
     intermediate_size: int | None = None
     """Hidden width of the feed-forward network; 4·D when not given."""
     layer_types: list[str] | None = None
-    """spectral, routed or attention for each layer; when not given the paper's spectral, routed × (N−2), attention."""
+    """spectral, temporal, routed or attention for each layer; when not given the paper's spectral, routed × (N−2),
+    attention."""
 
     operators: list[str] | None = None
-    """Operators of routed layers in order of rising entropy: spectral, (rbf,) attention."""
+    """Operators of routed layers in order of rising entropy: spectral or temporal, (rbf,) attention."""
     router: str | None = None
     """entropy, learned, random or static: what chooses the operator of a token in a routed layer."""
     routing: str | None = None
@@ -105,7 +108,19 @@ class ChiarConfig(PreTrainedConfig):
     entropy_eps: float = 0.0
     """ε of the entropy; 0 is exact and scale-free, 1e-8 is the released code's."""
     entropy_dc_weight: float = 1.0
-    """Weight of the first coefficient's energy in H; 2 for the released code's unnormalised DCT."""
+    """Weight of the first coefficient's energy in H; 2 for the released code's unnormalised DCT. Under the temporal
+    signal 0 leaves the terms of frequency 0 out."""
+    signal: str = "features"
+    """What H is the spectral entropy of: features (the token's D features, the paper's) or temporal (the last
+    `temporal_window` tokens along time, in `temporal_channels` directions)."""
+    temporal_window: int = 16
+    """W: how many tokens the temporal filter and the temporal signal look at, the token itself among them."""
+    temporal_coefficients: int = 4
+    """K: DCT coefficients along the window that give a temporal filter's taps in each channel."""
+    temporal_channels: int = 16
+    """C: random orthonormal directions (of `basis_seed`) whose course along time the temporal signal reads."""
+    temporal_everywhere: bool = False
+    """A temporal filter as one more sublayer at the beginning of every layer, for every token; it starts at 0."""
     positions: str = "rope"
     max_position_embeddings: int = 256
     """Number of learned positions, or the trained length under RoPE (which may be exceeded)."""
@@ -114,7 +129,7 @@ class ChiarConfig(PreTrainedConfig):
     rbf_gamma: float = 1.0
 
     meta_router: bool | None = None
-    """A learned gate on layer 1; on by default exactly when layer 1 is spectral and positions are RoPE (v3)."""
+    """A learned gate on layer 1; on by default exactly when that is spectral or temporal and positions RoPE (v3)."""
     gate_pool: str = "batch"
     """Mean embedding the gate sees: over the batch (the paper), over the sequence, or causal (running mean)."""
     gate_init: str = "biased"
@@ -165,10 +180,10 @@ class ChiarConfig(PreTrainedConfig):
         if self.routing is None:
             self.routing = ROUTINGS_OF_ROUTER.get(self.router, ("threshold",))[0]
         if self.meta_router is None:
-            self.meta_router = self.positions == "rope" and self.layer_types[:1] == ["spectral"]
+            self.meta_router = self.positions == "rope" and self.layer_types[:1] in ([kind] for kind in LIGHT_LAYERS)
         if self.router == "static" and self.static_operators is None:
             count = self.layer_types.count("routed")
-            self.static_operators = ["attention" if i % 2 == 0 else "spectral" for i in range(count)]
+            self.static_operators = ["attention" if i % 2 == 0 else self.operators[0] for i in range(count)]
 
     @property
     def routed_layers(self) -> list[int]:
@@ -182,6 +197,13 @@ class ChiarConfig(PreTrainedConfig):
         return self.routing == "threshold" or (self.routing == "hard" and self.hard_estimator == "selected")
 
     @property
+    def entropy_terms(self) -> int:
+        """How many energies H is the entropy of: white noise of as many features has the same H."""
+        if self.signal == "features":
+            return self.hidden_size
+        return (self.temporal_window - (self.entropy_dc_weight == 0)) * self.temporal_channels
+
+    @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
@@ -190,7 +212,7 @@ class ChiarConfig(PreTrainedConfig):
         assert self.operators is not None
         boundaries = len(self.operators) - 1
         if self.thresholds is None:
-            return [default_thresholds(self.hidden_size, boundaries)] * len(self.routed_layers)
+            return [default_thresholds(self.entropy_terms, boundaries)] * len(self.routed_layers)
         if isinstance(self.thresholds, int | float):
             return [(self.thresholds,) * boundaries] * len(self.routed_layers)
         return [tuple(t) if isinstance(t, list | tuple) else (t,) for t in self.thresholds]
@@ -231,6 +253,8 @@ class ChiarConfig(PreTrainedConfig):
             "intermediate_size",
             "max_position_embeddings",
             "rbf_features",
+            "temporal_coefficients",
+            "temporal_channels",
         ):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be a positive whole number, got {getattr(self, name)!r}.")
@@ -249,6 +273,7 @@ class ChiarConfig(PreTrainedConfig):
             )
         if self.positions == "rope" and self.head_size % 2:
             raise InputError(f"RoPE rotates pairs of features: the head size {self.head_size} must be even.")
+        self._check_temporal_sizes()
         for name in ("dropout", "random_fraction", "gate_skip_below"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value <= 1.0:
@@ -260,12 +285,27 @@ class ChiarConfig(PreTrainedConfig):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} must be positive, got {getattr(self, name)!r}.")
 
+    def _check_temporal_sizes(self) -> None:
+        if self.temporal_window < 2:
+            raise InputError(f"temporal_window must be at least 2, got {self.temporal_window}: 1 is no look back.")
+        if self.temporal_coefficients > self.temporal_window:
+            raise InputError(
+                f"temporal_coefficients={self.temporal_coefficients} is more than temporal_window="
+                f"{self.temporal_window} tokens have."
+            )
+        if self.signal == "temporal" and self.temporal_channels > self.hidden_size:
+            raise InputError(
+                f"temporal_channels={self.temporal_channels} orthonormal directions do not fit into "
+                f"hidden_size={self.hidden_size}."
+            )
+
     def _check_routing(self) -> None:
         assert self.operators is not None and self.router is not None
-        if list(self.operators) not in (["spectral", "attention"], ["spectral", "rbf", "attention"]):
+        light, *others = self.operators or [""]
+        if light not in LIGHT_LAYERS or others not in (["attention"], ["rbf", "attention"]):
             raise InputError(
                 f"operators={self.operators} is not supported: use ['spectral', 'attention'] or "
-                "['spectral', 'rbf', 'attention']."
+                "['spectral', 'rbf', 'attention'], with 'temporal' for 'spectral' if you like."
             )
         if self.routing not in ROUTINGS_OF_ROUTER[self.router]:
             raise InputError(
@@ -308,8 +348,10 @@ class ChiarConfig(PreTrainedConfig):
             )
         if not self.filter_gamma and self.norm_position == "post":
             raise InputError("filter_gamma=False needs norm_position='pre': post-norm layers scale the stream by γ.")
-        if self.meta_router and self.layer_types[0] != "spectral":
-            raise InputError(f"the MetaRouter gates a spectral layer 1, but layer 1 is {self.layer_types[0]!r}.")
+        if self.meta_router and self.layer_types[0] not in LIGHT_LAYERS:
+            raise InputError(
+                f"the MetaRouter gates a spectral or temporal layer 1, but layer 1 is {self.layer_types[0]!r}."
+            )
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """As in transformers, plus the shim the `auto_map` of the saved file points to."""

@@ -112,6 +112,11 @@ def check_can_turn(model: nn.Module) -> None:
             "only a model with norm='rmsnorm' has spectral coordinates: LayerNorm subtracts the mean over features, "
             "a direction that a rotation turns away."
         )
+    if any(layer.looks_back for layer in model.model.layers):  # type: ignore[union-attr]
+        raise InputError(
+            "a model with temporal filters or the temporal signal has no spectral coordinates: they work on one "
+            "feature or direction at a time, which no rotation passes."
+        )
     for number, layer in enumerate(model.model.layers, 1):  # type: ignore[union-attr,arg-type]
         gamma_D = layer.norms[LIGHT].weight if LIGHT in layer.norms else None
         if gamma_D is not None and not is_constant(gamma_D):

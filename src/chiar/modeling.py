@@ -31,6 +31,7 @@ from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import EntropyRouter
 from chiar.layers.sparse import sparse_pays
 from chiar.layers.spectral import SpectralBasis, SpectralFilter
+from chiar.layers.temporal import TemporalFilter
 from chiar.outputs import ChiarModelOutput, ChiarOutput
 from chiar.routing.collapse import collapse_loss
 from chiar.routing.trace import LayerTrace, RoutingTrace, trace_layer
@@ -45,7 +46,8 @@ class ChiarPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """N(0, 0.02), biases 0, norms and spectral filters 1; derived buffers are computed again."""
+        """N(0, 0.02), biases 0, norms and spectral filters 1, temporal filters the identity or 0; derived buffers are
+        computed again."""
         std = self.config.initializer_range
         if isinstance(module, Gate) and self.config.gate_init == "biased":
             init.zeros_(module.weight)
@@ -67,6 +69,9 @@ class ChiarPreTrainedModel(PreTrainedModel):
             init.normal_(module.omega_Dm, std=module.std)
         elif isinstance(module, DerivedBuffers):
             module.rebuild()
+            if isinstance(module, TemporalFilter):
+                init.constant_(module.now_D, module.initial)
+                init.zeros_(module.coefficients_KD)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
         given = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
@@ -248,7 +253,8 @@ class ChiarModel(ChiarPreTrainedModel):
         """Layer 1 under the MetaRouter: g · layer(x) + (1 − g) · x."""
         assert self.meta_router is not None
         gate_BT1 = self.meta_router(x_BTD, context, memory)
-        if self.meta_router.shut(gate_BT1) and not context.keep_entropy:
+        unseen = not (context.keep_entropy or (layer.looks_back and memory is not None))
+        if unseen and self.meta_router.shut(gate_BT1):
             return LayerOutput(x_BTD, gate_BT1=gate_BT1)
         output = self._run(layer, x_BTD, context, memory, forced_BT)
         gate = gate_BT1.to(x_BTD.dtype)

@@ -29,3 +29,8 @@ def test_a_diagram_shows_what_the_configuration_says():
     assert "light tokens skip it" in words(presets.get("v3-16m", light_ffn=False))
     assert "layers 1–4 (×4)" in words(presets.get("baseline-16m"))
     assert v3[0] == "t <&> t"
+    along = words(
+        presets.get("v3-16m", operators=["temporal", "attention"], signal="temporal", temporal_everywhere=True)
+    )
+    assert along.count("temporal filter") == 4
+    assert "H of the last 16 tokens along time, cut at τ" in along

@@ -9,7 +9,8 @@ from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
 from chiar.ops.spectral_entropy import spectral_entropy
 from chiar.ops.transform import Transform
-from chiar.routing.calibration import calibrate, cut, noise_quantiles
+from chiar.ops.white_noise import white_noise_entropy
+from chiar.routing.calibration import calibrate, cut, noise_quantiles, temporal_noise_quantiles
 from chiar.routing.quantiles import StreamingQuantiles
 
 BIN = 1 / StreamingQuantiles.BINS
@@ -65,6 +66,40 @@ def test_memory_does_not_grow_with_the_stream():
         quantiles.add(torch.rand(1000))
     assert quantiles.counts.shape == (StreamingQuantiles.BINS,)
     assert quantiles.total == 50_000
+
+
+TEMPORAL = {"signal": "temporal", "temporal_window": 6, "temporal_channels": 8}
+
+
+@pytest.mark.parametrize(("dc_weight", "terms"), [(1.0, 48), (0.0, 40)])
+def test_the_temporal_signals_noise_has_the_closed_forms_moments(dc_weight, terms):
+    noise, (mean, deviation) = temporal_noise_quantiles(6, 8, 0.0, dc_weight), white_noise_entropy(terms)
+    assert abs(noise.mean() - mean) < 4 * deviation / noise.total**0.5 + BIN
+    assert noise.deviation() == pytest.approx(deviation, rel=0.04)
+    config = presets.get("v3-tiny", entropy_dc_weight=dc_weight, **TEMPORAL)
+    assert config.layer_thresholds() == [(mean,)] * 2
+
+
+@pytest.mark.parametrize("rule", ["layers", "embeddings"])
+def test_the_temporal_signal_is_what_is_cut(rule):
+    """Also where the embeddings are a baseline's, which routes by nothing."""
+    model = spread(ChiarForCausalLM(presets.get("v3-tiny", **TEMPORAL)))
+    baseline = spread(ChiarForCausalLM(presets.get("baseline-tiny")))
+    measured, target = (model, None) if rule == "layers" else (baseline, model)
+    found = calibrate(measured, stream(), rule, fraction=0.3, target=target)
+    assert found.noise_mean == pytest.approx(white_noise_entropy(48)[0], abs=2e-3)
+    if rule == "embeddings":
+        entropy = torch.cat(
+            [model.model.layers[0].signal(baseline.model.embed_tokens(b["input_ids"])) for b in stream()]
+        )
+        tau = found.layers[0].thresholds[0]
+        assert float((entropy > tau).float().mean()) == pytest.approx(0.3, abs=0.02)
+        return
+    model.model.set_thresholds(found.thresholds(2))
+    split = [
+        sum(model(**b, output_routing=True).routing.attention_fraction(layer) for b in stream()) / 3 for layer in (1, 2)
+    ]
+    assert split == pytest.approx([0.3, 0.3], abs=0.03)
 
 
 def test_white_noise_is_at_distance_zero_from_itself_and_structure_is_not():

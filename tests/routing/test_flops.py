@@ -161,10 +161,25 @@ def test_expected_pairs_match_a_count_over_random_routes():
     assert counted == pytest.approx(float(pairs), rel=0.01)
 
 
+def test_filters_along_time_cost_their_window():
+    config = presets.get("v3-400m", operators=["temporal", "attention"], temporal_window=8, light_ffn=False)
+    D, count = config.hidden_size, count_flops(config, 256, at(0.25, config), "routed")
+    assert count.part("temporal", layers=[1]) == 0.75 * 2 * 8 * D
+    assert count.part("temporal", layers=[0, 27]) == count.part("spectral", layers=[1]) == 0
+    assert count.part("ffn", layers=[1]) == 0.25 * 16 * D * D
+    costs = route_costs(config, 256, at(0.25, config), "routed")
+    assert costs["temporal"] == 2 * 8 * D + D * D  # and the router's transform
+    everywhere = presets.get("baseline-400m", temporal_everywhere=True)
+    more = count_flops(everywhere, 256).total - count_flops(presets.get("baseline-400m"), 256).total
+    assert more == 28 * 2 * 16 * D
+    assert compare_flops(everywhere, 256).total == pytest.approx(-more / count_flops(everywhere, 256).total, rel=0.01)
+
+
 CASES = [("baseline-tiny", {}), ("v1-tiny", {}), ("v2-tiny", {}), ("v3-tiny", {"gate_pool": "causal"})]
 CASES += [("v3-tiny", {"gate_pool": "causal", "routing": "soft"}), ("v1-tiny", {"light_ffn": False})]
 CASES += [("v3-tiny", {"gate_pool": "causal", "basis": basis}) for basis in ("identity", "random")]
 CASES += [("v3-tiny", {"gate_pool": "causal", "hidden_size": 33, "num_attention_heads": 1, "positions": "learned"})]
+CASES += [("v2-tiny", {"signal": "temporal", "temporal_window": 6, "temporal_channels": 5})]
 CASES += [("v2-tiny", {"router": "random"}), ("v2-tiny", {"router": "static"}), ("v2-tiny", {"norm_position": "pre"})]
 
 

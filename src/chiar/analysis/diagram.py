@@ -10,13 +10,19 @@ CENTRE = WIDTH // 2
 # Okabe and Ito's colours, which stay apart under the common colour blindnesses.
 COLOURS = {
     "spectral": "#56b4e9",
+    "temporal": "#f0e442",
     "rbf": "#cc79a7",
     "attention": "#d55e00",
     "router": "#009e73",
     "gate": "#e69f00",
     "plain": "#bbbbbb",
 }
-LABELS = {"spectral": "spectral filter", "rbf": "RBF mixing", "attention": "causal attention"}
+LABELS = {
+    "spectral": "spectral filter",
+    "temporal": "temporal filter",
+    "rbf": "RBF mixing",
+    "attention": "causal attention",
+}
 
 
 class Canvas:
@@ -127,6 +133,8 @@ def draw_layer(canvas: Canvas, config: ChiarConfig, kind: str, name: str, gated:
     if gated:
         pooled = {"batch": "over the batch", "sequence": "over the row", "causal": "over the row so far"}
         canvas.step("MetaRouter", "gate", f"g = σ(w·x̄ + b), x̄ the mean {pooled[config.gate_pool]}")
+    if config.temporal_everywhere:
+        canvas.step("temporal filter", "temporal", f"every token, over the last {config.temporal_window}")
     if kind == "routed":
         canvas.box(CENTRE - 160, canvas.y, 320, 44, f"{config.router} router", "router", rule(config))
         canvas.y += 44
@@ -150,6 +158,8 @@ def draw_layer(canvas: Canvas, config: ChiarConfig, kind: str, name: str, gated:
 def rule(config: ChiarConfig) -> str:
     assert config.operators is not None
     if config.router == "entropy":
+        if config.signal == "temporal":
+            return f"H of the last {config.temporal_window} tokens along time, cut at τ"
         return "spectral entropy H(x), cut at τ" if len(config.operators) == 2 else "H(x), cut at τ_low and τ_high"
     if config.router == "learned":
         return f"linear map of [x; H], {config.routing}"
@@ -165,7 +175,7 @@ def draw_operators(canvas: Canvas, config: ChiarConfig) -> None:
     y = canvas.y + 30
     for k, operator in enumerate(config.operators):
         x = 40 + k * (width + gap)
-        note = {"spectral": "light", "rbf": "between", "attention": "dark"}[operator]
+        note = {"spectral": "light", "temporal": "light", "rbf": "between", "attention": "dark"}[operator]
         if config.router == "entropy":
             bounds = ["H ≤ τ", "H > τ"] if count == 2 else ["H ≤ τ_low", "τ_low < H ≤ τ_high", "H > τ_high"]
             note = f"{note}: {bounds[k]}"

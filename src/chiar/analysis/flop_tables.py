@@ -71,7 +71,9 @@ def part_table(name: str, setting: str, savings: Savings) -> Table:
 def route_table(costs: dict[str, float], length: int) -> Table:
     table = Table("route", "MFLOPs", box=None, title=f"one token in a routed layer, T = {length}", title_justify="left")
     for operator, flops in costs.items():
-        label = {"spectral": "light (spectral)", "attention": "dark (attention)"}.get(operator, operator)
+        label = {"spectral": "light (spectral)", "temporal": "light (temporal)", "attention": "dark (attention)"}.get(
+            operator, operator
+        )
         table.add_row(label, f"{flops / 1e6:,.3f}")
     return table
 

@@ -4,6 +4,7 @@ from html import escape
 
 from chiar.analysis.chart import document, label, shorten
 from chiar.analysis.trace_view import RoutedText
+from chiar.config import LIGHT_LAYERS
 from chiar.routing.trace import LayerTrace, RoutingTrace
 from chiar.visible import visible
 
@@ -13,10 +14,16 @@ Colour = tuple[int, int, int]
 # dark one. Each pair goes from at the threshold to far from it.
 RAMPS: dict[str, tuple[Colour, Colour]] = {
     "spectral": ((255, 247, 205), (250, 205, 50)),
+    "temporal": ((247, 250, 210), (205, 220, 60)),
     "rbf": ((221, 160, 195), (204, 121, 167)),
     "attention": ((120, 170, 215), (8, 40, 100)),
 }
-NAMES = {"spectral": "light: spectral filter", "rbf": "between: RBF mixing", "attention": "dark: attention"}
+NAMES = {
+    "spectral": "light: spectral filter",
+    "temporal": "light: temporal filter",
+    "rbf": "between: RBF mixing",
+    "attention": "dark: attention",
+}
 
 
 def draw_routing(routed: RoutedText) -> str:
@@ -112,7 +119,7 @@ def legend(trace: RoutingTrace, y: float, farthest: float) -> list[str]:
     scaled = any(layer.thresholds for layer in trace.layers)
     parts, x = [], float(LEFT)
     for operator in used:
-        steps = (1.0, 0.5, 0.0) if operator == "spectral" else (0.0, 0.5, 1.0)
+        steps = (1.0, 0.5, 0.0) if operator in LIGHT_LAYERS else (0.0, 0.5, 1.0)
         for number, strength in enumerate(steps if scaled else (0.5,)):
             parts.append(
                 f'<rect x="{x + 18 * number:g}" y="{y:g}" width="18" height="14" fill="{mix(operator, strength)}"/>'

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.layers.attention import CausalAttention
-from chiar.layers.context import LayerMemory, TokenContext
+from chiar.layers.context import LIGHT_OPERATORS, LayerMemory, TokenContext
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import Route, make_router
 from chiar.layers.sparse import run_sparse
 from chiar.layers.spectral import SpectralFilter
+from chiar.layers.temporal import TemporalFilter, TemporalSignal, TemporalSublayer
 from chiar.ops.spectral_entropy import spectral_entropy
 
 LIGHT = "spectral"
@@ -46,7 +47,20 @@ def make_operator(name: str, config: Any) -> nn.Module:
         return CausalAttention(config.hidden_size, config.num_attention_heads, config.dropout)
     if name == "rbf":
         return RBFMixing(config.hidden_size, config.rbf_features, config.rbf_gamma)
+    if name == "temporal":
+        return TemporalFilter(config.hidden_size, config.temporal_window, config.temporal_coefficients)
     return SpectralFilter(config.hidden_size)
+
+
+def make_sublayer(config: Any) -> TemporalSublayer:
+    """The filter along time that every token passes before a layer's own operators."""
+    sizes = config.hidden_size, config.temporal_window, config.temporal_coefficients
+    filter = TemporalFilter(*sizes, initial=0.0, name="everywhere")
+    return TemporalSublayer(make_norm(config), config.norm_position == "pre", filter)
+
+
+def make_signal(config: Any) -> TemporalSignal:
+    return TemporalSignal(config.hidden_size, config.temporal_window, config.temporal_channels, config.basis_seed)
 
 
 def blend(parts: list[Tensor], weights_BTK: Tensor | None) -> Tensor:
@@ -68,7 +82,7 @@ class LayerOutput:
     route: Route | None = None
     """The decision of a routed layer."""
     entropy_BT: Tensor | None = None
-    """H of the layer's input, where computed."""
+    """H of what the layer's operators read, where computed: its input, or what `temporal_everywhere` makes of it."""
     attention_weights: Tensor | None = None
     """Of eager attention."""
     gate_BT1: Tensor | None = None
@@ -78,7 +92,7 @@ class LayerOutput:
 
 
 class Block(nn.Module):
-    """A spectral or attention layer has one operator, a routed layer several and a router that chooses."""
+    """A spectral, temporal or attention layer has one operator, a routed layer several and a router that chooses."""
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
@@ -92,13 +106,16 @@ class Block(nn.Module):
 
         self.operators = nn.ModuleDict({name: make_operator(name, config) for name in names})
         self.norms = nn.ModuleDict(
-            {name: make_norm(config, name) for name in names if not (self.equation and name == LIGHT)}
+            {name: make_norm(config, name) for name in names if not (self.equation and name in LIGHT_OPERATORS)}
         )
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)
         self.ffn_norm = make_norm(config)
         self.router = make_router(config, index) if self.kind == "routed" else None
         self.router_reads_entropy = config.router in ("entropy", "learned")
         self.entropy_has_gradient = config.router == "learned"
+        self.everywhere = make_sublayer(config) if config.temporal_everywhere else None
+        self.signal = make_signal(config) if config.signal == "temporal" else None
+        self.looks_back = "temporal" in names or self.everywhere is not None or self.signal is not None
 
     def forward(
         self,
@@ -107,7 +124,9 @@ class Block(nn.Module):
         memory: LayerMemory | None = None,
         forced_BT: Tensor | None = None,
     ) -> LayerOutput:
-        entropy_BT = self.entropy(x_BTD, context)
+        if self.everywhere is not None:
+            x_BTD = self.everywhere(x_BTD, context, memory)
+        entropy_BT = self.entropy(x_BTD, context, memory)
         route = self.choose(x_BTD, entropy_BT, context, forced_BT)
         if context.sparse and route is not None:
             return LayerOutput(run_sparse(self, x_BTD, context, route, memory), route, entropy_BT)
@@ -118,11 +137,14 @@ class Block(nn.Module):
             return LayerOutput(summands, route, entropy_BT, attention_weights)
         return LayerOutput(summands[0] + summands[1], route, entropy_BT, attention_weights, summands=summands)
 
-    def entropy(self, x_BTD: Tensor, context: TokenContext) -> Tensor | None:
+    def entropy(self, x_BTD: Tensor, context: TokenContext, memory: LayerMemory | None) -> Tensor | None:
         read = self.router is not None and self.router_reads_entropy
-        if not (read or context.keep_entropy):
+        # A window must be kept up in a cache, or a later trace would have gaps.
+        if not (read or context.keep_entropy or (self.signal is not None and memory is not None)):
             return None
         with torch.set_grad_enabled(torch.is_grad_enabled() and read and self.entropy_has_gradient):
+            if self.signal is not None:
+                return self.signal(x_BTD, context.real_BT, memory, self.entropy_eps, self.entropy_dc_weight)
             return spectral_entropy(x_BTD, context.transform, self.entropy_eps, self.entropy_dc_weight)
 
     def choose(
@@ -147,6 +169,9 @@ class Block(nn.Module):
             if name == LIGHT:
                 outputs[name] = operator(seen_BTD, context.transform)
                 continue
+            if name == "temporal":
+                outputs[name] = operator(seen_BTD, context, memory)
+                continue
             key_BT = context.real_BT
             only_keys = False
             if route is not None and self.routed_keys:
@@ -162,7 +187,7 @@ class Block(nn.Module):
         """u = LN_op(x + op(x)); y = LN_f(u + FFN(u)). In the equation form light tokens get LN_f(x + FFN(op(x)))."""
         residuals, inputs = [], []
         for name, output_BTD in outputs.items():
-            if self.equation and name == LIGHT:
+            if self.equation and name in LIGHT_OPERATORS:
                 residuals.append(x_BTD)
                 inputs.append(output_BTD)
             else:
@@ -173,7 +198,8 @@ class Block(nn.Module):
             residual, input = blend(residuals, weights_BTK), blend(inputs, weights_BTK)
             return self.ffn_norm(residual + self.ffn(input))
         ends = [
-            u if name == LIGHT else self.ffn_norm(u + self.ffn(u)) for name, u in zip(outputs, residuals, strict=True)
+            u if name in LIGHT_OPERATORS else self.ffn_norm(u + self.ffn(u))
+            for name, u in zip(outputs, residuals, strict=True)
         ]
         return blend(ends, weights_BTK)
 
@@ -185,7 +211,7 @@ class Block(nn.Module):
             u_BTD = x_BTD + blend(list(outputs.values()), weights_BTK)
             return u_BTD, self.ffn(self.ffn_norm(u_BTD))
         changes = [
-            output if name == LIGHT else output + self.ffn(self.ffn_norm(x_BTD + output))
+            output if name in LIGHT_OPERATORS else output + self.ffn(self.ffn_norm(x_BTD + output))
             for name, output in outputs.items()
         ]
         return x_BTD, blend(changes, weights_BTK)

@@ -9,6 +9,9 @@ from torch import Tensor
 from chiar.layers.ragged import RaggedStore
 from chiar.ops.transform import Transform
 
+LIGHT_OPERATORS = ("spectral", "temporal")
+"""What a routed layer gives tokens that need no attention: a model has one of them."""
+
 
 class LayerMemory(Protocol):
     """What one layer keeps of the tokens it has seen, for cached decoding."""

@@ -1,8 +1,8 @@
 """A routed layer that runs only the chosen operator for each token. Dense execution in block.py is the definition.
 
 Attention and feed-forward products work on packed rows (ops/packing.py); norms, filters in the identity basis and
-additions pass over all tokens, which costs memory traffic but no products. RBF mixing runs on every token. On a CPU,
-outside compiled graphs, sparse_sorted.py takes their place.
+additions pass over all tokens, which costs memory traffic but no products, and so do filters along time. RBF mixing
+runs on every token. On a CPU, outside compiled graphs, sparse_sorted.py takes their place.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.layers.attention import CausalAttention, rotate
-from chiar.layers.context import LayerMemory, TokenContext, surely_none
+from chiar.layers.context import LIGHT_OPERATORS, LayerMemory, TokenContext, surely_none
 from chiar.layers.routers import Route
 from chiar.layers.sparse_sorted import SortedLayer
 from chiar.ops.packed_attention import prefix_attention
@@ -21,7 +21,6 @@ from chiar.ops.packed_norm import packed_norm, unpack_sum
 from chiar.ops.packing import Packing, make_packing, pack, pack_all, packed_linear, unpack, used
 from chiar.ops.rotary_attention import fits, rotary_attention
 
-LIGHT = "spectral"
 FEWEST = {"routed": 256, "all": 512}
 """Tokens in a batch, for each key policy, below which "auto" runs densely on a CPU."""
 Norm = nn.Module | None
@@ -69,6 +68,7 @@ class SparseLayer:
         self.block, self.context, self.route, self.memory = block, context, route, memory
         self.batch, self.length, _ = x_BTD.shape
         self.names = list(block.operators)
+        self.light_name = next(name for name in self.names if name in LIGHT_OPERATORS)
         self.chosen_N = route.choice_BT.flatten()
         self.dark = make_packing(self.of("attention"))
 
@@ -86,10 +86,12 @@ class SparseLayer:
 
     def light(self, x_ND: Tensor) -> Tensor:
         """The filter's output; tokens that are not light get something arbitrary but finite."""
-        filter, transform = self.block.operators[LIGHT], self.context.transform
+        filter, transform = self.block.operators[self.light_name], self.context.transform
+        if self.light_name == "temporal":
+            return filter(x_ND.view(self.batch, self.length, -1), self.context, self.memory).flatten(0, 1)
         if transform.is_identity:
             return filter(x_ND, transform)
-        packing = make_packing(self.of(LIGHT))
+        packing = make_packing(self.of(self.light_name))
 
         def product(x_PD: Tensor, weight_KD: Tensor) -> Tensor:
             return packed_linear(x_PD, weight_KD, None, packing)
@@ -200,15 +202,13 @@ class SparseLayer:
 
     def other(self, name: str, x_ND: Tensor) -> Tensor:
         """op(x) of an operator that is not attention, for all tokens, right where it was chosen."""
-        return self.light(x_ND) if name == LIGHT else self.rbf(x_ND)
+        return self.light(x_ND) if name in LIGHT_OPERATORS else self.rbf(x_ND)
 
     def heavy(self) -> Packing:
         """The tokens that run the feed-forward network where light ones skip it."""
-        if LIGHT not in self.names:
-            return pack_all(self.batch, self.length, self.chosen_N.device)
         if len(self.names) == 2:
             return self.dark
-        heavy_BT = self.route.choice_BT != self.names.index(LIGHT)
+        heavy_BT = self.route.choice_BT != self.names.index(self.light_name)
         return make_packing(heavy_BT if self.context.real_BT is None else heavy_BT & self.context.real_BT)
 
     def feed_forward(self, x_PD: Tensor, packing: Packing, bias: bool = True) -> Tensor:
@@ -220,7 +220,7 @@ class SparseLayer:
 
 def run_pre_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     block = layer.block
-    if not block.light_ffn and sorted(layer.names) == ["attention", LIGHT]:
+    if not block.light_ffn and len(layer.names) == 2:
         return run_apart(layer, x_ND)
     attended_PD = layer.attention(x_ND, block.norms["attention"])
     others = {name: layer.other(name, block.norms[name](x_ND)) for name in layer.names if name != "attention"}
@@ -239,7 +239,7 @@ def run_apart(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     """Pre-norm, where light tokens skip the feed-forward network too: dark ones are packed once and stay packed."""
     u_PD, seen_PD = layer.after_attention(x_ND)
     more_PD = layer.feed_forward(seen_PD, layer.dark, bias=False)
-    light_ND = x_ND + layer.light(layer.block.norms[LIGHT](x_ND))
+    light_ND = x_ND + layer.light(layer.block.norms[layer.light_name](x_ND))
     y_ND = unpack_sum(u_PD, more_PD, layer.block.ffn.down.bias, light_ND, layer.dark)
     if not layer.block.entropy_has_gradient:
         return y_ND
@@ -255,7 +255,7 @@ def run_post_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     outputs = {name: attended_ND if name == "attention" else layer.other(name, x_ND) for name in layer.names}
     residuals, inputs = {}, {}
     for name, output_ND in outputs.items():
-        if block.equation and name == LIGHT:
+        if block.equation and name in LIGHT_OPERATORS:
             residuals[name], inputs[name] = x_ND, output_ND
         else:
             residuals[name] = inputs[name] = block.norms[name](x_ND + output_ND)

@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chiar.layers.attention import CausalAttention, rotate
-from chiar.layers.context import LayerMemory, TokenContext
+from chiar.layers.context import LIGHT_OPERATORS, LayerMemory, TokenContext
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import Route
 from chiar.ops.packed_attention import prefix_attention
 from chiar.ops.rows import Ragged, Reorder, causal_attention, inverse_of, put, take
 
-LIGHT = "spectral"
 LONG = 512
 """From here on, and where at most half of the tokens are dark, all keys get attention for dark queries only: torch's
 causal attention of every query, in one call for all rows, is faster below."""
@@ -59,7 +58,7 @@ class SortedLayer:
             u_ND = x_ND + self.weighted(joined(changes))
             return u_ND + block.ffn(block.ffn_norm(u_ND))
         for name, x_PD in slices.items():
-            if name != LIGHT:
+            if name not in LIGHT_OPERATORS:
                 changes[name] = changes[name] + block.ffn(block.ffn_norm(x_PD + changes[name]))
         return x_ND + self.weighted(joined(changes))
 
@@ -68,7 +67,7 @@ class SortedLayer:
         residuals, inputs = {}, {}
         for name, x_PD in slices.items():
             output_PD = self.operate(name, x_PD)
-            if block.equation and name == LIGHT:
+            if block.equation and name in LIGHT_OPERATORS:
                 residuals[name], inputs[name] = x_PD, output_PD
             else:
                 residuals[name] = inputs[name] = block.norms[name](x_PD + output_PD)
@@ -76,7 +75,9 @@ class SortedLayer:
             residual_ND = joined(residuals)
             input_ND = joined(inputs) if block.equation else residual_ND
             return block.ffn_norm(self.weighted(residual_ND) + block.ffn(self.weighted(input_ND)))
-        ends = {name: u if name == LIGHT else block.ffn_norm(u + block.ffn(u)) for name, u in residuals.items()}
+        ends = {
+            name: u if name in LIGHT_OPERATORS else block.ffn_norm(u + block.ffn(u)) for name, u in residuals.items()
+        }
         return self.weighted(joined(ends))
 
     def weighted(self, y_ND: Tensor) -> Tensor:
@@ -92,10 +93,13 @@ class SortedLayer:
         operator = self.block.operators[name]
         if name == "attention" and not self.block.routed_keys:
             return operator.out(self.over_all(operator, x_PD))
+        if name == "temporal":  # its light tokens look back on all
+            y_BTD = operator(self.all_seen(name), self.context, self.memory)
+            return take(y_BTD.flatten(0, 1), self.tokens(name))
         seen_PD = self.seen(name, x_PD)
         if name == "attention":
             return operator.out(self.among_themselves(operator, seen_PD))
-        return operator(seen_PD, self.context.transform) if name == LIGHT else self.rbf(operator, seen_PD)
+        return operator(seen_PD, self.context.transform) if name == "spectral" else self.rbf(operator, seen_PD)
 
     def seen(self, name: str, x_PD: Tensor) -> Tensor:
         return self.block.norms[name](x_PD) if self.block.pre_norm else x_PD

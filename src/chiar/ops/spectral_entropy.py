@@ -16,7 +16,6 @@ def spectral_entropy(x: Tensor, transform: Transform, eps: float = 0.0, dc_weigh
     H log D = log S − Σ y² log y² / S with S = Σ y². With eps > 0 the paper's form is used: eps is added to S and
     inside the logarithm. `dc_weight` multiplies the energy of the first basis vector.
     """
-    width = x.shape[-1]
     x = x if x.dtype == torch.float64 else x.float()
     with torch.autocast(x.device.type, enabled=False):
         if eps == 0.0:
@@ -26,13 +25,18 @@ def spectral_entropy(x: Tensor, transform: Transform, eps: float = 0.0, dc_weigh
         energy = transform.forward(x).square()
         if dc_weight != 1.0:
             energy = torch.cat([energy[..., :1] * dc_weight, energy[..., 1:]], dim=-1)
-        total = energy.sum(-1)
-        if eps > 0.0:
-            p = energy / (total + eps).unsqueeze(-1)
-            entropy = -(p * torch.log(p + eps)).sum(-1)
-        else:
-            # y² log y² := 0 at 0, with zero gradient because that of y² is zero: the bound keeps log away from 0.
-            energy_log = energy * torch.log(energy.clamp_min(torch.finfo(energy.dtype).tiny))
-            safe_total = torch.where(total > 0, total, 1.0)
-            entropy = torch.log(safe_total) - energy_log.sum(-1) / safe_total
-        return (entropy / math.log(width)).clamp(0.0, 1.0)
+        return entropy_of(energy, eps)
+
+
+def entropy_of(energy: Tensor, eps: float = 0.0) -> Tensor:
+    """−Σ p log p / log n of n energies, p their shares, over the last axis; 0 where there is no energy."""
+    total = energy.sum(-1)
+    if eps > 0.0:
+        p = energy / (total + eps).unsqueeze(-1)
+        entropy = -(p * torch.log(p + eps)).sum(-1)
+    else:
+        # y² log y² := 0 at 0, with zero gradient because that of y² is zero: the bound keeps log away from 0.
+        energy_log = energy * torch.log(energy.clamp_min(torch.finfo(energy.dtype).tiny))
+        safe_total = torch.where(total > 0, total, 1.0)
+        entropy = torch.log(safe_total) - energy_log.sum(-1) / safe_total
+    return (entropy / math.log(energy.shape[-1])).clamp(0.0, 1.0)

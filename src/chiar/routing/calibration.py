@@ -9,7 +9,10 @@ from torch import Tensor
 
 from chiar.errors import InputError, unknown_name
 from chiar.inputs import check_tokens
+from chiar.layers.temporal import TemporalSignal
+from chiar.ops.basis import dct_matrix
 from chiar.ops.spectral_entropy import spectral_entropy
+from chiar.ops.temporal_entropy import temporal_entropy
 from chiar.ops.transform import Transform
 from chiar.routing.quantiles import StreamingQuantiles
 
@@ -31,7 +34,7 @@ class LayerReport:
     split: list[float]
     """Fraction of tokens each operator gets at these thresholds."""
     distance_from_noise: float
-    """Kolmogorov–Smirnov distance to white noise of the same width."""
+    """Kolmogorov–Smirnov distance to white noise of the same width (under the temporal signal: of as many terms)."""
     shift_from_noise: float
     """(mean − white noise's mean) / white noise's standard deviation."""
 
@@ -85,6 +88,38 @@ def noise_quantiles(width: int, eps: float, dc_weight: float, samples: int = 163
     return quantiles
 
 
+def temporal_noise_quantiles(
+    window: int, channels: int, eps: float, dc_weight: float, samples: int = 16384
+) -> StreamingQuantiles:
+    """The same of windows of W white Gaussian tokens in C channels."""
+    generator = torch.Generator().manual_seed(0)
+    quantiles, dct_WW = StreamingQuantiles(), dct_matrix(window).float()
+    for _ in range(0, samples, 2048):
+        noise = torch.randn(2048, window, channels, generator=generator)
+        quantiles.add(temporal_entropy(noise, dct_WW, eps, dc_weight))
+    return quantiles
+
+
+def noise_of(decoder: Any, receiver: Any) -> StreamingQuantiles:
+    """White noise's H, as the receiver's signal sees it in the decoder's states."""
+    config, routed = decoder.config, receiver.config
+    eps, dc_weight = config.entropy_eps, config.entropy_dc_weight
+    if routed.signal == "temporal":
+        return temporal_noise_quantiles(routed.temporal_window, routed.temporal_channels, eps, dc_weight)
+    return noise_quantiles(config.hidden_size, eps, dc_weight)
+
+
+def embedding_entropy(decoder: Any, receiver: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """H of the decoder's embeddings (B, T, D), some of them real, as the receiver's signal sees it."""
+    config, routed = decoder.config, receiver.config
+    eps, dc_weight = config.entropy_eps, config.entropy_dc_weight
+    if routed.signal == "temporal":
+        sizes = config.hidden_size, routed.temporal_window, routed.temporal_channels
+        signal = TemporalSignal(*sizes, routed.basis_seed).to(decoder.device)
+        return lambda x_BTD, real_BT: signal(x_BTD.float(), real_BT, None, eps, dc_weight)
+    return lambda x_BTD, real_BT: spectral_entropy(x_BTD, decoder.basis.transform(), eps, dc_weight)
+
+
 def report(
     layer: int | None, seen: StreamingQuantiles, thresholds: list[float], noise: StreamingQuantiles
 ) -> LayerReport:
@@ -128,8 +163,7 @@ def calibrate(
         raise InputError("the batches are read several times: give a list or another re-iterable, not an iterator.")
     decoder = getattr(model, "model", model)
     receiver = decoder if target is None else getattr(target, "model", target)
-    config = decoder.config
-    noise = noise_quantiles(config.hidden_size, config.entropy_eps, config.entropy_dc_weight)
+    noise = noise_of(decoder, receiver)
     modes = {part: part.training for part in (decoder, receiver)}
     before = receiver.config.thresholds
     decoder.eval()
@@ -152,14 +186,15 @@ def calibrate_embeddings(
     noise: StreamingQuantiles,
     progress: Progress | None,
 ) -> Calibration:
-    config, seen = decoder.config, StreamingQuantiles()
+    seen, entropy_of = StreamingQuantiles(), embedding_entropy(decoder, receiver)
     for batch in batches:
         ids = batch["input_ids"]
         check_tokens(ids, None, decoder.embed_tokens.num_embeddings)
         x_BTD = decoder.embed_tokens(ids.to(decoder.device))
-        entropy_BT = spectral_entropy(x_BTD, decoder.basis.transform(), config.entropy_eps, config.entropy_dc_weight)
         mask = batch.get("attention_mask")
-        seen.add(entropy_BT if mask is None else entropy_BT[mask.bool().to(entropy_BT.device)])
+        real_BT = None if mask is None else mask.bool().to(x_BTD.device)
+        entropy_BT = entropy_of(x_BTD, real_BT)
+        seen.add(entropy_BT if real_BT is None else entropy_BT[real_BT])
         if progress:
             progress(ids.numel())
     thresholds = cut(seen, len(receiver.config.operators) - 1, fraction)

@@ -1,6 +1,7 @@
 """Counted floating-point operations of a forward pass, per token, by layer, operator and route.
 
-A multiply-add is 2 FLOPs. Counted: every matrix product (projections, scores, DCT, router, gate, output projection).
+A multiply-add is 2 FLOPs. Counted: every matrix product (projections, scores, DCT, router, gate, output projection),
+and the W multiply-adds a channel of filters along time, whose taps are made once a pass and cost nothing a token.
 Excluded: norms, activations, softmax, biases, residual sums, dropout, the embedding look-up, the row reduction that
 turns a spectrum into H, all of order D a token, and the gate where it is computed once a batch or row. Training costs
 about three times as much, in the same proportions.
@@ -9,10 +10,10 @@ about three times as much, in the same proportions.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from chiar.config import CHOICES, ChiarConfig
+from chiar.config import CHOICES, LIGHT_LAYERS, ChiarConfig
 from chiar.errors import InputError, unknown_name
 
-PARTS = ("router", "spectral", "rbf", "projections", "scores", "ffn", "gate", "logits")
+PARTS = ("router", "spectral", "temporal", "rbf", "projections", "scores", "ffn", "gate", "logits")
 TRANSFORMS = ("gemm", "even_odd", "free")
 """What a transform to or from the basis costs: its whole matrix, the DCT's two halves (as it is run), nothing."""
 
@@ -77,7 +78,7 @@ def count_flops(
         key_shares = runs if keys == "routed" else {name: float(share > 0) for name, share in runs.items()}
         ffn_runs = 1.0
         if kind == "routed" and not light_ffn:
-            ffn_runs = sum(share for name, share in runs.items() if name != "spectral")
+            ffn_runs = sum(share for name, share in runs.items() if name not in LIGHT_LAYERS)
         router = router_cost(config, transform_cost) if kind == "routed" else 0.0
         visible = {name: visible_pairs(length, runs[name], key_shares[name]) for name in runs}
         costs += layer_costs(config, i, runs, key_shares, visible, ffn_runs, router, transform_cost)
@@ -143,7 +144,7 @@ def route_costs(
         runs = {name: float(name == taken) for name in config.operators}
         gives_keys = dict.fromkeys(runs, 1.0) if keys == "all" else runs
         visible = {name: visible_pairs(length, runs[name], first[name] if keys == "routed" else 1.0) for name in runs}
-        ffn_runs = 1.0 if light_ffn else float(taken != "spectral")
+        ffn_runs = 1.0 if light_ffn else float(taken not in LIGHT_LAYERS)
         router = router_cost(config, transform_cost)
         costs = layer_costs(config, layer, runs, gives_keys, visible, ffn_runs, router, transform_cost)
         result[taken] = sum(cost.flops for cost in costs)
@@ -153,7 +154,7 @@ def route_costs(
 def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
     """What dense execution runs: every operator on every token, full T×T score matrices.
 
-    This is what `torch.utils.flop_counter` sees, and agrees with it exactly.
+    This is what `torch.utils.flop_counter` sees, and agrees with it exactly; but it sees no filters along time.
     """
     assert config.layer_types is not None and config.operators is not None
     transform_cost = transform_flops(config, "even_odd")
@@ -188,11 +189,16 @@ def transform_flops(config: ChiarConfig, transform: str) -> float:
 def router_cost(config: ChiarConfig, transform_cost: float) -> float:
     D, flops = config.hidden_size, 0.0
     if config.router in ("entropy", "learned"):
-        flops += transform_cost
+        flops += transform_cost if config.signal == "features" else temporal_signal_flops(config)
     if config.router == "learned":
         assert config.operators is not None
         flops += 2 * (D + 1) * len(config.operators)
     return flops
+
+
+def temporal_signal_flops(config: ChiarConfig) -> float:
+    """Of one token: its projection on the channels, and the DCT of the window in each of them."""
+    return 2.0 * config.temporal_channels * (config.hidden_size + config.temporal_window**2)
 
 
 def layer_costs(
@@ -211,6 +217,9 @@ def layer_costs(
     costs = {"router": router, "ffn": ffn_runs * 4 * D * config.intermediate_size}
     if "spectral" in shares:
         costs["spectral"] = shares["spectral"] * filter_cost
+    # Light tokens look back on all, but only they need an output.
+    filtered = shares.get("temporal", 0.0) + float(config.temporal_everywhere)
+    costs["temporal"] = filtered * 2 * config.temporal_window * D
     if "attention" in shares:
         query, key = shares["attention"], key_shares["attention"]
         costs["projections"] = query * 4 * D * D + key * 4 * D * D

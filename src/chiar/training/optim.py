@@ -9,11 +9,11 @@ from chiar.training.settings import TrainSettings
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.AdamW:
-    """Matrices (and embeddings) decay; biases, norms and the spectral filters do not."""
+    """Matrices (and embeddings) decay; biases, norms and the filters, spectral and temporal, do not."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
-        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in named if decays(name, p)], "weight_decay": settings.weight_decay},
+        {"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0},
     ]
     fused = device.type == "cuda"
     betas = (settings.beta1, settings.beta2)
@@ -26,6 +26,10 @@ def make_optimizer(model: nn.Module, settings: TrainSettings, device: torch.devi
             "exp_avg_sq": torch.zeros_like(parameter),
         }
     return optimizer
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim >= 2 and not name.endswith("coefficients_KD")
 
 
 def learning_rate(settings: TrainSettings, step: int) -> float:

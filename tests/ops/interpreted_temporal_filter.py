@@ -1,0 +1,25 @@
+"""Runs the Triton kernels of the filter along time on the CPU and prints their errors as JSON; a process of its own,
+because Triton reads TRITON_INTERPRET when it is imported."""
+
+import json
+
+import torch
+from interpreted_packed_attention import relative
+
+from chiar.ops.temporal_filter import temporal_filter
+
+
+def errors(rows: int, length: int, width: int, window: int) -> list[float]:
+    """Of y, dx and dtaps."""
+    torch.manual_seed(0)
+    x, taps = torch.randn(rows, length, width, requires_grad=True), torch.randn(window, width, requires_grad=True)
+    grad, found = torch.randn(rows, length, width), []
+    for implementation in ("triton", "torch"):
+        y = temporal_filter(x, taps, implementation)
+        found.append((y, *torch.autograd.grad(y, (x, taps), grad)))
+    return [relative(ours, true) for ours, true in zip(*found, strict=True)]
+
+
+if __name__ == "__main__":
+    cases = [(2, 200, 40, 16), (1, 128, 32, 4), (3, 3, 33, 8), (2, 1, 5, 2)]
+    print(json.dumps({str(case): errors(*case) for case in cases}))
