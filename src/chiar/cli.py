@@ -14,6 +14,7 @@ from chiar.errors import InputError
 from chiar.evaluation.cli import compare, evaluate
 from chiar.generation.cli import generate
 from chiar.reproduce.cli import reproduce
+from chiar.studies.cli import study_app
 from chiar.training.cli import train
 from chiar.training.finetune_cli import finetune
 
@@ -31,6 +32,7 @@ app.command("finetune")(finetune)
 app.command("eval")(evaluate)
 app.command("compare")(compare)
 app.command("reproduce")(reproduce)
+app.add_typer(study_app, name="study")
 app.command("generate")(generate)
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]

@@ -20,6 +20,7 @@ from chiar.errors import InputError
 from chiar.evaluation.compare import REPORT, read_training
 from chiar.evaluation.harness import choose_device, evaluate
 from chiar.evaluation.report import EvaluationReport
+from chiar.folders import aside_of, write_whole
 from chiar.load import count_parameters, load_model
 from chiar.reproduce.plan import Plan, PlannedRow
 from chiar.routing.calibration import calibrate
@@ -89,7 +90,7 @@ def open_folder(out: Path, identity: dict[str, Any]) -> None:
         if out.exists() and (not out.is_dir() or any(found != aside_of(path) for found in out.iterdir())):
             raise InputError(f"{out} exists already and is no reproduction: choose another folder.")
         out.mkdir(parents=True, exist_ok=True)
-        write(path, json.dumps(identity, indent=1, ensure_ascii=False))
+        write_whole(path, json.dumps(identity, indent=1, ensure_ascii=False))
         return
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -102,16 +103,6 @@ def open_folder(out: Path, identity: dict[str, Any]) -> None:
             raise InputError(f"{out} was started with {shown}: continue it with the same, or choose another folder.")
 
 
-def aside_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.new")
-
-
-def write(path: Path, text: str) -> None:
-    """At once: a reader or a killed process never leaves half a file under this name."""
-    aside_of(path).write_text(text, encoding="utf-8")
-    os.replace(aside_of(path), path)
-
-
 def calibrated_threshold(plan: Plan, out: Path) -> float:
     """The paper's τ: one for all layers, from the embedding entropies of the trained baseline on validation text."""
     path = out / CALIBRATION
@@ -120,7 +111,7 @@ def calibrated_threshold(plan: Plan, out: Path) -> float:
         valid, length = plan.corpora[0].split("valid"), plan.settings.length
         ids = valid.read(0, min(valid.tokens, CALIBRATION_ROWS * length))
         found = calibrate(baseline, batches(ids, CALIBRATION_ROWS, length, 8), rule="embeddings")
-        write(path, to_json(found, baseline.config))
+        write_whole(path, to_json(found, baseline.config))
     routed = next(planned.config() for planned in plan.rows if planned.calibrated)
     return read_thresholds(path, routed)[0]
 
@@ -153,7 +144,7 @@ def evaluate_row(planned: PlannedRow, run: Path, device: str) -> None:
             batch_size=settings.micro_batch,
             device=device,
         )
-        write(run / name, report.to_json())
+        write_whole(run / name, report.to_json())
 
 
 def read_result(planned: PlannedRow, run: Path, tau: float | None) -> Result:

@@ -62,7 +62,8 @@ class Trainer:
         self.first_bad_step = torch.full((), -1, device=processes.device)
         """The first step whose gradient was not finite; kept on the device so that no step waits for it."""
         self.parallel = self.model if self.sharded else replicate(self.model, processes)
-        parts = list(self.model.language.model.layers) if self.sharded else None
+        by_layers = self.sharded or settings.compile_layers
+        parts = list(self.model.language.model.layers) if by_layers else None
         self.forward = Forward(self.parallel, settings.compile, parts)
         self.graphs: GraphedPasses | None = None
         if self._may_be_recorded():
