@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from chiar.analysis.chart import COLOURS, document, label, shorten, spread, ticks
 
-LEFT, RIGHT, WIDTH, TOP, HEIGHT, GAP, ENTRY = 76, 250, 860, 60, 320, 66, 17
+LEFT, RIGHT, WIDTH, TOP, HEIGHT, GAP, ENTRY = 76, 250, 860, 60, 320, 84, 17
 # Controls are hollow squares, everything else filled circles: told apart without colour.
 CONTROL, OTHER = COLOURS[6], COLOURS[0]
 
@@ -105,7 +105,7 @@ def legend(panel: Scatter, x: float, top: float, best: list[tuple[float, float]]
         parts.append(label(x + 10, y + 4, shorten(f"{mark.number} {mark.name}", 32), 11, "start", weight))
     y = top + 12 + ENTRY * len(panel.marks)
     parts.append(f'<path d="M{x - 6:g} {y:g} h16" stroke="#d55e00" stroke-width="1.6"/>')
-    parts.append(label(x + 16, y + 4, "frontier (bold): none cheaper and better", 11, "start"))
+    parts.append(label(x + 16, y + 4, "frontier, names in bold", 11, "start"))
     parts.append(label(x - 6, y + 4 + ENTRY, "square: control, circle: candidate", 11, "start"))
     parts.append(label(x - 6, y + 4 + 2 * ENTRY, "small marks: single seeds", 11, "start"))
     return parts

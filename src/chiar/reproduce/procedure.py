@@ -6,7 +6,6 @@ FOLDER/calibration.json   the entropies of the trained baseline and τ
 FOLDER/table.md, .json    rewritten after each row
 """
 
-import gc
 import json
 import os
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from chiar.reproduce.plan import Plan, PlannedRow
 from chiar.routing.calibration import calibrate
 from chiar.routing.calibration_file import read_thresholds, to_json
 from chiar.tokens import batches
+from chiar.training.compiling import clear_device
 from chiar.training.loop import train
 from chiar.training.run_folder import METRICS, RUN, RunFolder
 
@@ -120,15 +120,6 @@ def train_row(planned: PlannedRow, run: Path, tau: float | None, device: str, qu
     (run / f".{RUN}.new").unlink(missing_ok=True)  # of a process killed before the run began
     clear_device()
     train(planned.config(tau), planned.settings, run, resume=(run / RUN).is_file(), device=device, quiet=quiet)
-
-
-def clear_device() -> None:
-    """Rows share a process: without this the compiled graphs of several models would count against one limit."""
-    gc.collect()
-    torch.compiler.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def evaluate_row(planned: PlannedRow, run: Path, device: str) -> None:

@@ -111,6 +111,15 @@ class StudyFolder:
         told = [one for one in told if self.finished(one["name"])]
         return sorted(told, key=lambda one: (order.index(one["variant"]), one["seed"]))
 
+    def note_failure(self, name: str, why: str) -> None:
+        with self.attempts(name).open("a", encoding="utf-8") as attempts:
+            attempts.write(json.dumps({"failed": why}) + "\n")
+
+    def failures(self) -> dict[str, str]:
+        """Runs whose last attempt failed, and why."""
+        last = {path.name.removesuffix(".attempts.jsonl"): read_records(path) for path in self.records.glob("*.jsonl")}
+        return {name: tried[-1]["failed"] for name, tried in sorted(last.items()) if tried and "failed" in tried[-1]}
+
     def seconds(self, name: str) -> dict[str, Any]:
         """How long the attempt took that finished the run, how many there were, and how many runs went on at once."""
         path = self.attempts(name)

@@ -16,7 +16,8 @@ def draw(results: dict[str, Any]) -> str:
     ]
     timed, axis = step_times(results)
     if timed:
-        marks = [by_time(row, n, paired, timed[n]) for n, row in enumerate(rows) if timed[n] is not None]
+        placed = [(n, row, at) for n, (row, at) in enumerate(zip(rows, timed, strict=True)) if at is not None]
+        marks = [by_time(row, n, paired, at) for n, row, at in placed]
         panels.append(Scatter(loss, axis, marks))
     return draw_scatters(results["title"], panels)
 

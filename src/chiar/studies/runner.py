@@ -117,8 +117,9 @@ class Pool:
                 self.say(f"{name}: done in {self.folder.seconds(name)['wall_seconds']:,.0f} s")
                 self.finished()
             else:
-                self.outcome.failed[name] = reason(self.folder.log(name), process.returncode)
-                self.say(f"{name}: failed: {self.outcome.failed[name]}")
+                why = self.outcome.failed[name] = reason(self.folder.log(name), process.returncode)
+                self.folder.note_failure(name, why)
+                self.say(f"{name}: failed: {why}")
 
     def expected_seconds(self, run: PlannedRun) -> float | None:
         """As long as the longest finished run of this study, preferably of those with as many at once; None before one
@@ -141,4 +142,4 @@ def environment(jobs: int) -> dict[str, str]:
 
 def reason(log: Path, code: int) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return f"{lines[-1].strip() if lines else 'it said nothing'} (exit code {code}; {log})"
+    return f"{lines[-1].strip() if lines else 'it said nothing'} (exit code {code}, {log.name})"

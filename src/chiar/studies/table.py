@@ -54,8 +54,10 @@ def collect(folder: StudyFolder) -> dict[str, Any]:
     results = {"format": RESULTS_FORMAT, "title": study["title"], "corpus": study["corpus"], "common": study["common"]}
     timed = read_json(folder.path / TIMES) if (folder.path / TIMES).is_file() else None
     times = {name: value for name, value in timed.items() if name != "variants"} if timed else None
+    failed = folder.failures()
     notes = remarks(study, variants, runs, times)
-    return {**results, "notes": notes, "variants": variants, "runs": runs, "times": times}
+    notes += [f"{name} failed: {why}." for name, why in failed.items()]
+    return {**results, "notes": notes, "failed": failed, "variants": variants, "runs": runs, "times": times}
 
 
 def remarks(

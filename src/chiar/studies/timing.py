@@ -5,7 +5,6 @@ it learned to; the learning rate is 0, so timing changes nothing. Others are tim
 router says little: `weights` tells which.
 """
 
-import gc
 import json
 import statistics
 import time
@@ -15,12 +14,14 @@ from typing import Any
 
 import torch
 
+from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.evaluation.harness import describe_device
 from chiar.folders import write_whole
 from chiar.load import load_config
 from chiar.studies.folder import TIMES, StudyFolder, read_json
 from chiar.studies.plan import Plan, PlannedRun
+from chiar.training.compiling import clear_device
 from chiar.training.distributed import Processes, start
 from chiar.training.run_folder import versions
 from chiar.training.trainer import Trainer
@@ -90,8 +91,6 @@ def time_run(run: PlannedRun, folder: StudyFolder, processes: Processes, steps: 
     config = load_config(trained) if trained else run.config()
     config.execution = run.config().execution  # it may be chosen anew, and exports say how they were last run
     config.max_position_embeddings = max(config.max_position_embeddings, settings.length)
-    from chiar.data.shards import Corpus
-
     trainer = Trainer(config, settings, [Corpus.open(path) for path in settings.data], processes)
     torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
     for _ in range(WARM_UP):
@@ -129,12 +128,3 @@ def time_run(run: PlannedRun, folder: StudyFolder, processes: Processes, steps: 
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def clear_device() -> None:
-    """Variants share a process: without this the compiled graphs of several would count against one limit."""
-    gc.collect()
-    torch.compiler.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()

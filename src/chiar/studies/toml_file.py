@@ -86,7 +86,7 @@ def variants_of(tables: dict[str, Any]) -> list[Variant]:
 
 def values_of(where: str, data: dict[str, Any], kind: type) -> dict[str, Any]:
     """The fields a table gives, each with its type; lists of seeds become tuples."""
-    allowed = [part.name for part in fields(kind) if not (kind is Variant and part.name == "name")]  # type: ignore[arg-type]
+    allowed = [part.name for part in fields(kind) if not (kind is Variant and part.name == "name")]
     for name, value in data.items():
         if name not in allowed:
             raise unknown_name(f"field of {where}", name, [*allowed, "extends"] if kind is Study else allowed)

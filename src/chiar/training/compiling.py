@@ -1,5 +1,6 @@
 """The model under torch.compile, or plainly where compiling fails."""
 
+import gc
 from typing import Any
 
 import torch
@@ -52,6 +53,15 @@ def failure_of(error: BaseException) -> str:
 def uncompiled() -> Any:
     """A block that runs plainly: evaluations and samples, whose shapes would each be compiled again."""
     return torch.compiler.set_stance("force_eager")
+
+
+def clear_device() -> None:
+    """Between models that share a process: without this the compiled graphs of all would count against one limit."""
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def is_compile_error(error: BaseException) -> bool:
