@@ -125,6 +125,23 @@ def table(folder: Folder) -> None:
     typer.echo(f"wrote {folder / 'table.md'}, table.csv, results.json and pareto.svg")
 
 
+@study_app.command()
+def add(
+    folder: Folder,
+    results: Annotated[
+        list[Path], typer.Argument(metavar="RESULTS...", help="results.json files of the same study from elsewhere.")
+    ],
+) -> None:
+    """Take over runs that were done in another folder or on another machine: they count as done here."""
+    from chiar.studies.adding import add_results
+    from chiar.studies.folder import StudyFolder
+    from chiar.studies.table import to_rich, write_tables
+
+    for path in results:
+        add_results(StudyFolder(folder), path, typer.echo)
+    print_parts(to_rich(write_tables(StudyFolder(folder))))
+
+
 @study_app.command("time")
 def time_command(
     name: Name,
@@ -151,7 +168,7 @@ def time_command(
     with folder.held():
         folder.open(plan)
         time_study(plan, folder, steps, device, typer.echo)
-        if folder.finished_runs():
+        if folder.finished_runs() or folder.added():
             write_tables(folder)
             typer.echo(f"wrote {out / 'table.md'}, table.csv, results.json and pareto.svg")
 

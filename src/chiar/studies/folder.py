@@ -3,6 +3,7 @@
 FOLDER/study.json               what all runs share, and the variants seen so far
 FOLDER/runs/NAME/               a training run, with evaluation.json (test split, final weights)
 FOLDER/records/NAME.json        what the run was told; .attempts.jsonl: when it was tried; .log: what it said
+FOLDER/added.json               results of runs that were done elsewhere, of `chiar study add`
 FOLDER/times.json               step times, of `chiar study time`
 FOLDER/table.md, table.csv, results.json, pareto.svg    rewritten after each run
 """
@@ -20,7 +21,7 @@ from chiar.studies.plan import COSMETIC, Plan, PlannedRun
 from chiar.training.run_folder import read_records
 
 FORMAT = "chiar-study/1"
-STUDY, TIMES, LOCK = "study.json", "times.json", ".lock"
+STUDY, ADDED, TIMES, LOCK = "study.json", "added.json", "times.json", ".lock"
 
 
 class StudyFolder:
@@ -59,15 +60,12 @@ class StudyFolder:
         for folder in (self.runs, self.records):
             folder.mkdir(parents=True, exist_ok=True)
         ours = [describe(plan, variant.name) for variant in plan.study.variants]
+        self.write(plan.study.title, plan.corpus.name, identity, ours, known)
+
+    def write(self, title: str, corpus: str, common: dict[str, Any], ours: list[Any], known: list[Any]) -> None:
         names = {variant["name"] for variant in ours}
-        record = {
-            "format": FORMAT,
-            "title": plan.study.title,
-            "corpus": plan.corpus.name,
-            "path": str(plan.corpus.folder),
-            "common": identity,
-            "variants": [*ours, *(variant for variant in known if variant["name"] not in names)],
-        }
+        variants = [*ours, *(variant for variant in known if variant["name"] not in names)]
+        record = {"format": FORMAT, "title": title, "corpus": corpus, "common": common, "variants": variants}
         write_whole(self.path / STUDY, json.dumps(record, indent=1, ensure_ascii=False))
 
     def read(self) -> dict[str, Any]:
@@ -81,9 +79,11 @@ class StudyFolder:
 
     def check_declaration(self, run: PlannedRun, plan: Plan) -> None:
         """A run that was begun with another declaration is not continued."""
-        path = self.record(run.name)
-        if path.is_file() and self.run(run.name).exists():
-            complain(read_json(path), json.loads(json.dumps(declaration(run, plan))), f"run {run.name} in {self.path}")
+        asked, where = json.loads(json.dumps(declaration(run, plan))), f"run {run.name} in {self.path}"
+        if run.name in self.added():
+            complain(self.added()[run.name]["declaration"], asked, where)
+        elif self.record(run.name).is_file() and self.run(run.name).exists():
+            complain(read_json(self.record(run.name)), asked, where)
 
     def declare(self, run: PlannedRun, plan: Plan, device: str) -> None:
         told = declaration(run, plan) | {"data": run.given["data"], "device": device}
@@ -101,14 +101,22 @@ class StudyFolder:
     def run(self, name: str) -> Path:
         return self.runs / name
 
-    def finished(self, name: str) -> bool:
+    def finished_here(self, name: str) -> bool:
         return (self.run(name) / REPORT).is_file()
 
+    def finished(self, name: str) -> bool:
+        return self.finished_here(name) or name in self.added()
+
+    def added(self) -> dict[str, dict[str, Any]]:
+        """Results of runs done elsewhere, by name."""
+        path = self.path / ADDED
+        return read_json(path) if path.is_file() else {}
+
     def finished_runs(self) -> list[dict[str, Any]]:
-        """What the finished runs were told, in the order of the variants."""
+        """What the runs finished here were told, in the order of the variants."""
         order = [variant["name"] for variant in self.read()["variants"]]
         told = [read_json(path) for path in sorted(self.records.glob("*.json"))]
-        told = [one for one in told if self.finished(one["name"])]
+        told = [one for one in told if self.finished_here(one["name"])]
         return sorted(told, key=lambda one: (order.index(one["variant"]), one["seed"]))
 
     def note_failure(self, name: str, why: str) -> None:

@@ -10,7 +10,7 @@ from chiar.evaluation.harness import measured_shares
 from chiar.evaluation.report import EvaluationReport, exponential, finite
 from chiar.load import count_parameters, load_config
 from chiar.studies.costs import count_costs
-from chiar.studies.folder import TIMES, StudyFolder, read_json
+from chiar.studies.folder import StudyFolder
 from chiar.training.command import train_arguments
 from chiar.training.run_folder import METRICS, RunFolder
 from chiar.training.settings import TrainSettings
@@ -44,18 +44,17 @@ def read_run(folder: StudyFolder, told: dict[str, Any]) -> dict[str, Any]:
         "device": report.device,
         "versions": stored["versions"],
         "commit": stored["commit"],
+        "declaration": {part: value for part, value in told.items() if part not in ("data", "device")},
         "command": ["chiar", *train_arguments(told["preset"], told["config"], settings, Path(str(run)))],
     }
 
 
 def read_results(folder: StudyFolder) -> list[dict[str, Any]]:
-    return [read_run(folder, told) for told in folder.finished_runs()]
-
-
-def read_times(folder: StudyFolder) -> dict[str, Any]:
-    """The step times of `chiar study time` by variant; empty where none were measured."""
-    path = folder.path / TIMES
-    return read_json(path)["variants"] if path.is_file() else {}
+    """Of the runs finished here and of those added, in the order of the variants."""
+    runs = {told["name"]: read_run(folder, told) for told in folder.finished_runs()}
+    order = [variant["name"] for variant in folder.read()["variants"]]
+    every = {**folder.added(), **runs}.values()
+    return sorted(every, key=lambda run: (order.index(run["variant"]), run["seed"]))
 
 
 def spread(values: list[float]) -> float | None:

@@ -15,7 +15,7 @@ from chiar.studies.costs import count_costs
 from chiar.studies.declaration import Study, Variant
 from chiar.studies.folder import TIMES, StudyFolder, read_json
 from chiar.studies.plan import plain_config
-from chiar.studies.results import FEW, read_results, read_times, summarise
+from chiar.studies.results import FEW, read_results, summarise
 from chiar.training.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ def collect(folder: StudyFolder) -> dict[str, Any]:
     runs = read_results(folder)
     if not runs:
         raise InputError(f"no run of the study in {folder.path} is finished yet.")
-    variants = summarise(study, runs, read_times(folder))
     results = {"format": RESULTS_FORMAT, "title": study["title"], "corpus": study["corpus"], "common": study["common"]}
-    timed = read_json(folder.path / TIMES) if (folder.path / TIMES).is_file() else None
-    times = {name: value for name, value in timed.items() if name != "variants"} if timed else None
+    results["declared"] = study["variants"]
+    times = read_json(folder.path / TIMES) if (folder.path / TIMES).is_file() else None
+    variants = summarise(study, runs, times["variants"] if times else {})
     failed = folder.failures()
     notes = remarks(study, variants, runs, times)
     notes += [f"{name} failed: {why}." for name, why in failed.items()]

@@ -76,7 +76,7 @@ def begin(plan: Plan, folder: StudyFolder, processes: Processes) -> dict[str, An
 
 def trained_weights(folder: StudyFolder, run: PlannedRun) -> str | None:
     """The final weights of the run, where it is finished."""
-    return str(folder.run(run.name) / "final") if folder.finished(run.name) else None
+    return str(folder.run(run.name) / "final") if folder.finished_here(run.name) else None
 
 
 def weights_of(folder: StudyFolder, run: PlannedRun) -> str:
