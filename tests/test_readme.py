@@ -53,7 +53,9 @@ def test_the_file_map_is_complete():
     )
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md", "docs/execution.md", "docs/training.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/architecture.md", "docs/execution.md", "docs/training.md", "docs/studies.md"]
+)
 def test_links_lead_somewhere(document):
     text = (ROOT / document).read_text()
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):

@@ -1,9 +1,12 @@
 """Studies as data: those that come with the package, users' files, and what is wrong with them."""
 
+from pathlib import Path
+
 import pytest
 
 from chiar.errors import InputError
 from chiar.load import count_parameters
+from chiar.studies import toml_file
 from chiar.studies.catalog import DECLARED, find
 from chiar.studies.plan import changed, chosen, make_plan, plain_config
 from chiar.studies.table import costs_of
@@ -166,3 +169,15 @@ def test_show_counts_before_any_run(toml, corpus):
     row = next(line.split() for line in output.splitlines() if " hash " in line)
     assert row[:4] == ["1", "hash", "control", "0,"] and "0.250" in row
     assert run("study", "list")[1].count("\n") == len(DECLARED) + 1
+
+
+def test_the_file_shown_in_the_documentation_is_a_study(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "studies.md").read_text()
+    shown = text.split("```toml\n")[1].split("```")[0]
+    (tmp_path / "shown.toml").write_text(shown)
+    study = find(str(tmp_path / "shown.toml"))
+    assert study.name == "routers40m" and study.variant("learned-f25").seeds == (0, 1, 2)
+    costs_of(study, study.variant("learned-f25"), None, 256)
+    documented = toml_file.__doc__.split("\n\n", 1)[1].split("\n\nWith `extends")[0]
+    (tmp_path / "documented.toml").write_text(documented)
+    assert [v.name for v in find(str(tmp_path / "documented.toml")).variants] == ["dense", "routed-keys"]

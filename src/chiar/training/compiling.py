@@ -13,11 +13,14 @@ class Forward:
     """Calls the model. Compiling happens inside the first calls and first backward passes, so that is where it fails.
 
     `fall_back` is asked about an error of a step; after it said yes the step must be run again from its beginning.
-    A sharded model is compiled in `parts`, its layers, so that gathering weights stays outside.
+    A model can be compiled in `parts`, its layers: a sharded one so that gathering weights stays outside. In `company`
+    other processes take part in every step.
     """
 
-    def __init__(self, model: nn.Module, compile: bool, parts: list[nn.Module] | None = None) -> None:
-        self.model, self.parts = model, parts or []
+    def __init__(
+        self, model: nn.Module, compile: bool, parts: list[nn.Module] | None = None, company: bool = False
+    ) -> None:
+        self.model, self.parts, self.company = model, parts or [], company
         self.call: Any = model
         self.compiled = False
         self.failure: str | None = None
@@ -39,8 +42,10 @@ class Forward:
         """Whether `error` came from compiling; if so the model is called plainly from now on."""
         if not self.compiled or not is_compile_error(error):
             return False
-        if self.parts:  # others may be in the middle of the same step: it cannot be begun again
+        if self.parts and self.company:  # others may be in the middle of the same step: it cannot be begun again
             raise InputError(f"torch.compile failed ({failure_of(error)}): add --no-compile.") from error
+        for part in self.parts:
+            part._compiled_call_impl = None  # torch has no call that undoes Module.compile
         self.call, self.compiled = self.model, False
         self.failure = failure_of(error)
         return True

@@ -64,7 +64,7 @@ class Trainer:
         self.parallel = self.model if self.sharded else replicate(self.model, processes)
         by_layers = self.sharded or settings.compile_layers
         parts = list(self.model.language.model.layers) if by_layers else None
-        self.forward = Forward(self.parallel, settings.compile, parts)
+        self.forward = Forward(self.parallel, settings.compile, parts, company=self.sharded)
         self.graphs: GraphedPasses | None = None
         if self._may_be_recorded():
             self.graphs = GraphedPasses(self._language_pass, self.model.parameters())

@@ -9,7 +9,6 @@ from typing import Any
 from chiar.studies.declaration import Study, Variant
 
 LAYERS = 12
-ROUTED = {"layer_types": ["routed"] * LAYERS}
 SELECTED = {"router": "learned", "routing": "hard", "hard_estimator": "selected"}
 BOTH = {"router": "learned", "routing": "hard", "hard_estimator": "both"}
 FEW_KEYS, LEAN = {"keys": "routed"}, {"light_ffn": False}
@@ -37,7 +36,7 @@ def candidate(
 
 
 def merged(*parts: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for part in (ROUTED, *parts) for name, value in part.items()}
+    return {name: value for part in parts for name, value in part.items()}
 
 
 STATIC, HASH = {"router": "static"}, {"router": "random", "random_key": "token"}
@@ -50,6 +49,7 @@ STUDY = Study(
     baseline="dense",
     epochs=1.0,
     config={
+        "layer_types": ["routed"] * LAYERS,
         "hidden_size": 384,
         "num_attention_heads": 6,
         "norm": "rmsnorm",
