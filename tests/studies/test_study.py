@@ -128,6 +128,8 @@ def test_flops_are_counted_at_the_measured_fractions(study):
         rows[f"hash-s{s}"]["flops_per_token"]["forward"] / rows[f"dense-s{s}"]["flops_per_token"]["forward"]
         for s in (0, 1)
     ]
+    by_layers = [rows[f"hash-s{s}"]["flops_per_token"]["layers"] / (3 * (attention + ffn)) for s in (0, 1)]
+    assert summary["hash"]["layer_flops_of_baseline"] == pytest.approx(sum(by_layers) / 2)
     assert summary["hash"]["flops_of_baseline"] == pytest.approx(sum(ratios) / 2)
 
 

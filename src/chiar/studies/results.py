@@ -1,7 +1,6 @@
 """What the finished runs of a study measured: one record a run, one summary a variant."""
 
 import statistics
-from pathlib import Path
 from typing import Any
 
 from chiar.analysis.pareto import frontier
@@ -45,7 +44,7 @@ def read_run(folder: StudyFolder, told: dict[str, Any]) -> dict[str, Any]:
         "versions": stored["versions"],
         "commit": stored["commit"],
         "declaration": {part: value for part, value in told.items() if part not in ("data", "device")},
-        "command": ["chiar", *train_arguments(told["preset"], told["config"], settings, Path(str(run)))],
+        "command": ["chiar", *train_arguments(told["preset"], told["config"], settings, run)],
     }
 
 
@@ -81,7 +80,6 @@ def summarise(study: dict[str, Any], runs: list[dict[str, Any]], times: dict[str
         pairs = [(run, base[run["seed"]]) for run in own if run["seed"] in base]
         losses = [run["test_loss"] for run in own]
         gaps = [run["test_loss"] - other["test_loss"] for run, other in pairs]
-        ratios = [run["flops_per_token"]["forward"] / other["flops_per_token"]["forward"] for run, other in pairs]
         fractions = [run["fraction"] for run in own if run["fraction"] is not None]
         alone = [run["step_ms"] for run in own if run["step_ms"] is not None]
         timed = times.get(variant["name"])
@@ -106,7 +104,8 @@ def summarise(study: dict[str, Any], runs: list[dict[str, Any]], times: dict[str
                     for part in own[0]["flops_per_token"]
                 },
                 "flops_by_seed": [run["flops_per_token"]["forward"] for run in own],
-                "flops_of_baseline": statistics.mean(ratios) if ratios else None,
+                "flops_of_baseline": mean_ratio(pairs, "forward"),
+                "layer_flops_of_baseline": mean_ratio(pairs, "layers"),
                 "step_ms": timed["step_ms"] if timed else None,
                 "step_ms_in_training": statistics.mean(alone) if alone else None,
             }
@@ -114,6 +113,11 @@ def summarise(study: dict[str, Any], runs: list[dict[str, Any]], times: dict[str
     rows.sort(key=lambda row: row["flops_per_token"]["forward"])
     mark_frontier(rows)
     return rows
+
+
+def mean_ratio(pairs: list[tuple[dict[str, Any], dict[str, Any]]], part: str) -> float | None:
+    ratios = [run["flops_per_token"][part] / other["flops_per_token"][part] for run, other in pairs]
+    return statistics.mean(ratios) if ratios else None
 
 
 def mark_frontier(rows: list[dict[str, Any]]) -> None:

@@ -23,12 +23,22 @@ if TYPE_CHECKING:
 
 RESULTS_FORMAT = "chiar-study-results/1"
 COLUMNS = (
-    *("variant", "role", "parameters", "f", "layers", "logits", "total", "÷ baseline", "training", "test loss", "±"),
-    *("Δ nats", "±", "seeds", "step ms", "frontier"),
+    *("variant", "role", "parameters", "f", "layers", "÷ baseline", "logits", "total", "÷ baseline"),
+    *("training", "test loss", "±", "Δ nats", "±", "seeds", "step ms", "frontier"),
 )
 CSV_COLUMNS = (
     *("variant", "role", "title", "parameters", "fraction", "flops_layers", "flops_logits", "flops_forward"),
-    *("flops_training", "flops_of_baseline", "test_loss", "test_loss_spread", "gap", "gap_spread", "seeds", "step_ms"),
+    *(
+        "flops_training",
+        "flops_of_baseline",
+        "layer_flops_of_baseline",
+        "test_loss",
+        "test_loss_spread",
+        "gap",
+        "gap_spread",
+        "seeds",
+        "step_ms",
+    ),
     *("step_ms_in_training", "frontier"),
 )
 
@@ -115,7 +125,9 @@ def cells(row: dict[str, Any]) -> list[str]:
         row["role"],
         f"{row['parameters']:,}",
         shown(row["fraction"], ".3f"),
-        *(f"{flops[part] / 1e6:,.3f}" for part in ("layers", "logits", "forward")),
+        f"{flops['layers'] / 1e6:,.3f}",
+        shown(row["layer_flops_of_baseline"], ".4f"),
+        *(f"{flops[part] / 1e6:,.3f}" for part in ("logits", "forward")),
         shown(row["flops_of_baseline"], ".4f"),
         f"{flops['training'] / 1e6:,.3f}",
         *pair(row["test_loss"], ".4f", row["test_loss_spread"]),
