@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from chiar.errors import InputError
 
@@ -24,6 +25,28 @@ def check_new(out: Path) -> None:
         return
     if out.exists():
         raise InputError(f"{out} exists already and is left as it is: choose another name or remove it first.")
+
+
+def aside_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """At once: a reader or a killed process never leaves half a file under this name."""
+    aside_of(path).write_text(text, encoding="utf-8")
+    os.replace(aside_of(path), path)
+
+
+def hold(lock: IO[str], busy: str) -> None:
+    """Take the lock, or raise InputError. It is held by the process, not by the file: a killed one holds it no more."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: two processes at a time are the user's to avoid
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(busy) from None
 
 
 def write_new(out: Path, text: str, overwrite: bool = False) -> None:

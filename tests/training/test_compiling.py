@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 import torch
+from runs import final_state
 from test_loop import assert_same_run, command, metrics
 from torch import nn
 
@@ -91,6 +92,48 @@ def test_a_step_is_run_again_from_its_beginning(config, settings, tmp_path, monk
     torch.compiler.reset()
     train(config(dropout=0.1), settings(compile=True), tmp_path / "fallen", device="cpu", quiet=True)
     assert len(calls) == 3
+    assert_same_run(tmp_path / "plain", tmp_path / "fallen")
+
+
+def test_layers_are_compiled_one_by_one_and_alike_ones_once(config, settings, tmp_path, monkeypatch):
+    """Three routed layers and one of attention make two graphs."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **options: real(call, backend=backend, **options))
+    torch.compiler.reset()
+    changes = {"meta_router": False, "layer_types": ["routed"] * 3 + ["attention"]}
+    one = settings(steps=2, micro_batch=8)
+    train(config(**changes), one, tmp_path / "plain", device="cpu", quiet=True)
+    assert not graphs
+    train(
+        config(**changes),
+        settings(steps=2, micro_batch=8, compile=True, compile_layers=True),
+        tmp_path / "layers",
+        device="cpu",
+        quiet=True,
+    )
+    assert len(graphs) == 2
+    assert [record["compiled"] for record in metrics(tmp_path / "layers")] == [True] * 2
+    ours, plain = final_state(tmp_path / "layers"), final_state(tmp_path / "plain")
+    assert all(torch.equal(value, plain[name]) for name, value in ours.items())
+
+
+def test_layers_that_cannot_be_compiled_run_plainly(config, settings, tmp_path, monkeypatch):
+    def backend(graph, inputs):
+        from torch._inductor.exc import CppCompileError
+
+        raise CppCompileError(["c++"], "no space")
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **options: real(call, backend=backend, **options))
+    torch.compiler.reset()
+    train(config(), settings(), tmp_path / "plain", device="cpu", quiet=True)
+    train(config(), settings(compile=True, compile_layers=True), tmp_path / "fallen", device="cpu", quiet=True)
     assert_same_run(tmp_path / "plain", tmp_path / "fallen")
 
 

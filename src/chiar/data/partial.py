@@ -6,11 +6,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from chiar.data.encoding import WorkerDied
 from chiar.errors import InputError
-from chiar.folders import check_new
+from chiar.folders import check_new, hold
 
 INPUTS = "inputs.json"
 LOCK = "lock"
@@ -28,7 +28,7 @@ def partial_folder(out: Path, inputs: dict[str, Any], note: Callable[[str], None
     folder = out.with_name(f".{out.name}.partial")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as lock:
-        _take(lock, out)
+        hold(lock, f"another process is preparing {out} right now.")
         recorded = folder / INPUTS
         if not recorded.is_file() or recorded.read_text(encoding="utf-8") != _canonical(inputs):
             if recorded.is_file():
@@ -64,15 +64,3 @@ def _clear(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _take(lock: IO[str], out: Path) -> None:
-    """Held by the process, not by the file: a killed one holds it no longer."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: two preparations of one corpus at a time are the user's to avoid
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(f"another process is preparing {out} right now.") from None

@@ -13,7 +13,7 @@ from chiar.evaluation.perplexity import count_windows, measure_perplexity
 from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, RoutingUse
 from chiar.heads import open_classifier
 from chiar.load import check_tokenizer, load_config, load_model, resolve_model
-from chiar.routing.flops import baseline_of, count_flops
+from chiar.routing.flops import Shares, baseline_of, count_flops, operator_shares
 
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -126,11 +126,14 @@ def load_language_model(folder: str) -> Any:
     return load_model(folder)[0]
 
 
+def measured_shares(config: Any, routing: RoutingUse) -> Shares:
+    """What each operator got. Soft routing runs all of them; measured is then where a token weighs most."""
+    return operator_shares(config) if config.routing == "soft" else [layer.use for layer in routing.layers]
+
+
 def counted(config: Any, routing: RoutingUse, length: int, classifies: bool) -> tuple[float, float]:
     """FLOPs per token of the model and of attention everywhere; a classifier has no logits over the vocabulary."""
-    # Under soft routing what is measured is where a token weighs most; every operator runs.
-    shares = None if config.routing == "soft" else [layer.use for layer in routing.layers]
-    counts = count_flops(config, length, shares), count_flops(baseline_of(config), length)
+    counts = count_flops(config, length, measured_shares(config, routing)), count_flops(baseline_of(config), length)
     ours, baseline = (count.total - (count.part("logits") if classifies else 0.0) for count in counts)
     return ours, baseline
 

@@ -28,8 +28,9 @@ def reproduce(
 ) -> None:
     """Train and evaluate every row of one of the paper's tables alike, with the paper's numbers beside ours."""
     from chiar.cli import show
+    from chiar.folders import write_whole
     from chiar.reproduce.plan import make_plan, parse_changes
-    from chiar.reproduce.procedure import Result, write
+    from chiar.reproduce.procedure import Result
     from chiar.reproduce.procedure import reproduce as run_procedure
     from chiar.reproduce.table import to_json, to_markdown, to_rich
     from chiar.training.interruption import Interrupted
@@ -38,8 +39,8 @@ def reproduce(
     plan = make_plan(recipe, list(data), budget=budget, size=size, seed=seed, changes=parse_changes(setting or []))
 
     def write_tables(results: list[Result]) -> None:
-        write(out / "table.json", to_json(plan, results))
-        write(out / "table.md", to_markdown(plan, results))
+        write_whole(out / "table.json", to_json(plan, results))
+        write_whole(out / "table.md", to_markdown(plan, results))
 
     try:
         results = run_procedure(plan, out, device, say=typer.echo, finished=write_tables)

@@ -1,6 +1,5 @@
 """A recipe with every choice made: which model and settings each row trains with, checked before anything runs."""
 
-import json
 import math
 import shlex
 from dataclasses import dataclass, fields
@@ -13,6 +12,7 @@ from chiar.data.shards import Corpus
 from chiar.errors import InputError, unknown_name
 from chiar.reproduce.recipes import PAPER_BATCH, PAPER_LENGTH, RECIPES, Recipe, Row
 from chiar.training.cli import check_types, configuration, parse
+from chiar.training.command import train_arguments
 from chiar.training.loop import check_run
 from chiar.training.settings import TrainSettings
 from chiar.training.trainer import open_rows
@@ -49,16 +49,8 @@ class PlannedRow:
 
     def command(self, out: Path, tau: float | None) -> str:
         """The `chiar train` that trains this row alone."""
-        parts = ["chiar", "train", self.preset]
-        for path in self.settings.data:
-            parts += ["--data", path]
-        default, given = TrainSettings(), self.settings
-        changed = {f.name: getattr(given, f.name) for f in fields(given) if f.name != "data"}
-        changed = {name: value for name, value in changed.items() if value != getattr(default, name)}
-        changed |= self.changes | ({} if tau is None else {"thresholds": tau})
-        for name, value in changed.items():
-            parts += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
-        return shlex.join([*parts, "--out", str(out)])
+        changes = self.changes | ({} if tau is None else {"thresholds": tau})
+        return shlex.join(["chiar", *train_arguments(self.preset, changes, self.settings, out)])
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ FOLDER/calibration.json   the entropies of the trained baseline and τ
 FOLDER/table.md, .json    rewritten after each row
 """
 
-import gc
 import json
 import os
 from collections.abc import Callable
@@ -20,11 +19,13 @@ from chiar.errors import InputError
 from chiar.evaluation.compare import REPORT, read_training
 from chiar.evaluation.harness import choose_device, evaluate
 from chiar.evaluation.report import EvaluationReport
+from chiar.folders import aside_of, write_whole
 from chiar.load import count_parameters, load_model
 from chiar.reproduce.plan import Plan, PlannedRow
 from chiar.routing.calibration import calibrate
 from chiar.routing.calibration_file import read_thresholds, to_json
 from chiar.tokens import batches
+from chiar.training.compiling import clear_device
 from chiar.training.loop import train
 from chiar.training.run_folder import METRICS, RUN, RunFolder
 
@@ -89,7 +90,7 @@ def open_folder(out: Path, identity: dict[str, Any]) -> None:
         if out.exists() and (not out.is_dir() or any(found != aside_of(path) for found in out.iterdir())):
             raise InputError(f"{out} exists already and is no reproduction: choose another folder.")
         out.mkdir(parents=True, exist_ok=True)
-        write(path, json.dumps(identity, indent=1, ensure_ascii=False))
+        write_whole(path, json.dumps(identity, indent=1, ensure_ascii=False))
         return
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -102,16 +103,6 @@ def open_folder(out: Path, identity: dict[str, Any]) -> None:
             raise InputError(f"{out} was started with {shown}: continue it with the same, or choose another folder.")
 
 
-def aside_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.new")
-
-
-def write(path: Path, text: str) -> None:
-    """At once: a reader or a killed process never leaves half a file under this name."""
-    aside_of(path).write_text(text, encoding="utf-8")
-    os.replace(aside_of(path), path)
-
-
 def calibrated_threshold(plan: Plan, out: Path) -> float:
     """The paper's τ: one for all layers, from the embedding entropies of the trained baseline on validation text."""
     path = out / CALIBRATION
@@ -120,7 +111,7 @@ def calibrated_threshold(plan: Plan, out: Path) -> float:
         valid, length = plan.corpora[0].split("valid"), plan.settings.length
         ids = valid.read(0, min(valid.tokens, CALIBRATION_ROWS * length))
         found = calibrate(baseline, batches(ids, CALIBRATION_ROWS, length, 8), rule="embeddings")
-        write(path, to_json(found, baseline.config))
+        write_whole(path, to_json(found, baseline.config))
     routed = next(planned.config() for planned in plan.rows if planned.calibrated)
     return read_thresholds(path, routed)[0]
 
@@ -129,15 +120,6 @@ def train_row(planned: PlannedRow, run: Path, tau: float | None, device: str, qu
     (run / f".{RUN}.new").unlink(missing_ok=True)  # of a process killed before the run began
     clear_device()
     train(planned.config(tau), planned.settings, run, resume=(run / RUN).is_file(), device=device, quiet=quiet)
-
-
-def clear_device() -> None:
-    """Rows share a process: without this the compiled graphs of several models would count against one limit."""
-    gc.collect()
-    torch.compiler.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def evaluate_row(planned: PlannedRow, run: Path, device: str) -> None:
@@ -153,7 +135,7 @@ def evaluate_row(planned: PlannedRow, run: Path, device: str) -> None:
             batch_size=settings.micro_batch,
             device=device,
         )
-        write(run / name, report.to_json())
+        write_whole(run / name, report.to_json())
 
 
 def read_result(planned: PlannedRow, run: Path, tau: float | None) -> Result:

@@ -1,5 +1,6 @@
 """The model under torch.compile, or plainly where compiling fails."""
 
+import gc
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ class Forward:
     """Calls the model. Compiling happens inside the first calls and first backward passes, so that is where it fails.
 
     `fall_back` is asked about an error of a step; after it said yes the step must be run again from its beginning.
-    A sharded model is compiled in `parts`, its layers, so that gathering weights stays outside.
+    A model can be compiled in `parts`, its layers: a sharded one so that gathering weights stays outside. In `company`
+    other processes take part in every step.
     """
 
-    def __init__(self, model: nn.Module, compile: bool, parts: list[nn.Module] | None = None) -> None:
-        self.model, self.parts = model, parts or []
+    def __init__(
+        self, model: nn.Module, compile: bool, parts: list[nn.Module] | None = None, company: bool = False
+    ) -> None:
+        self.model, self.parts, self.company = model, parts or [], company
         self.call: Any = model
         self.compiled = False
         self.failure: str | None = None
@@ -38,8 +42,10 @@ class Forward:
         """Whether `error` came from compiling; if so the model is called plainly from now on."""
         if not self.compiled or not is_compile_error(error):
             return False
-        if self.parts:  # others may be in the middle of the same step: it cannot be begun again
+        if self.parts and self.company:  # others may be in the middle of the same step: it cannot be begun again
             raise InputError(f"torch.compile failed ({failure_of(error)}): add --no-compile.") from error
+        for part in self.parts:
+            part._compiled_call_impl = None  # torch has no call that undoes Module.compile
         self.call, self.compiled = self.model, False
         self.failure = failure_of(error)
         return True
@@ -52,6 +58,15 @@ def failure_of(error: BaseException) -> str:
 def uncompiled() -> Any:
     """A block that runs plainly: evaluations and samples, whose shapes would each be compiled again."""
     return torch.compiler.set_stance("force_eager")
+
+
+def clear_device() -> None:
+    """Between models that share a process: without this the compiled graphs of all would count against one limit."""
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def is_compile_error(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from chiar.training.trainer import open_rows
 # What may differ when a run is resumed: how long it is, how it is spread, and how it is shown.
 MAY_CHANGE = (
     *("steps", "compile", "cuda_graphs", "parallel", "execution", "keep", "log_every", "tensorboard", "peak_tflops"),
-    "transformers_version",
+    *("compile_layers", "transformers_version"),
 )
 
 

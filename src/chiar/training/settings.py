@@ -45,6 +45,8 @@ class TrainSettings:
     precision: str = "bf16"
     """bf16: autocast over fp32 weights."""
     compile: bool = True
+    compile_layers: bool = False
+    """Layer by layer: layers that are alike are compiled once, so it is ready much sooner; steps may be slower."""
     cuda_graphs: bool = True
     """On one GPU: record the pass of a text micro-batch after four of them and replay it. Not where `deterministic`."""
     parallel: str = "auto"

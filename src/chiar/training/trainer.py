@@ -63,8 +63,9 @@ class Trainer:
         self.first_bad_step = torch.full((), -1, device=processes.device)
         """The first step whose gradient was not finite; kept on the device so that no step waits for it."""
         self.parallel = self.model if self.sharded else replicate(self.model, processes)
-        parts = list(self.model.language.model.layers) if self.sharded else None
-        self.forward = Forward(self.parallel, settings.compile, parts)
+        by_layers = self.sharded or settings.compile_layers
+        parts = list(self.model.language.model.layers) if by_layers else None
+        self.forward = Forward(self.parallel, settings.compile, parts, company=self.sharded)
         self.graphs: GraphedPasses | None = None
         if self._may_be_recorded():
             self.graphs = GraphedPasses(self._language_pass, self.model.parameters())

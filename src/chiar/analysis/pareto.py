@@ -1,0 +1,111 @@
+"""Loss against cost as self-contained SVG: every variant a mark, its seeds small, the frontier a line."""
+
+from dataclasses import dataclass, field
+
+from chiar.analysis.chart import COLOURS, document, label, shorten, spread, ticks
+
+LEFT, RIGHT, WIDTH, TOP, HEIGHT, GAP, ENTRY = 76, 250, 860, 60, 320, 84, 17
+# Controls are hollow squares, everything else filled circles: told apart without colour.
+CONTROL, OTHER = COLOURS[6], COLOURS[0]
+
+
+@dataclass(frozen=True)
+class Mark:
+    number: int
+    name: str
+    role: str
+    x: float
+    y: float
+    """The mean."""
+    seeds: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Scatter:
+    title: str
+    axis: str
+    marks: list[Mark]
+
+
+def frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """From left to right, every point lower than all before it."""
+    found: list[tuple[float, float]] = []
+    for x, y in sorted(points):
+        if not found or y < found[-1][1]:
+            found.append((x, y))
+    return found
+
+
+def draw_scatters(title: str, panels: list[Scatter]) -> str:
+    """The panels one above the other, each with the names of its marks beside it."""
+    parts, top = [label(WIDTH / 2, 28, shorten(title, 90), size=16, weight="700")], float(TOP)
+    for panel in panels:
+        height = max(HEIGHT, ENTRY * (len(panel.marks) + 4))
+        parts += draw_scatter(panel, top, height)
+        top += height + GAP
+    return document(WIDTH, top, title, parts)
+
+
+def draw_scatter(panel: Scatter, top: float, height: float) -> list[str]:
+    right, bottom = WIDTH - RIGHT, top + height
+    points = [point for mark in panel.marks for point in ((mark.x, mark.y), *mark.seeds)]
+    (first, last), (low, high) = spread([x for x, _ in points]), spread([y for _, y in points])
+
+    def across(x: float) -> float:
+        return LEFT + (x - first) / (last - first) * (right - LEFT)
+
+    def up(y: float) -> float:
+        return bottom - (y - low) / (high - low) * height
+
+    parts = [label(LEFT, top - 10, panel.title, anchor="start", size=13, weight="600")]
+    for tick in ticks(low, high):
+        parts.append(f'<path d="M{LEFT} {up(tick):.1f} H{right}" stroke="#dddddd"/>')
+        parts.append(label(LEFT - 8, up(tick) + 4, f"{tick:g}", size=11, anchor="end"))
+    for tick in ticks(first, last, 6):
+        parts.append(f'<path d="M{across(tick):.1f} {bottom:g} v5" stroke="#444444"/>')
+        parts.append(label(across(tick), bottom + 18, f"{tick:g}", size=11))
+    parts.append(f'<path d="M{LEFT} {top:g} V{bottom:g} H{right}" fill="none" stroke="#444444"/>')
+    parts.append(label((LEFT + right) / 2, bottom + 38, panel.axis))
+    best = frontier([(mark.x, mark.y) for mark in panel.marks])
+    line = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in best)
+    parts.append(f'<polyline class="frontier" points="{line}" fill="none" stroke="#d55e00" stroke-width="1.6"/>')
+    for mark in panel.marks:
+        parts += [shape("seed", mark.role, across(x), up(y), 2.2) for x, y in mark.seeds if len(mark.seeds) > 1]
+    taken: list[tuple[float, float]] = []
+    for mark in panel.marks:
+        x, y = across(mark.x), up(mark.y)
+        parts.append(shape("mean", mark.role, x, y, 5))
+        parts.append(label(*free_place(x + 8, y - 6, taken), str(mark.number), size=10, anchor="start"))
+    return parts + legend(panel, right + 18, top, best)
+
+
+def shape(kind: str, role: str, x: float, y: float, size: float) -> str:
+    if role == "control":
+        where = f'x="{x - size:.1f}" y="{y - size:.1f}" width="{2 * size:g}" height="{2 * size:g}"'
+        return f'<rect class="{kind} control" {where} fill="#ffffff" stroke="{CONTROL}" stroke-width="1.4"/>'
+    return f'<circle class="{kind} candidate" cx="{x:.1f}" cy="{y:.1f}" r="{size:g}" fill="{OTHER}"/>'
+
+
+def free_place(x: float, y: float, taken: list[tuple[float, float]]) -> tuple[float, float]:
+    """Where no earlier number stands; a few lines lower where one does."""
+    for _ in range(12):
+        if all(abs(x - other) > 14 or abs(y - above) > 9 for other, above in taken):
+            break
+        y += 10
+    taken.append((x, y))
+    return round(x, 1), round(y, 1)
+
+
+def legend(panel: Scatter, x: float, top: float, best: list[tuple[float, float]]) -> list[str]:
+    parts = []
+    for place, mark in enumerate(panel.marks):
+        y = top + 6 + ENTRY * place
+        weight = "700" if (mark.x, mark.y) in best else "400"
+        parts.append(shape("key", mark.role, x, y, 4))
+        parts.append(label(x + 10, y + 4, shorten(f"{mark.number} {mark.name}", 32), 11, "start", weight))
+    y = top + 12 + ENTRY * len(panel.marks)
+    parts.append(f'<path d="M{x - 6:g} {y:g} h16" stroke="#d55e00" stroke-width="1.6"/>')
+    parts.append(label(x + 16, y + 4, "frontier, names in bold", 11, "start"))
+    parts.append(label(x - 6, y + 4 + ENTRY, "square: control, circle: candidate", 11, "start"))
+    parts.append(label(x - 6, y + 4 + 2 * ENTRY, "small marks: single seeds", 11, "start"))
+    return parts

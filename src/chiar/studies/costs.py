@@ -1,0 +1,21 @@
+"""Counted FLOPs a token of a variant."""
+
+from copy import deepcopy
+
+from chiar.config import ChiarConfig
+from chiar.routing.flops import Shares, count_flops, operator_shares
+from chiar.training.utilisation import training_flops
+
+
+def count_costs(config: ChiarConfig, length: int, shares: Shares) -> dict[str, float]:
+    """Forward: the layers, the output projection (logits) and both together. Training: with the backward pass, where a
+    router that learns from every operator's output runs all of them on all tokens."""
+    count = count_flops(config, length, shares)
+    logits = count.part("logits")
+    trained, trained_shares = config, shares
+    if config.routed_layers and not config.can_run_sparse:
+        trained = deepcopy(config)
+        trained.routing = "soft"
+        trained_shares = operator_shares(trained)
+    training = training_flops(trained, length, trained_shares)
+    return {"layers": count.total - logits, "logits": logits, "forward": count.total, "training": training}
