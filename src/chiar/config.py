@@ -8,9 +8,16 @@ from transformers import PreTrainedConfig
 
 from chiar.errors import InputError, refuse_misspelt, unknown_name
 from chiar.ops.white_noise import white_noise_entropy
+from chiar.routing.options import check_router_options
 
 LAYER_TYPES = ("spectral", "routed", "attention")
-OPERATORS = ("spectral", "rbf", "attention")
+OPERATORS = ("spectral", "rbf", "attention", "skip", "bypass")
+OPERATOR_SETS = (
+    ["spectral", "attention"],
+    ["spectral", "rbf", "attention"],
+    ["skip", "attention"],
+    ["bypass", "attention"],
+)
 ROUTINGS_OF_ROUTER = {
     "entropy": ("threshold",),
     "learned": ("hard", "soft"),
@@ -21,6 +28,10 @@ CHOICES = {
     "router": tuple(ROUTINGS_OF_ROUTER),
     "routing": ("threshold", "hard", "soft"),
     "hard_estimator": ("both", "selected"),
+    "entropy_gradient": ("none", "straight_through"),
+    "entropy_weights": ("none", "learned"),
+    "router_reads": ("state_and_entropy", "state"),
+    "router_scale": ("one", "probability"),
     "keys": ("all", "routed"),
     "spectral_form": ("sublayer", "equation"),
     "norm": ("layernorm", "rmsnorm"),
@@ -64,7 +75,8 @@ class ChiarConfig(PreTrainedConfig):
     """spectral, routed or attention for each layer; when not given the paper's spectral, routed × (N−2), attention."""
 
     operators: list[str] | None = None
-    """Operators of routed layers in order of rising entropy: spectral, (rbf,) attention."""
+    """Operators of routed layers in order of rising entropy: spectral, (rbf,) attention. In place of spectral, under
+    pre-norm: skip (nothing is added) or bypass (attention's value and output projections, no mixing of tokens)."""
     router: str | None = None
     """entropy, learned, random or static: what chooses the operator of a token in a routed layer."""
     routing: str | None = None
@@ -74,6 +86,28 @@ class ChiarConfig(PreTrainedConfig):
     Until calibration: what white noise of this width would give. A built model changes them with `set_thresholds`."""
     hard_estimator: str = "both"
     """Gradient of hard routing: both (the paper's straight-through) or selected (only the chosen operator runs)."""
+    target_fraction: float | list[float] | None = None
+    """f that a layer holds, one for all routed layers or one each: in training its threshold follows the
+    (1 − f)-quantile of the scores (H, or the learned router's logit difference); in evaluation it stays."""
+    entropy_gradient: str = "none"
+    """straight_through: gradients reach x through H, by p = sigmoid((H − τ)/(temperature·σ)) of the chosen operator."""
+    router_temperature: float = 1.0
+    """Of the straight-through entropy router's p, in running standard deviations σ of H."""
+    entropy_weights: str = "none"
+    """learned: each frequency's energy has a learned non-negative weight inside a routed layer's H."""
+    router_reads: str = "state_and_entropy"
+    """What a learned router reads: [x; H], or x alone (state)."""
+    router_hidden: int = 0
+    """Hidden width of a learned router: 0 is a linear map, else two layers with a GELU between."""
+    router_scale: str = "one"
+    """What the chosen change is multiplied by: one (p / stopgrad(p), for the gradient only), or probability (2·p where
+    attention was chosen, 1 elsewhere)."""
+    anneal: float = 0.0
+    """Share of training in which the weights go from soft (the probabilities) to hard; 0 is hard from the start.
+    Evaluation is always hard."""
+    budget_weight: float = 0.0
+    """λ of the loss λ·(mean p of attention − target_fraction)², averaged over routed layers, by which a learned router
+    holds f itself: its threshold then stays at 0."""
     random_key: str = "token"
     """The random router hashes the token id or the position."""
     random_fraction: float = 0.5
@@ -168,7 +202,7 @@ class ChiarConfig(PreTrainedConfig):
             self.meta_router = self.positions == "rope" and self.layer_types[:1] == ["spectral"]
         if self.router == "static" and self.static_operators is None:
             count = self.layer_types.count("routed")
-            self.static_operators = ["attention" if i % 2 == 0 else "spectral" for i in range(count)]
+            self.static_operators = ["attention" if i % 2 == 0 else self.operators[0] for i in range(count)]
 
     @property
     def routed_layers(self) -> list[int]:
@@ -180,6 +214,28 @@ class ChiarConfig(PreTrainedConfig):
         """Whether a token needs one operator only. Soft routing blends all, and the paper's straight-through estimator
         takes its gradient from all."""
         return self.routing == "threshold" or (self.routing == "hard" and self.hard_estimator == "selected")
+
+    @property
+    def weights_have_gradient(self) -> bool:
+        """Whether what an operator's output is multiplied by depends on a score, not on the choice alone."""
+        return self.router == "learned" or (self.router == "entropy" and self.entropy_gradient == "straight_through")
+
+    @property
+    def follows_quantile(self) -> bool:
+        """Whether thresholds follow the scores in training."""
+        return self.target_fraction is not None and self.budget_weight == 0
+
+    @property
+    def has_router_state(self) -> bool:
+        """Whether routers depend on something that training keeps beside the weights (layers/router_state.py)."""
+        kept = self.follows_quantile or self.anneal > 0 or self.entropy_gradient == "straight_through"
+        return kept and bool(self.routed_layers)
+
+    def layer_fractions(self) -> list[float] | None:
+        """target_fraction, one for each routed layer."""
+        if self.target_fraction is None or isinstance(self.target_fraction, list | tuple):
+            return self.target_fraction
+        return [self.target_fraction] * len(self.routed_layers)
 
     @property
     def head_size(self) -> int:
@@ -214,6 +270,7 @@ class ChiarConfig(PreTrainedConfig):
                 raise unknown_name("operator", operator, OPERATORS)
         self._check_sizes()
         self._check_routing()
+        check_router_options(self)
         self._check_combinations()
 
     def _check_types(self) -> None:
@@ -249,24 +306,30 @@ class ChiarConfig(PreTrainedConfig):
             )
         if self.positions == "rope" and self.head_size % 2:
             raise InputError(f"RoPE rotates pairs of features: the head size {self.head_size} must be even.")
-        for name in ("dropout", "random_fraction", "gate_skip_below"):
+        for name in ("dropout", "random_fraction", "gate_skip_below", "anneal"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value <= 1.0:
                 raise InputError(f"{name} must lie between 0 and 1, got {value!r}.")
-        for name in ("entropy_eps", "entropy_dc_weight", "collapse_regulariser", "norm_eps", "initializer_range"):
+        for name in (
+            "entropy_eps",
+            "entropy_dc_weight",
+            "collapse_regulariser",
+            "norm_eps",
+            "initializer_range",
+            "router_hidden",
+            "budget_weight",
+        ):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} must not be negative, got {getattr(self, name)!r}.")
-        for name in ("rbf_gamma", "rope_base"):
+        for name in ("rbf_gamma", "rope_base", "router_temperature"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} must be positive, got {getattr(self, name)!r}.")
 
     def _check_routing(self) -> None:
         assert self.operators is not None and self.router is not None
-        if list(self.operators) not in (["spectral", "attention"], ["spectral", "rbf", "attention"]):
-            raise InputError(
-                f"operators={self.operators} is not supported: use ['spectral', 'attention'] or "
-                "['spectral', 'rbf', 'attention']."
-            )
+        if list(self.operators) not in OPERATOR_SETS:
+            allowed = " or ".join(str(names) for names in OPERATOR_SETS)
+            raise InputError(f"operators={self.operators} is not supported: use {allowed}.")
         if self.routing not in ROUTINGS_OF_ROUTER[self.router]:
             raise InputError(
                 f"routing={self.routing!r} does not go with router={self.router!r}: "

@@ -71,7 +71,7 @@ def part_table(name: str, setting: str, savings: Savings) -> Table:
 def route_table(costs: dict[str, float], length: int) -> Table:
     table = Table("route", "MFLOPs", box=None, title=f"one token in a routed layer, T = {length}", title_justify="left")
     for operator, flops in costs.items():
-        label = {"spectral": "light (spectral)", "attention": "dark (attention)"}.get(operator, operator)
+        label = {"rbf": "rbf", "attention": "dark (attention)"}.get(operator, f"light ({operator})")
         table.add_row(label, f"{flops / 1e6:,.3f}")
     return table
 

@@ -13,10 +13,18 @@ Colour = tuple[int, int, int]
 # dark one. Each pair goes from at the threshold to far from it.
 RAMPS: dict[str, tuple[Colour, Colour]] = {
     "spectral": ((255, 247, 205), (250, 205, 50)),
+    "skip": ((255, 247, 205), (250, 205, 50)),
+    "bypass": ((255, 247, 205), (250, 205, 50)),
     "rbf": ((221, 160, 195), (204, 121, 167)),
     "attention": ((120, 170, 215), (8, 40, 100)),
 }
-NAMES = {"spectral": "light: spectral filter", "rbf": "between: RBF mixing", "attention": "dark: attention"}
+NAMES = {
+    "spectral": "light: spectral filter",
+    "skip": "light: nothing",
+    "bypass": "light: value and output projections",
+    "rbf": "between: RBF mixing",
+    "attention": "dark: attention",
+}
 
 
 def draw_routing(routed: RoutedText) -> str:
@@ -112,7 +120,7 @@ def legend(trace: RoutingTrace, y: float, farthest: float) -> list[str]:
     scaled = any(layer.thresholds for layer in trace.layers)
     parts, x = [], float(LEFT)
     for operator in used:
-        steps = (1.0, 0.5, 0.0) if operator == "spectral" else (0.0, 0.5, 1.0)
+        steps = (1.0, 0.5, 0.0) if operator in ("spectral", "skip", "bypass") else (0.0, 0.5, 1.0)
         for number, strength in enumerate(steps if scaled else (0.5,)):
             parts.append(
                 f'<rect x="{x + 18 * number:g}" y="{y:g}" width="18" height="14" fill="{mix(operator, strength)}"/>'

@@ -14,7 +14,8 @@ from chiar.routing.trace import LayerTrace, RoutingTrace
 from chiar.tokens import encode
 
 # Readable without colour (the marks differ) and with either common colour blindness (blue against yellow).
-MARKS = {"spectral": ("░", "black on bright_yellow"), "rbf": ("▒", "magenta"), "attention": ("█", "blue")}
+PALE = ("░", "black on bright_yellow")
+MARKS = {"spectral": PALE, "skip": PALE, "bypass": PALE, "rbf": ("▒", "magenta"), "attention": ("█", "blue")}
 COLUMNS = 68
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from chiar.layers.attention import CausalAttention
 from chiar.layers.context import LayerMemory, TokenContext
+from chiar.layers.light import Bypass, Skip, SpectralWeights
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import Route, make_router
 from chiar.layers.sparse import run_sparse
@@ -46,6 +47,8 @@ def make_operator(name: str, config: Any) -> nn.Module:
         return CausalAttention(config.hidden_size, config.num_attention_heads, config.dropout)
     if name == "rbf":
         return RBFMixing(config.hidden_size, config.rbf_features, config.rbf_gamma)
+    if name in ("skip", "bypass"):
+        return Skip() if name == "skip" else Bypass()
     return SpectralFilter(config.hidden_size)
 
 
@@ -89,16 +92,26 @@ class Block(nn.Module):
         self.light_ffn = config.light_ffn or self.kind != "routed"
         self.routed_keys = config.keys == "routed" and config.routing != "soft"
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
+        self.light = names[0]
+        """The operator of light tokens, in a routed layer the first."""
 
         self.operators = nn.ModuleDict({name: make_operator(name, config) for name in names})
         self.norms = nn.ModuleDict(
-            {name: make_norm(config, name) for name in names if not (self.equation and name == LIGHT)}
+            {
+                name: make_norm(config, name)
+                for name in names
+                if not (self.equation and name == LIGHT) and name not in ("skip", "bypass")
+            }
         )
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)
         self.ffn_norm = make_norm(config)
         self.router = make_router(config, index) if self.kind == "routed" else None
-        self.router_reads_entropy = config.router in ("entropy", "learned")
-        self.entropy_has_gradient = config.router == "learned"
+        learned = config.router == "learned"
+        self.router_reads_entropy = config.router == "entropy" or (learned and config.router_reads != "state")
+        self.router_reads_state = learned
+        self.weights_have_gradient = config.weights_have_gradient
+        weighted = self.kind == "routed" and config.entropy_weights == "learned"
+        self.entropy_weights = SpectralWeights(config.hidden_size) if weighted else None
 
     def forward(
         self,
@@ -122,8 +135,9 @@ class Block(nn.Module):
         read = self.router is not None and self.router_reads_entropy
         if not (read or context.keep_entropy):
             return None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and read and self.entropy_has_gradient):
-            return spectral_entropy(x_BTD, context.transform, self.entropy_eps, self.entropy_dc_weight)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and read and self.weights_have_gradient):
+            weight_D = None if self.entropy_weights is None else self.entropy_weights()
+            return spectral_entropy(x_BTD, context.transform, self.entropy_eps, self.entropy_dc_weight, weight_D)
 
     def choose(
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
@@ -132,8 +146,7 @@ class Block(nn.Module):
             return None
         # The question is whether a token needs attention, so a pre-norm router reads what attention would read. Only
         # learned routers read more of x than its shape.
-        learned = self.entropy_has_gradient
-        seen_BTD = self.norms["attention"](x_BTD) if self.pre_norm and learned else x_BTD
+        seen_BTD = self.norms["attention"](x_BTD) if self.pre_norm and self.router_reads_state else x_BTD
         return self.router(seen_BTD, entropy_BT, context, forced_BT)
 
     def run_operators(
@@ -143,6 +156,9 @@ class Block(nn.Module):
         outputs: dict[str, Tensor] = {}
         attention_weights = None
         for k, (name, operator) in enumerate(self.operators.items()):
+            if name in ("skip", "bypass"):
+                outputs[name] = self.run_plain(name, x_BTD)
+                continue
             seen_BTD = self.norms[name](x_BTD) if self.pre_norm else x_BTD
             if name == LIGHT:
                 outputs[name] = operator(seen_BTD, context.transform)
@@ -157,6 +173,13 @@ class Block(nn.Module):
             else:
                 outputs[name] = operator(seen_BTD, context, key_BT, memory, only_keys)
         return outputs, attention_weights
+
+    def run_plain(self, name: str, x: Tensor) -> Tensor:
+        """A light operator without weights, under pre-norm."""
+        if name == "skip":
+            return self.operators[name](x)
+        attention: Any = self.operators["attention"]
+        return attention.bypass(self.norms["attention"](x))
 
     def combine_post_norm(self, x_BTD: Tensor, outputs: dict[str, Tensor], weights_BTK: Tensor | None) -> Tensor:
         """u = LN_op(x + op(x)); y = LN_f(u + FFN(u)). In the equation form light tokens get LN_f(x + FFN(op(x)))."""
@@ -185,7 +208,7 @@ class Block(nn.Module):
             u_BTD = x_BTD + blend(list(outputs.values()), weights_BTK)
             return u_BTD, self.ffn(self.ffn_norm(u_BTD))
         changes = [
-            output if name == LIGHT else output + self.ffn(self.ffn_norm(x_BTD + output))
+            output if name == self.light else output + self.ffn(self.ffn_norm(x_BTD + output))
             for name, output in outputs.items()
         ]
         return x_BTD, blend(changes, weights_BTK)

@@ -128,6 +128,11 @@ def calibrate(
         raise InputError("the batches are read several times: give a list or another re-iterable, not an iterator.")
     decoder = getattr(model, "model", model)
     receiver = decoder if target is None else getattr(target, "model", target)
+    if receiver.config.target_fraction is not None:
+        raise InputError(
+            f"target_fraction={receiver.config.target_fraction} found the thresholds in training: only a model without "
+            "it is calibrated."
+        )
     config = decoder.config
     noise = noise_quantiles(config.hidden_size, config.entropy_eps, config.entropy_dc_weight)
     modes = {part: part.training for part in (decoder, receiver)}
