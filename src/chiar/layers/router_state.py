@@ -12,7 +12,7 @@ from chiar.ops.white_noise import white_noise_entropy
 
 SAMPLE = 4096
 """Scores a pass sorts, or up to twice as many: their quantile is off by some 0.008 in its share before averaging."""
-RATE = 0.1
+RATE = 0.2
 """How far a pass moves the averages, once there were 1 / RATE of them."""
 LOW, HIGH = 0.1587, 0.8413
 """A normal distribution's quantiles at one standard deviation on either side of its mean."""
