@@ -71,9 +71,11 @@ class RouterState(DerivedBuffers):
 
     def of_layers(self) -> list[LayerState]:
         """For the coming pass. In training copies: the originals move before a backward pass has used them."""
-        parts = [self.threshold_L, self.spread_L, self.progress]
-        threshold_L, spread_L, progress = (part.clone() for part in parts) if self.training else parts
-        return [LayerState(threshold_L[n], spread_L[n], progress) for n in range(len(self.fractions))]
+        layers = len(self.fractions)
+        values = torch.cat([self.threshold_L, self.spread_L, self.progress[None]])
+        if self.training:
+            values = copied(values)
+        return [LayerState(values[n], values[layers + n], values[-1]) for n in range(layers)]
 
     @torch.no_grad()
     def follow(self, scores: list[Tensor], real_BT: Tensor | None) -> None:
@@ -102,6 +104,17 @@ class RouterState(DerivedBuffers):
             if after.dtype != stored_in(after.dtype):
                 setattr(self, name, value.to(after.device))
         return self
+
+
+@torch.library.custom_op("chiar::copied", mutates_args=())
+def copied(x: Tensor) -> Tensor:
+    """A copy that a compiler keeps: left to itself it reads the original again in the backward pass."""
+    return x.clone()
+
+
+@copied.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 def quantile(sorted_LN: Tensor, count: Tensor, share_L: Tensor) -> Tensor:
