@@ -35,6 +35,7 @@ OPTIONS = {
 """What can be computed sparsely in training too."""
 ANNEALED = {
     "annealed entropy": {**STRAIGHT, "anneal": 0.5, "target_fraction": 0.5},
+    "benefit": {**HARD, "benefit_weight": 0.5, "target_fraction": 0.5},
     "annealed learned": {"routing": "hard", "anneal": 0.5, "keys": "routed", "router_scale": "one"},
 }
 """What needs every operator's output in training."""

@@ -8,6 +8,8 @@ import torch
 from chiar import ChiarForCausalLM
 from chiar.coordinates import to_spectral_coordinates
 from chiar.errors import InputError
+from chiar.inputs import make_context
+from chiar.layers.context import TokenContext
 from chiar.layers.routers import Weighing
 from chiar.ops.spectral_entropy import spectral_entropy
 from chiar.ops.transform import Transform
@@ -105,8 +107,6 @@ def test_the_straight_through_gradient_is_that_of_log_p_times_the_chosen_change(
 
 
 def blank():
-    from chiar.layers.context import TokenContext
-
     return TokenContext(transform=Transform(), positions_BT=None, real_BT=None, token_ids_BT=None, rope=None)
 
 
@@ -123,7 +123,7 @@ def test_annealing_is_refused_sparsely_in_training_only():
     model = model_of("annealed entropy")
     model.config.execution = "sparse"
     assert model(token_ids()).logits.isfinite().all()
-    with pytest.raises(InputError, match=r"anneal=0\.5 blends all operators in training"):
+    with pytest.raises(InputError, match=r"in training anneal=0\.5 needs every operator's output"):
         model.train()(token_ids())
     model.config.execution = "auto"
     assert model(token_ids()).logits.isfinite().all()
@@ -248,9 +248,28 @@ def test_spectral_coordinates_keep_the_function(option):
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
 
 
+def test_the_benefit_loss_draws_the_router_alone_to_what_attention_does():
+    model, ids = model_of("benefit").train(), token_ids(ROWS, TOKENS)
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    found = model.model(ids, attention_mask=mask, output_routes=True, output_hidden_states=True)
+    route, x, real = found.routes[0], found.hidden_states[1].detach(), mask.bool()
+    block, transform = model.model.layers[1], model.model.basis.transform()
+    context = make_context(model.config, transform, x, ids, mask, None, 0)
+    with torch.no_grad():
+        attended = block.operators["attention"](block.norms["attention"](x), context, real)[0]
+        benefit = 1 - torch.nn.functional.cosine_similarity(x, x + attended, dim=-1)[real]
+        target = (benefit - benefit.mean()) / benefit.std(correction=0)
+        expected = (route.score_BT[real] - target).square().mean()
+    torch.testing.assert_close(route.benefit_loss.detach(), expected)
+    route.benefit_loss.backward()
+    touched = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert touched == {f"model.layers.1.router.score.{part}" for part in ("weight", "bias")}
+
+
 def test_a_cache_is_refused_where_annealing_needs_what_it_lacks():
     model = model_of("annealed learned").train()
-    with pytest.raises(InputError, match=r"anneal=0\.5 blends .* train with use_cache=False"):
+    with pytest.raises(InputError, match=r"anneal=0\.5 needs .* train with use_cache=False"):
         model(token_ids(), use_cache=True)
 
 

@@ -108,6 +108,9 @@ class ChiarConfig(PreTrainedConfig):
     budget_weight: float = 0.0
     """λ of the loss λ·(mean p of attention − target_fraction)², averaged over routed layers, by which a learned router
     holds f itself: its threshold then stays at 0."""
+    benefit_weight: float = 0.0
+    """λ of a loss that draws a learned router's logit difference to the standardised 1 − cos(x, x + attention(x)) of
+    every token, averaged over routed layers."""
     random_key: str = "token"
     """The random router hashes the token id or the position."""
     random_fraction: float = 0.5
@@ -216,6 +219,14 @@ class ChiarConfig(PreTrainedConfig):
         return self.routing == "threshold" or (self.routing == "hard" and self.hard_estimator == "selected")
 
     @property
+    def trains_densely(self) -> str | None:
+        """The option for which training needs every operator's output, though evaluation does not."""
+        for name in ("anneal", "benefit_weight"):
+            if getattr(self, name):
+                return f"{name}={getattr(self, name)}"
+        return None
+
+    @property
     def weights_have_gradient(self) -> bool:
         """Whether what an operator's output is multiplied by depends on a score, not on the choice alone."""
         return self.router == "learned" or (self.router == "entropy" and self.entropy_gradient == "straight_through")
@@ -318,6 +329,7 @@ class ChiarConfig(PreTrainedConfig):
             "initializer_range",
             "router_hidden",
             "budget_weight",
+            "benefit_weight",
         ):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} must not be negative, got {getattr(self, name)!r}.")

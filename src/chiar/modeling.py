@@ -236,14 +236,17 @@ class ChiarModel(ChiarPreTrainedModel):
             collapse_loss(routes, real_BT, config.collapse_regulariser),
             budget_loss(routes, real_BT, config.layer_fractions(), config.budget_weight),
         ]
+        benefits = [route.benefit_loss for route in routes if route.benefit_loss is not None]
+        if benefits:
+            losses.append(config.benefit_weight * torch.stack(benefits).mean())
         asked = [loss for loss in losses if loss is not None]
         return sum(asked[1:], asked[0]) if asked else None
 
     def _check_cache_has_gradients(self) -> None:
         config: ChiarConfig = self.config
-        if config.keys == "routed" and config.anneal:
+        if config.keys == "routed" and config.trains_densely:
             raise InputError(
-                f"anneal={config.anneal} blends attention's output for light tokens in, and under keys='routed' a "
+                f"{config.trains_densely} needs attention's output for light tokens too, and under keys='routed' a "
                 "cache has none: train with use_cache=False."
             )
         if config.keys == "routed" and config.routing == "hard" and config.hard_estimator == "both":
@@ -260,8 +263,8 @@ class ChiarModel(ChiarPreTrainedModel):
         obstacle = None
         if self.training and config.dropout > 0:
             obstacle = "it has no dropout of attention weights: set dropout=0.0"
-        elif self.training and config.anneal:
-            obstacle = f"anneal={config.anneal} blends all operators in training: set anneal=0.0"
+        elif self.training and config.trains_densely:
+            obstacle = f"in training {config.trains_densely} needs every operator's output: set it to 0"
         elif context.attention_implementation == "eager":
             obstacle = "it keeps no attention weights: leave attn_implementation at sdpa"
         if obstacle and config.execution == "sparse":

@@ -49,10 +49,11 @@ def test_colours_are_the_routes(lively):
 
 
 def test_light_is_paler_than_dark_at_any_distance():
-    assert min(luminance(mix("spectral", s)) for s in (0, 0.5, 1)) > max(
+    light = ("spectral", "skip", "bypass")
+    assert min(luminance(mix(name, s)) for name in light for s in (0, 0.5, 1)) > max(
         luminance(mix("attention", s)) for s in (0, 0.5, 1)
     )
-    assert set(RAMPS) == {"spectral", "rbf", "attention"}
+    assert set(RAMPS) == {*light, "rbf", "attention"}
 
 
 def test_hostile_text_is_text(lively):

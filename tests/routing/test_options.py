@@ -33,6 +33,8 @@ REFUSED = {
     "annealed beyond the end": ({**STRAIGHT, "anneal": 1.5}, "between 0 and 1, got 1.5"),
     "budget without a target": ({**HARD, "budget_weight": 1.0}, "needs a target_fraction"),
     "budget of an entropy router": ({"budget_weight": 1.0, "target_fraction": 0.5}, "needs router='learned'"),
+    "benefit of an entropy router": ({"benefit_weight": 1.0}, "benefit_weight=1.0 needs router='learned'"),
+    "benefit of soft routing": ({"routing": "soft", "benefit_weight": 1.0}, "needs routing='hard'"),
     "scale after a norm": ({**HARD, "router_scale": "probability"}, "norm_position='pre'"),
     "scale of a threshold": ({**PRE, "router_scale": "probability"}, "entropy_gradient='straight_through'"),
     "scale of both": ({**PRE, "routing": "hard", "router_scale": "probability"}, "hard_estimator='selected'"),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.layers.attention import CausalAttention
+from chiar.layers.benefit import attention_benefit, benefit_loss
 from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.light import Bypass, Skip, SpectralWeights
 from chiar.layers.rbf import RBFMixing
@@ -110,6 +111,7 @@ class Block(nn.Module):
         self.router_reads_entropy = config.router == "entropy" or (learned and config.router_reads != "state")
         self.router_reads_state = learned
         self.weights_have_gradient = config.weights_have_gradient
+        self.measures_benefit = config.benefit_weight > 0
         weighted = self.kind == "routed" and config.entropy_weights == "learned"
         self.entropy_weights = SpectralWeights(config.hidden_size) if weighted else None
 
@@ -125,6 +127,8 @@ class Block(nn.Module):
         if context.sparse and route is not None:
             return LayerOutput(run_sparse(self, x_BTD, context, route, memory), route, entropy_BT)
         outputs, attention_weights = self.run_operators(x_BTD, context, route, memory)
+        if self.measures_benefit and self.training and route is not None:
+            route.benefit_loss = self.benefit_loss(x_BTD, entropy_BT, outputs["attention"], context)
         combine: Any = self.combine_pre_norm if self.pre_norm else self.combine_post_norm
         summands = combine(x_BTD, outputs, None if route is None else route.weights_BTK)
         if isinstance(summands, Tensor):
@@ -148,6 +152,17 @@ class Block(nn.Module):
         # learned routers read more of x than its shape.
         seen_BTD = self.norms["attention"](x_BTD) if self.pre_norm and self.router_reads_state else x_BTD
         return self.router(seen_BTD, entropy_BT, context, forced_BT)
+
+    def benefit_loss(
+        self, x_BTD: Tensor, entropy_BT: Tensor | None, attended_BTD: Tensor, context: TokenContext
+    ) -> Tensor:
+        """Of the router alone: the states it reads are not drawn along."""
+        router: Any = self.router
+        x_BTD, entropy_BT = x_BTD.detach(), None if entropy_BT is None else entropy_BT.detach()
+        seen_BTD = self.norms["attention"](x_BTD).detach() if self.pre_norm else x_BTD
+        scores_BTK = router.scores(seen_BTD, entropy_BT)
+        lead_BT = scores_BTK[..., 1] - scores_BTK[..., 0]
+        return benefit_loss(lead_BT, attention_benefit(x_BTD, attended_BTD), context.real_BT)
 
     def run_operators(
         self, x_BTD: Tensor, context: TokenContext, route: Route | None, memory: LayerMemory | None

@@ -25,6 +25,8 @@ class Route:
     """The learned router's softmax, or the entropy router's p where it has gradients."""
     score_BT: Tensor | None = None
     """What was compared with the threshold, for whoever follows its quantiles."""
+    benefit_loss: Tensor | None = None
+    """How far the score is from what attention did, in training where that is asked for."""
 
 
 def one_hot(choice_BT: Tensor, operators: int) -> Tensor:

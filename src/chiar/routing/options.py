@@ -16,7 +16,7 @@ def check_router_options(config: Any) -> None:
         )
     if config.router_temperature != 1.0 and not straight:
         raise InputError("router_temperature needs entropy_gradient='straight_through': nothing else reads it.")
-    for name in ("router_hidden", "budget_weight"):
+    for name in ("router_hidden", "budget_weight", "benefit_weight"):
         if getattr(config, name) and router != "learned":
             raise InputError(f"{name}={getattr(config, name)} needs router='learned', got {router!r}.")
     if config.router_reads == "state" and router != "learned":
@@ -32,6 +32,11 @@ def check_router_options(config: Any) -> None:
         raise InputError(
             f"anneal={config.anneal} needs probabilities to begin with: use routing='hard' or "
             "entropy_gradient='straight_through'."
+        )
+    if config.benefit_weight and (config.routing == "soft" or not two):
+        raise InputError(
+            f"benefit_weight={config.benefit_weight} needs routing='hard' and two operators, got "
+            f"routing={config.routing!r} and operators={config.operators}."
         )
     check_fraction(config, two)
     check_light_operator(config)
