@@ -13,6 +13,7 @@ from chiar.layers.context import TokenContext
 from chiar.layers.routers import Weighing
 from chiar.ops.spectral_entropy import spectral_entropy
 from chiar.ops.transform import Transform
+from chiar.training.graphs import PLAIN, GraphedPasses
 from helpers import mixed_routes, random_model, randomise, small_config, token_ids
 from routed import ANNEALED, OPTIONS, STRAIGHT, options
 
@@ -207,6 +208,32 @@ def test_a_compiled_backward_pass_reads_the_state_of_its_forward_pass():
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         # Operators are taken apart, so sums run in another order, in fp32.
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("option", ["straight scaled", "mixture of depths", "annealed entropy"])
+def test_a_recorded_pass_moves_the_state_as_a_plain_one_does(option):
+    torch.manual_seed(0)
+    model = ChiarForCausalLM(small_config(**options(option))).cuda().train()
+    plain = copy.deepcopy(model)
+
+    def training_pass(each, ids):
+        loss = each(ids, labels=ids).loss
+        loss.backward()
+        return (loss.detach(),)
+
+    recorded = GraphedPasses(lambda ids: training_pass(model, ids), model.parameters())
+    for step in range(2 * PLAIN):
+        ids = token_ids(4, 16, seed=step).cuda()
+        for each in (model, plain):
+            each.zero_grad()
+            each.model.set_progress(step / 20)
+        ours, theirs = recorded(ids)[0], training_pass(plain, ids)[0]
+        torch.testing.assert_close(ours, theirs)
+    assert recorded.failure is None and recorded.records
+    for name, value in plain.model.router_state.state_dict().items():
+        torch.testing.assert_close(model.model.router_state.state_dict()[name], value, msg=name)
 
 
 @pytest.mark.parametrize("option", ["quantile", "straight scaled", "mixture of depths"])

@@ -75,7 +75,8 @@ class Utilisation:
         peak = peak_tflops(settings, device) if counted else None
         self.peak = peak * 1e12 * devices if peak else None
         self.config, self.length = config, settings.length
-        self.sparse = config.execution != "dense" and config.can_run_sparse and config.dropout == 0
+        possible = config.can_run_sparse and config.dropout == 0 and not config.trains_densely
+        self.sparse = config.execution != "dense" and possible
 
     def of(self, tokens_per_second: float, use: list[list[float]]) -> float | None:
         """`use` is the share of tokens each operator of each routed layer got."""
