@@ -34,6 +34,19 @@ def one_hot(choice_BT: Tensor, operators: int) -> Tensor:
     return (choice_BT[..., None] == torch.arange(operators, device=choice_BT.device)).float()
 
 
+def without_common_shift(score_BT: Tensor, real_BT: Tensor | None) -> Tensor:
+    """The same scores, but no gradient moves all of them alike.
+
+    Where a threshold follows them such a move changes no choice. Yet every layer wants more attention, so the scores
+    would climb for ever, with the threshold behind them and the fraction too high.
+    """
+    if real_BT is None:
+        mean = score_BT.mean()
+    else:
+        mean = torch.where(real_BT, score_BT, 0).sum() / real_BT.sum().clamp_min(1)
+    return score_BT - (mean - mean.detach())
+
+
 @dataclass(frozen=True)
 class Weighing:
     """From probabilities to what operators are multiplied by, where the weights have gradients.
@@ -100,6 +113,8 @@ class EntropyRouter(DerivedBuffers):
         if self.weighing is None:
             return Route(choice_BT, one_hot(choice_BT, thresholds.shape[0] + 1), score_BT=entropy_BT)
         assert state is not None
+        if self.follows and self.training:
+            entropy_BT = without_common_shift(entropy_BT, context.real_BT)
         score_BT = (entropy_BT - thresholds[0]) / (self.temperature * state.spread)
         log_p_BTK = torch.stack([F.logsigmoid(-score_BT), F.logsigmoid(score_BT)], dim=-1)
         weights_BTK = self.weighing(log_p_BTK, choice_BT, state.progress if self.training else None)
@@ -147,6 +162,8 @@ class LearnedRouter(nn.Module):
         lead_BT = scores_BTK[..., -1] - scores_BTK[..., 0]
         if self.follows:
             assert state is not None
+            if self.training:
+                lead_BT = without_common_shift(lead_BT, context.real_BT)
             scores_BTK = torch.stack([torch.zeros_like(lead_BT), lead_BT - state.threshold], dim=-1)
         log_p_BTK = scores_BTK.log_softmax(-1)
         p_BTK = log_p_BTK.exp()
