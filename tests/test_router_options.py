@@ -10,9 +10,10 @@ from chiar.coordinates import to_spectral_coordinates
 from chiar.errors import InputError
 from chiar.inputs import make_context
 from chiar.layers.context import TokenContext
-from chiar.layers.routers import Weighing
+from chiar.layers.routers import Route, Weighing
 from chiar.ops.spectral_entropy import spectral_entropy
 from chiar.ops.transform import Transform
+from chiar.routing.budget import budget_loss
 from chiar.training.graphs import PLAIN, GraphedPasses
 from helpers import mixed_routes, random_model, randomise, small_config, token_ids
 from routed import ANNEALED, OPTIONS, STRAIGHT, options
@@ -185,9 +186,19 @@ def test_the_budget_loss_is_the_squared_distance_in_training_only():
     mask[0, :3] = 0
     done = model(ids, labels=ids, attention_mask=mask, output_routing=True)
     layers = [done.routing.layers[layer] for layer in model.config.routed_layers]
-    expected = [(layer.probabilities_BTK[mask.bool()][:, 1].mean() - 0.3) ** 2 for layer in layers]
-    torch.testing.assert_close(done.routing_loss, sum(expected) / 2)
+    shares = [(layer.choice_BT[mask.bool()] == 1).double().mean() for layer in layers]
+    torch.testing.assert_close(done.routing_loss, sum((share - 0.3) ** 2 for share in shares) / 2)
     torch.testing.assert_close(model.train()(ids, labels=ids, attention_mask=mask).loss, done.loss + done.routing_loss)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_budget_loss_has_the_gradient_of_the_mean_probability(share):
+    p = torch.rand(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    route = Route(torch.full((2, 5), int(share)), torch.zeros(2, 5, 2), torch.stack([1 - p, p], dim=-1))
+    loss = budget_loss([route], None, [0.3], 2.0)
+    assert float(loss.detach()) == pytest.approx(2 * (share - 0.3) ** 2)
+    loss.backward()
+    torch.testing.assert_close(p.grad, torch.full_like(p, 2 * 2 * (share - 0.3) / 10))
 
 
 @pytest.mark.parametrize("option", ["quantile", "straight scaled", "annealed entropy", "mixture of depths"])

@@ -106,8 +106,8 @@ class ChiarConfig(PreTrainedConfig):
     """Share of training in which the weights go from soft (the probabilities) to hard; 0 is hard from the start.
     Evaluation is always hard."""
     budget_weight: float = 0.0
-    """λ of the loss λ·(mean p of attention − target_fraction)², averaged over routed layers, by which a learned router
-    holds f itself: its threshold then stays at 0."""
+    """λ of the loss λ·(share of attention − target_fraction)², averaged over routed layers, by which a learned router
+    holds f itself: its threshold then stays at 0. The share is what was chosen, its gradient that of the mean p."""
     benefit_weight: float = 0.0
     """λ of a loss that draws a learned router's logit difference to the standardised 1 − cos(x, x + attention(x)) of
     every token, averaged over routed layers."""

@@ -43,8 +43,9 @@ def has_fixed_shares(config: ChiarConfig) -> bool:
 def describe_fraction(config: ChiarConfig, fraction: float | None) -> str:
     if has_fixed_shares(config):
         return "soft routing" if config.routing == "soft" else "fixed layers"
-    shares = operator_shares(config, fraction)
-    return f"f = {shares[0]['attention']:g}"
+    fractions = [share["attention"] for share in operator_shares(config, fraction)]
+    low, high = min(fractions), max(fractions)
+    return f"f = {low:g}" if low == high else f"f = {low:g}–{high:g} by layer"
 
 
 def is_light(config: ChiarConfig, light_ffn: bool | None) -> bool:
