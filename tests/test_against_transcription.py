@@ -7,15 +7,17 @@ import torch
 import transcription
 from chiar.ops.basis import basis_matrix
 from helpers import mixed_routes, padding_mask, random_model, small_config, token_ids
+from routed import OPTIONS as ROUTER_OPTIONS
+from routed import options
 
 ROWS, TOKENS = 3, 10
-# Weights and the residual stream are float64, but four things are fp32 by design: RoPE's tables, the MetaRouter, the
-# learned router's softmax, and RBF's scores. Each is good to about 1e-7 and layers multiply that by a few.
+# Weights and the residual stream are float64, but three things are fp32 by design: RoPE's tables, the MetaRouter, and
+# RBF's scores. Each is good to about 1e-7 and layers multiply that by a few.
 LOGITS_TOLERANCE = 5e-6
 ENTROPY_TOLERANCE = 1e-6
 WEIGHTS_TOLERANCE = 1e-6
 GATE_TOLERANCE = 1e-6
-# Nothing is rounded to fp32 in a model without those four.
+# Nothing is rounded to fp32 in a model without those three.
 FLOAT64_TOLERANCE = 1e-12
 
 
@@ -38,11 +40,15 @@ def transcribed_weights(model):
         "norms.attention.": "attention_norm.",
         "norms.rbf.": "rbf_norm.",
         "router.score.": "router.",
+        "router.hidden.": "router_hidden.",
+        "entropy_weights.raw_D": "entropy_weights",
         "ffn.": "ffn.",
         "ffn_norm.": "ffn_norm.",
     }
     weights = {}
     for name, value in model.state_dict().items():
+        if name.startswith("model.router_state."):
+            continue
         if name == "lm_head.weight":
             assert torch.equal(value, model.model.embed_tokens.weight)
             continue
@@ -57,7 +63,7 @@ def transcribed_weights(model):
 
 
 def transcribed_options(model):
-    config = model.config
+    config, state = model.config, model.model.router_state
     # τ as the router holds it: rounded to fp32.
     thresholds = [[float(np.float32(tau)) for tau in taus] for taus in config.layer_thresholds()]
     return transcription.Options(
@@ -77,20 +83,27 @@ def transcribed_options(model):
         entropy_eps=config.entropy_eps,
         entropy_dc_weight=config.entropy_dc_weight,
         basis=basis_matrix(config.basis, config.hidden_size, config.basis_seed, torch.float64).numpy(),
+        cuts=state.threshold_L.tolist() if config.follows_quantile else None,
+        spreads=None if state is None else state.spread_L.tolist(),
+        temperature=config.router_temperature,
+        scale=config.router_scale,
+        reads=config.router_reads,
     )
 
 
 def is_float64_throughout(config):
-    learned_router = config.router == "learned" and config.routed_layers
     rbf = "rbf" in config.operators and config.routed_layers
-    return config.positions == "learned" and not (config.meta_router or learned_router or rbf)
+    return config.positions == "learned" and not (config.meta_router or rbf)
 
 
-def check_same(preset="v3-tiny", padding=None, forced=False, **fields):
+def check_same(preset="v3-tiny", padding=None, forced=False, seed=3, **fields):
     config = small_config(preset, **fields)
     # With this seed every operator is used in every case; the assertion below watches over that.
-    model, ids = random_model(config, seed=3), token_ids(ROWS, TOKENS)
+    model, ids = random_model(config, seed=seed), token_ids(ROWS, TOKENS)
     mask = None if padding is None else padding_mask(padding, ROWS, TOKENS)
+    if model.model.router_state is not None:
+        model.train()(token_ids(16, 16, seed=5))  # so that thresholds lie among the scores
+        model.eval()
     routes = mixed_routes(config, ROWS, TOKENS) if forced else None
     with torch.no_grad():
         ours = model(ids, attention_mask=mask, forced_routes=routes, output_routing=True)
@@ -233,6 +246,12 @@ CONTROLS = {
 @pytest.mark.parametrize("control", **ids_of(CONTROLS))
 def test_controls(control, keys):
     check_same(keys=keys, **control)
+
+
+@pytest.mark.parametrize("forced", [False, True], ids=["free", "forced"])
+@pytest.mark.parametrize("option", ROUTER_OPTIONS)
+def test_router_options(option, forced):
+    check_same(forced=forced, padding="left", seed=4 if option == "two layers" else 3, **options(option))
 
 
 @pytest.mark.parametrize("fields", **ids_of({"one-head": 1, "four-heads": 4, "eight-heads": 8}))

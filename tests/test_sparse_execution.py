@@ -12,6 +12,7 @@ from chiar.errors import InputError
 from chiar.layers import block, sparse, sparse_sorted
 from chiar.ops import packing
 from chiar.ops import rows as rows_module
+from routed import OPTIONS, options
 
 B, T = 3, 12
 
@@ -133,6 +134,24 @@ def test_along_time(design, padded):
     mask[1, :4], mask[2, 3:5], mask[2, 9:] = 0, 0, 0
     inputs = {"attention_mask": mask} if padded else {}
     assert_alike(model, tokens(), forced_routes=routes(model), **inputs)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_router_options(option):
+    """With padding, and with router and operator weights that have gradients; in training thresholds would move."""
+    model = build(**options(option)).eval()
+    mask = torch.ones(B, T, dtype=torch.long)
+    mask[1, :4] = 0
+    assert_alike(model, tokens(), attention_mask=mask, forced_routes=routes(model))
+
+
+@pytest.mark.parametrize("light_ffn", [True, False])
+@pytest.mark.parametrize("light", ["skip", "bypass"])
+@pytest.mark.parametrize("fraction", [0, 1], ids=["all light", "all dark"])
+def test_extremes_of_plain_operators(fraction, light, light_ffn):
+    model = build(**{**options("skip"), "operators": [light, "attention"], "light_ffn": light_ffn, "keys": "routed"})
+    forced = {layer: torch.full((B, T), fraction) for layer in model.config.routed_layers}
+    assert_alike(model, tokens(), forced_routes=forced)
 
 
 @pytest.mark.parametrize("keys", ["all", "routed"])

@@ -31,6 +31,11 @@ class Options:
     entropy_eps: float = 0.0
     entropy_dc_weight: float = 1.0
     basis: np.ndarray | None = None
+    cuts: list | None = None
+    spreads: list | None = None
+    temperature: float = 1.0
+    scale: str = "one"
+    reads: str = "state_and_entropy"
 
 
 def dct_basis(width):
@@ -68,14 +73,17 @@ def feed_forward(x_D, weights, layer):
     return linear(activated, weights, f"{layer}.ffn.down")
 
 
-def spectral_entropy(x_D, basis, options):
-    """p_i = e_i / sum_j e_j with e_i the squared coefficients; H = -sum p log p / log D."""
+def spectral_entropy(x_D, basis, options, raw_weight_D=None):
+    """p_i = e_i / sum_j e_j with e_i the squared coefficients, times log(1 + exp a_i) where a is learned;
+    H = -sum p log p / log D."""
     eps = options.entropy_eps
     largest = np.abs(x_D).max()
     if eps == 0 and largest == 0:
         return 0.0
     energy_D = (basis @ (x_D / largest if eps == 0 else x_D)) ** 2
     energy_D[0] *= options.entropy_dc_weight
+    if raw_weight_D is not None:
+        energy_D = energy_D * np.log(1 + np.exp(raw_weight_D))
     p_D = energy_D / (energy_D.sum() + eps)
     total = sum(p * math.log(p + eps) for p in p_D if p > 0)
     entropy = -total / math.log(len(x_D))
@@ -85,6 +93,13 @@ def spectral_entropy(x_D, basis, options):
 def spectral_filter(x_D, weights, layer, basis):
     """x -> C^T diag(w) C x."""
     return basis.T @ (weights[f"{layer}.filter"] * (basis @ x_D))
+
+
+def bypass(x_D, weights, layer):
+    """out(value(x)), with the last third of attention's first projection."""
+    width = len(x_D)
+    value_D = linear(x_D, weights, f"{layer}.attention.qkv")[2 * width :]
+    return linear(value_D, weights, f"{layer}.attention.out")
 
 
 def visible_keys(query, is_key_T):
@@ -146,23 +161,50 @@ def choose(x_D, entropy, forced, layer, weights, options):
     """One token of a routed layer: the operator index (forced replaces it) and the blend weights.
 
     threshold: H > tau -> 1 (three operators: H <= low -> 0, low < H <= high -> 1, else 2);
-    hard, soft: argmax, softmax of a linear map of [x; H].
+    hard, soft: argmax, softmax of a map of [x; H] or x, linear or with a hidden GELU layer;
+    where cuts follow the scores, they are used; with the scale "probability" attention's weight is 2p, for H with
+    p = sigmoid((H - cut) / (temperature * spread)).
     """
     count = len(options.operators)
+    if options.scale == "probability" or (options.cuts and options.routing == "hard"):
+        return choose_by_lead(x_D, entropy, forced, layer, weights, options)
     if forced is not None and options.routing != "soft":
         return forced, np.eye(count)[forced]
     if options.routing == "threshold":
-        threshold = options.thresholds[options.layer_types[:layer].count("routed")]
+        threshold = (options.cuts or options.thresholds)[options.layer_types[:layer].count("routed")]
         bounds = [threshold] if count == 2 else threshold
         choice = sum(1 for bound in bounds if entropy > bound)
         return choice, np.eye(count)[choice]
-    if options.norm_position == "pre":
-        x_D = normalise(x_D, weights, f"{layer}.attention_norm", options)
-    logits = linear(np.append(x_D, entropy), weights, f"{layer}.router")
+    logits = router_logits(x_D, entropy, layer, weights, options)
     choice = int(np.argmax(logits))
     if options.routing == "soft":
         return choice if forced is None else forced, softmax(logits)
     return choice, np.eye(count)[choice]
+
+
+def router_logits(x_D, entropy, layer, weights, options):
+    if options.norm_position == "pre":
+        x_D = normalise(x_D, weights, f"{layer}.attention_norm", options)
+    seen = np.append(x_D, entropy) if options.reads == "state_and_entropy" else x_D
+    if f"{layer}.router_hidden.weight" in weights:
+        hidden = linear(seen, weights, f"{layer}.router_hidden")
+        seen = np.array([a * (1 + math.erf(a / math.sqrt(2))) / 2 for a in hidden])
+    return linear(seen, weights, f"{layer}.router")
+
+
+def choose_by_lead(x_D, entropy, forced, layer, weights, options):
+    """Attention where the score exceeds its cut; p is the sigmoid of how far."""
+    nth = options.layer_types[:layer].count("routed")
+    if options.routing == "threshold":
+        lead = (entropy - (options.cuts or options.thresholds)[nth]) / (options.temperature * options.spreads[nth])
+    else:
+        light, dark = router_logits(x_D, entropy, layer, weights, options)
+        lead = dark - light - (options.cuts[nth] if options.cuts else 0.0)
+    choice = int(lead > 0) if forced is None else forced
+    gates = np.eye(2)[choice]
+    if options.scale == "probability":
+        gates[1] *= 2 / (1 + math.exp(-lead))
+    return choice, gates
 
 
 def combine(x_D, operated, gates, operators, skip_light_ffn, layer, weights, options):
@@ -211,6 +253,11 @@ def block(x_TD, gates_TK, choice_T, real_T, positions_T, layer, weights, basis, 
     for k, operator in enumerate(operators):
         name = f"{layer}.{operator}_norm"
         input_TD = x_TD
+        if operator == "skip":
+            operated_K.append(np.zeros(x_TD.shape))
+            continue
+        if operator == "bypass":
+            name = f"{layer}.attention_norm"
         if options.norm_position == "pre":
             input_TD = np.array([normalise(x_D, weights, name, options) for x_D in x_TD])
         is_key_T = real_T
@@ -218,6 +265,8 @@ def block(x_TD, gates_TK, choice_T, real_T, positions_T, layer, weights, basis, 
             is_key_T = real_T & (choice_T == k)
         if operator == "spectral":
             operated_K.append([spectral_filter(x_D, weights, layer, basis) for x_D in input_TD])
+        elif operator == "bypass":
+            operated_K.append([bypass(x_D, weights, layer) for x_D in input_TD])
         elif operator == "rbf":
             operated_K.append(rbf_mixing(input_TD, weights, layer, is_key_T))
         else:
@@ -281,7 +330,8 @@ def forward(
             for b in range(rows):
                 for t in range(tokens):
                     override = int(forced[layer][b, t]) if forced and layer in forced else None
-                    entropy_BT[b, t] = spectral_entropy(x_BTD[b, t], basis, options)
+                    raw_weight_D = weights.get(f"{layer}.entropy_weights")
+                    entropy_BT[b, t] = spectral_entropy(x_BTD[b, t], basis, options, raw_weight_D)
                     token = (x_BTD[b, t], entropy_BT[b, t], override)
                     choice_BT[b, t], gates_BTK[b, t] = choose(*token, layer, weights, options)
             entropies[layer], choices[layer], blends[layer] = entropy_BT, choice_BT, gates_BTK

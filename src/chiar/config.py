@@ -7,11 +7,17 @@ from typing import Any, get_args, get_origin
 from transformers import PreTrainedConfig
 
 from chiar.errors import InputError, refuse_misspelt, unknown_name
+from chiar.layers.context import LIGHT_OPERATORS
 from chiar.ops.white_noise import white_noise_entropy
+from chiar.routing.options import check_router_options
 
-LAYER_TYPES = ("spectral", "temporal", "routed", "attention")
-OPERATORS = ("spectral", "temporal", "rbf", "attention")
 LIGHT_LAYERS = ("spectral", "temporal")
+LAYER_TYPES = (*LIGHT_LAYERS, "routed", "attention")
+OPERATORS = (*LIGHT_OPERATORS, "rbf", "attention")
+OPERATOR_SETS = (
+    *([light, "attention"] for light in LIGHT_OPERATORS),
+    *([light, "rbf", "attention"] for light in LIGHT_LAYERS),
+)
 ROUTINGS_OF_ROUTER = {
     "entropy": ("threshold",),
     "learned": ("hard", "soft"),
@@ -22,6 +28,10 @@ CHOICES = {
     "router": tuple(ROUTINGS_OF_ROUTER),
     "routing": ("threshold", "hard", "soft"),
     "hard_estimator": ("both", "selected"),
+    "entropy_gradient": ("none", "straight_through"),
+    "entropy_weights": ("none", "learned"),
+    "router_reads": ("state_and_entropy", "state"),
+    "router_scale": ("one", "probability"),
     "keys": ("all", "routed"),
     "spectral_form": ("sublayer", "equation"),
     "norm": ("layernorm", "rmsnorm"),
@@ -67,7 +77,8 @@ class ChiarConfig(PreTrainedConfig):
     attention."""
 
     operators: list[str] | None = None
-    """Operators of routed layers in order of rising entropy: spectral or temporal, (rbf,) attention."""
+    """Operators of routed layers in order of rising entropy: spectral or temporal, (rbf,) attention. In place of the
+    first, under pre-norm: skip (nothing is added) or bypass (attention's value and output projections, no mixing)."""
     router: str | None = None
     """entropy, learned, random or static: what chooses the operator of a token in a routed layer."""
     routing: str | None = None
@@ -77,6 +88,31 @@ class ChiarConfig(PreTrainedConfig):
     Until calibration: what white noise of this width would give. A built model changes them with `set_thresholds`."""
     hard_estimator: str = "both"
     """Gradient of hard routing: both (the paper's straight-through) or selected (only the chosen operator runs)."""
+    target_fraction: float | list[float] | None = None
+    """f that a layer holds, one for all routed layers or one each: in training its threshold follows the
+    (1 − f)-quantile of the scores (H, or the learned router's logit difference); in evaluation it stays."""
+    entropy_gradient: str = "none"
+    """straight_through: gradients reach x through H, by p = sigmoid((H − τ)/(temperature·σ)) of the chosen operator."""
+    router_temperature: float = 1.0
+    """Of the straight-through entropy router's p, in running standard deviations σ of H."""
+    entropy_weights: str = "none"
+    """learned: each frequency's energy has a learned non-negative weight inside a routed layer's H."""
+    router_reads: str = "state_and_entropy"
+    """What a learned router reads: [x; H], or x alone (state)."""
+    router_hidden: int = 0
+    """Hidden width of a learned router: 0 is a linear map, else two layers with a GELU between."""
+    router_scale: str = "one"
+    """What the chosen change is multiplied by: one (p / stopgrad(p), for the gradient only), or probability (2·p where
+    attention was chosen, 1 elsewhere)."""
+    anneal: float = 0.0
+    """Share of training in which the weights go from soft (the probabilities) to hard; 0 is hard from the start.
+    Evaluation is always hard."""
+    budget_weight: float = 0.0
+    """λ of the loss λ·(share of attention − target_fraction)², averaged over routed layers, by which a learned router
+    holds f itself: its threshold then stays at 0. The share is what was chosen, its gradient that of the mean p."""
+    benefit_weight: float = 0.0
+    """λ of a loss that draws a learned router's logit difference to the standardised 1 − cos(x, x + attention(x)) of
+    every token, averaged over routed layers."""
     random_key: str = "token"
     """The random router hashes the token id or the position."""
     random_fraction: float = 0.5
@@ -204,6 +240,36 @@ class ChiarConfig(PreTrainedConfig):
         return (self.temporal_window - (self.entropy_dc_weight == 0)) * self.temporal_channels
 
     @property
+    def trains_densely(self) -> str | None:
+        """The option for which training needs every operator's output, though evaluation does not."""
+        for name in ("anneal", "benefit_weight"):
+            if getattr(self, name):
+                return f"{name}={getattr(self, name)}"
+        return None
+
+    @property
+    def weights_have_gradient(self) -> bool:
+        """Whether what an operator's output is multiplied by depends on a score, not on the choice alone."""
+        return self.router == "learned" or (self.router == "entropy" and self.entropy_gradient == "straight_through")
+
+    @property
+    def follows_quantile(self) -> bool:
+        """Whether thresholds follow the scores in training."""
+        return self.target_fraction is not None and self.budget_weight == 0
+
+    @property
+    def has_router_state(self) -> bool:
+        """Whether routers depend on something that training keeps beside the weights (layers/router_state.py)."""
+        kept = self.follows_quantile or self.anneal > 0 or self.entropy_gradient == "straight_through"
+        return kept and bool(self.routed_layers)
+
+    def layer_fractions(self) -> list[float] | None:
+        """target_fraction, one for each routed layer."""
+        if self.target_fraction is None or isinstance(self.target_fraction, list | tuple):
+            return self.target_fraction
+        return [self.target_fraction] * len(self.routed_layers)
+
+    @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
@@ -236,6 +302,7 @@ class ChiarConfig(PreTrainedConfig):
                 raise unknown_name("operator", operator, OPERATORS)
         self._check_sizes()
         self._check_routing()
+        check_router_options(self)
         self._check_combinations()
 
     def _check_types(self) -> None:
@@ -274,14 +341,23 @@ class ChiarConfig(PreTrainedConfig):
         if self.positions == "rope" and self.head_size % 2:
             raise InputError(f"RoPE rotates pairs of features: the head size {self.head_size} must be even.")
         self._check_temporal_sizes()
-        for name in ("dropout", "random_fraction", "gate_skip_below"):
+        for name in ("dropout", "random_fraction", "gate_skip_below", "anneal"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value <= 1.0:
                 raise InputError(f"{name} must lie between 0 and 1, got {value!r}.")
-        for name in ("entropy_eps", "entropy_dc_weight", "collapse_regulariser", "norm_eps", "initializer_range"):
+        for name in (
+            "entropy_eps",
+            "entropy_dc_weight",
+            "collapse_regulariser",
+            "norm_eps",
+            "initializer_range",
+            "router_hidden",
+            "budget_weight",
+            "benefit_weight",
+        ):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} must not be negative, got {getattr(self, name)!r}.")
-        for name in ("rbf_gamma", "rope_base"):
+        for name in ("rbf_gamma", "rope_base", "router_temperature"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} must be positive, got {getattr(self, name)!r}.")
 
@@ -301,12 +377,9 @@ class ChiarConfig(PreTrainedConfig):
 
     def _check_routing(self) -> None:
         assert self.operators is not None and self.router is not None
-        light, *others = self.operators or [""]
-        if light not in LIGHT_LAYERS or others not in (["attention"], ["rbf", "attention"]):
-            raise InputError(
-                f"operators={self.operators} is not supported: use ['spectral', 'attention'] or "
-                "['spectral', 'rbf', 'attention'], with 'temporal' for 'spectral' if you like."
-            )
+        if list(self.operators) not in OPERATOR_SETS:
+            allowed = " or ".join(str(names) for names in OPERATOR_SETS)
+            raise InputError(f"operators={self.operators} is not supported: use {allowed}.")
         if self.routing not in ROUTINGS_OF_ROUTER[self.router]:
             raise InputError(
                 f"routing={self.routing!r} does not go with router={self.router!r}: "

@@ -168,12 +168,12 @@ def turn_layer(layer: Block, turn: Turn) -> None:
         elif isinstance(operator, RBFMixing):
             turn_reader(operator.omega_Dm.T, turn, gammas[name])
             turn_writer(operator.out, turn)
-        else:
-            assert isinstance(operator, SpectralFilter)
+        elif isinstance(operator, SpectralFilter):
             operator.weight.mul_(gammas[name].to(operator.weight))  # constant, so it passes the rotation
     if isinstance(layer.router, LearnedRouter):
         # It reads [x; H], with x as attention reads it.
-        turn_reader(layer.router.score.weight[:, :-1], turn, gammas["attention"])
+        first = layer.router.score if layer.router.hidden is None else layer.router.hidden
+        turn_reader(first.weight[:, : len(gammas["attention"])], turn, gammas["attention"])
     assert isinstance(layer.ffn, FeedForward)
     turn_reader(layer.ffn.up.weight, turn, take_gamma(layer.ffn_norm))
     turn_writer(layer.ffn.down, turn)

@@ -181,13 +181,15 @@ class FastDecoder:
             rope=rope,
             room_is_made=True,
         )
-        more_B1D = None
+        more_B1D, contexts = None, model.layer_contexts(context)
         with many_graphs() if self.compile else nullcontext():
             for i, (layer, memory) in enumerate(zip(model.layers, cache.layers, strict=True)):
                 if self.compile:
                     expect_growth(memory)
                 gate = model.meta_router if i == 0 else None
-                x_B1D, more_B1D, _ = self.run_layer(layer, gate, x_B1D, more_B1D, context, memory, inputs.forced.get(i))
+                x_B1D, more_B1D, _ = self.run_layer(
+                    layer, gate, x_B1D, more_B1D, contexts[i], memory, inputs.forced.get(i)
+                )
         return self.leave(model.norm, language.lm_head, x_B1D, more_B1D)
 
 

@@ -26,13 +26,16 @@ from chiar.inputs import check_routes, check_tokens, make_context
 from chiar.layers.block import Block, LayerOutput, make_norm
 from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.derived import DerivedBuffers
+from chiar.layers.light import SpectralWeights
 from chiar.layers.meta_router import Gate, MetaRouter
 from chiar.layers.rbf import RBFMixing
-from chiar.layers.routers import EntropyRouter
+from chiar.layers.router_state import RouterState
+from chiar.layers.routers import EntropyRouter, Route
 from chiar.layers.sparse import sparse_pays
 from chiar.layers.spectral import SpectralBasis, SpectralFilter
 from chiar.layers.temporal import TemporalFilter
 from chiar.outputs import ChiarModelOutput, ChiarOutput
+from chiar.routing.budget import budget_loss
 from chiar.routing.collapse import collapse_loss
 from chiar.routing.trace import LayerTrace, RoutingTrace, trace_layer
 
@@ -44,6 +47,7 @@ class ChiarPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _keep_in_fp32_modules_strict = ["router_state"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
         """N(0, 0.02), biases 0, norms and spectral filters 1, temporal filters the identity or 0; derived buffers are
@@ -67,11 +71,15 @@ class ChiarPreTrainedModel(PreTrainedModel):
             init.ones_(module.weight)
         elif isinstance(module, RBFMixing):
             init.normal_(module.omega_Dm, std=module.std)
+        elif isinstance(module, SpectralWeights):
+            init.constant_(module.raw_D, module.FIRST)
         elif isinstance(module, DerivedBuffers):
             module.rebuild()
             if isinstance(module, TemporalFilter):
                 init.constant_(module.now_D, module.initial)
                 init.zeros_(module.coefficients_KD)
+            for name, value in module.initial().items() if isinstance(module, RouterState) else ():
+                init.copy_(getattr(module, name), value)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
         given = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
@@ -100,12 +108,18 @@ class ChiarModel(ChiarPreTrainedModel):
             MetaRouter(config.hidden_size, config.gate_pool, config.gate_skip_below) if config.meta_router else None
         )
         self.layers = nn.ModuleList(Block(config, i) for i in range(len(config.layer_types)))
+        self.router_state = RouterState(config) if config.has_router_state else None
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
 
     def set_thresholds(self, thresholds: float | list | None) -> None:
         """Route with other thresholds from now on (None: white noise's); saved with the configuration."""
+        if thresholds is not None and self.config.target_fraction is not None:
+            raise InputError(
+                f"target_fraction={self.config.target_fraction} finds the thresholds in training: set "
+                "config.target_fraction to None before the model is built to give them yourself."
+            )
         before = self.config.thresholds
         self.config.thresholds = thresholds
         try:
@@ -118,6 +132,19 @@ class ChiarModel(ChiarPreTrainedModel):
             if isinstance(router, EntropyRouter):
                 router.values = values
                 router.rebuild()
+
+    def set_progress(self, share: float) -> None:
+        """Say what share of training is done, for routers that go from soft to hard; saved with the weights."""
+        if self.router_state is not None:
+            self.router_state.progress.fill_(share)
+
+    def layer_contexts(self, context: TokenContext) -> list[TokenContext]:
+        """The context of each layer: a routed one's has its part of the routers' state."""
+        contexts = [context] * len(self.layers)
+        if self.router_state is not None:
+            for layer, state in zip(self.config.routed_layers, self.router_state.of_layers(), strict=True):
+                contexts[layer] = replace(context, router_state=state)
+        return contexts
 
     def forward(
         self,
@@ -175,13 +202,14 @@ class ChiarModel(ChiarPreTrainedModel):
             raise InputError("attention weights are only kept with attn_implementation='eager'.")
         hidden_states, attentions, routes, traces = [], [], [], []
         gate_BT1 = None
+        contexts = self.layer_contexts(context)
         for i, layer in enumerate(self.layers):
             if keep_hidden:
                 hidden_states.append(x_BTD)
             memory = None if past_key_values is None else past_key_values.layers[i]
             forced_BT = None if forced_routes is None else forced_routes.get(i)
             run = self._run_gated if i == 0 and self.meta_router is not None else self._run
-            done = run(layer, x_BTD, context, memory, forced_BT)
+            done = run(layer, x_BTD, contexts[i], memory, forced_BT)
             x_BTD = done.y_BTD
             gate_BT1 = done.gate_BT1 if i == 0 else gate_BT1
             if keep_attentions:
@@ -189,7 +217,9 @@ class ChiarModel(ChiarPreTrainedModel):
             if done.route is not None:
                 routes.append(done.route)
             if output_routing:
-                traces.append(trace_layer(i, layer, done))
+                traces.append(trace_layer(i, layer, done, contexts[i].router_state))
+        if self.router_state is not None and self.training:
+            self.router_state.follow([r.score_BT for r in routes if r.score_BT is not None], context.real_BT)
         x_BTD = self.norm(x_BTD)
         if keep_hidden:
             hidden_states.append(x_BTD)
@@ -201,14 +231,32 @@ class ChiarModel(ChiarPreTrainedModel):
             hidden_states=tuple(hidden_states) if keep_hidden else None,
             attentions=tuple(attentions) if keep_attentions else None,
             routing=self._trace(traces, context) if output_routing else None,
-            routing_loss=collapse_loss(routes, context.real_BT, config.collapse_regulariser),
+            routing_loss=self._routing_loss(routes, context.real_BT),
             routes=tuple(routes) if output_routes else None,
             gate_BT1=gate_BT1 if output_routes else None,
         )
         return output if return_dict is not False else output.to_tuple()
 
+    def _routing_loss(self, routes: list[Route], real_BT: Tensor | None) -> Tensor | None:
+        """What the configuration asks of the routes beside the task, added up."""
+        config: ChiarConfig = self.config
+        losses = [
+            collapse_loss(routes, real_BT, config.collapse_regulariser),
+            budget_loss(routes, real_BT, config.layer_fractions(), config.budget_weight),
+        ]
+        benefits = [route.benefit_loss for route in routes if route.benefit_loss is not None]
+        if benefits:
+            losses.append(config.benefit_weight * torch.stack(benefits).mean())
+        asked = [loss for loss in losses if loss is not None]
+        return sum(asked[1:], asked[0]) if asked else None
+
     def _check_cache_has_gradients(self) -> None:
         config: ChiarConfig = self.config
+        if config.keys == "routed" and config.trains_densely:
+            raise InputError(
+                f"{config.trains_densely} needs attention's output for light tokens too, and under keys='routed' a "
+                "cache has none: train with use_cache=False."
+            )
         if config.keys == "routed" and config.routing == "hard" and config.hard_estimator == "both":
             raise InputError(
                 "hard_estimator='both' trains the router with attention's output for light tokens too, and under "
@@ -223,6 +271,8 @@ class ChiarModel(ChiarPreTrainedModel):
         obstacle = None
         if self.training and config.dropout > 0:
             obstacle = "it has no dropout of attention weights: set dropout=0.0"
+        elif self.training and config.trains_densely:
+            obstacle = f"in training {config.trains_densely} needs every operator's output: set it to 0"
         elif context.attention_implementation == "eager":
             obstacle = "it keeps no attention weights: leave attn_implementation at sdpa"
         if obstacle and config.execution == "sparse":
@@ -319,8 +369,8 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
     ) -> ChiarOutput | tuple:
         """Arguments of ChiarModel, and `labels` (the ids themselves; −100 is ignored) for the next-token loss.
 
-        The loss is a mean over labels, in training with the collapse regulariser; with `num_items_in_batch` it is this
-        batch's share of a mean over that many labels (transformers' Trainer counts all accumulated batches).
+        The loss is a mean over labels, in training with what routers are asked for; with `num_items_in_batch` it is
+        this batch's share of a mean over that many labels (transformers' Trainer counts all accumulated batches).
         """
         # generate() reads this signature to learn what the model takes.
         fast, plain = self.fast_decoder, labels is None and inputs_embeds is None

@@ -5,7 +5,7 @@ import torch
 
 from chiar.errors import InputError
 from chiar.layers.context import TokenContext
-from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, StaticRouter, make_router
+from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, StaticRouter, Weighing, make_router
 from chiar.ops.transform import Transform, transform_matrices
 from helpers import random_model, small_config, token_ids
 
@@ -56,7 +56,7 @@ class TestEntropyRouter:
 
 
 def scored_router(routing, estimator="both", operators=2, seed=0):
-    router = LearnedRouter(WIDTH, operators, routing, estimator)
+    router = LearnedRouter(WIDTH, operators, routing, Weighing(estimator))
     with torch.no_grad():
         for parameter in router.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))

@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
 from chiar.routing.flops import compare_flops, count_dense_execution, count_flops, operator_shares, route_costs
+from routed import options
 
 LARGE = presets.get("v3-400m")
 
@@ -110,6 +111,29 @@ def test_static_layers_decide_for_themselves():
     assert compare_flops(everywhere, 256).attention_in_routed_layers == 0
 
 
+def test_skip_costs_nothing_and_bypass_two_projections():
+    changes = {"norm_position": "pre", "keys": "routed", "router": "random", "random_fraction": 0.25}
+    skip, bypass = (presets.get("v3-400m", operators=[light, "attention"], **changes) for light in ("skip", "bypass"))
+    dark = count_flops(bypass, 256).part("projections", "scores", "ffn", layers=[1])
+    assert count_flops(skip, 256).layer(1) == dark
+    assert squares(count_flops(bypass, 256), "bypass", layers=[1]) == 0.75 * 4
+    assert route_costs(skip, 256, light_ffn=False)["skip"] == 0
+    assert route_costs(bypass, 256, light_ffn=False)["bypass"] == 4 * LARGE.hidden_size**2
+
+
+def test_a_router_that_reads_no_entropy_needs_no_transform():
+    state = presets.get("v3-400m", routing="hard", router_reads="state")
+    assert count_flops(state, 256).part("router", layers=[1]) == 2 * 1024 * 2
+    hidden = presets.get("v3-400m", routing="hard", router_hidden=64)
+    assert count_flops(hidden, 256, transform="free").part("router", layers=[1]) == 2 * (1025 * 64 + 64 * 2)
+
+
+def test_the_target_fraction_is_used():
+    config = presets.get("v3-400m", target_fraction=[0.25] * 13 + [0.75] * 13)
+    assert operator_shares(config)[0]["attention"] == 0.25
+    assert operator_shares(config)[25]["attention"] == 0.75
+
+
 def test_the_random_routers_own_fraction_is_used():
     config = presets.get("v3-400m", router="random", random_fraction=0.25)
     assert count_flops(config, 256).total == count_flops(config, 256, at(0.25, config)).total
@@ -181,6 +205,9 @@ CASES += [("v3-tiny", {"gate_pool": "causal", "basis": basis}) for basis in ("id
 CASES += [("v3-tiny", {"gate_pool": "causal", "hidden_size": 33, "num_attention_heads": 1, "positions": "learned"})]
 CASES += [("v2-tiny", {"signal": "temporal", "temporal_window": 6, "temporal_channels": 5})]
 CASES += [("v2-tiny", {"router": "random"}), ("v2-tiny", {"router": "static"}), ("v2-tiny", {"norm_position": "pre"})]
+
+CASES += [("v3-tiny", {"gate_pool": "causal", **options(name)}) for name in ("two layers", "dtrnet", "learned weights")]
+CASES += [("v3-tiny", {"gate_pool": "causal", **options(name)}) for name in ("mixture of depths", "bypass", "skip")]
 
 
 @pytest.mark.parametrize(("name", "changes"), CASES, ids=lambda value: str(value) or "as is")

@@ -45,8 +45,9 @@ def interrupted(monkeypatch, step):
         {"routing": "hard"},
         {"gate_pool": "causal", "keys": "routed", "light_ffn": False},
         {"execution": "sparse", "keys": "routed", "light_ffn": False, "dropout": 0.0},
+        {"target_fraction": [0.3, 0.6], "entropy_gradient": "straight_through", "anneal": 0.5},
     ],
-    ids=["threshold", "hard", "causal", "sparse"],
+    ids=["threshold", "hard", "causal", "sparse", "quantile, annealed"],
 )
 def test_a_resumed_run_is_the_same_run(changes, config, settings, tmp_path, monkeypatch):
     model = config(**changes)
@@ -55,6 +56,21 @@ def test_a_resumed_run_is_the_same_run(changes, config, settings, tmp_path, monk
         train(model, settings(ema=0.9), tmp_path / "resumed", device="cpu", quiet=True)
     train(model, settings(ema=0.9), tmp_path / "resumed", resume=True, device="cpu", quiet=True)
     assert_same_run(tmp_path / "straight", tmp_path / "resumed")
+
+
+def test_thresholds_follow_a_run_and_its_end_is_exported(config, settings, tmp_path):
+    model = config(routing="hard", target_fraction=0.25, anneal=0.5, norm_position="pre")
+    train(model, settings(learning_rate=5e-4), tmp_path / "run", device="cpu", quiet=True)
+    state = ChiarForCausalLM.from_pretrained(tmp_path / "run" / "final").model.router_state
+    kept = final_state(tmp_path / "run")
+    # Four micro-batches a step; the last of twelve steps began when eleven were done.
+    assert int(state.updates) == 12 * 4 and float(state.progress) == pytest.approx(11 / 12)
+    for name, value in state.state_dict().items():
+        assert torch.equal(kept[f"model.language.model.router_state.{name}"], value), name
+    assert (state.threshold_L != 0).all()
+    use = torch.tensor([record["use"] for record in metrics(tmp_path / "run")[4:]])[..., 1].mean(0)
+    # 128 tokens a step, eight steps, thresholds that are a few passes behind.
+    assert use.tolist() == pytest.approx([0.25, 0.25], abs=0.08)
 
 
 def test_recalibrated_thresholds_are_resumed_too(config, settings, tmp_path, monkeypatch):
@@ -183,6 +199,7 @@ def test_an_existing_run_is_not_touched_unless_resumed_alike(config, settings, t
         ({"weights": [1, 2]}, "2 weights for 1 corpora"),
         ({"length": 10**7}, "too few for one row"),
         ({"recalibrate_every": 1, "router": "learned"}, "entropy router"),
+        ({"recalibrate_every": 1, "target_fraction": 0.5}, "already moves the thresholds"),
         ({"vocab_size": 100}, "257 token ids, the model only 100"),
         ({"device": "cuda"}, "no GPU"),
         ({"device": "tpu"}, "auto, cpu or cuda"),
@@ -193,7 +210,7 @@ def test_impossible_settings(changes, message, config, settings, tmp_path):
     if message == "no GPU" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     changes = dict(changes)
-    model = {key: changes.pop(key) for key in ("router", "vocab_size") if key in changes}
+    model = {key: changes.pop(key) for key in ("router", "vocab_size", "target_fraction") if key in changes}
     if "vocab_size" in model:
         model |= {"bos_token_id": None, "eos_token_id": None}
     device = changes.pop("device", "cpu")

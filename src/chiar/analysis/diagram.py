@@ -11,6 +11,8 @@ CENTRE = WIDTH // 2
 COLOURS = {
     "spectral": "#56b4e9",
     "temporal": "#f0e442",
+    "skip": "#56b4e9",
+    "bypass": "#56b4e9",
     "rbf": "#cc79a7",
     "attention": "#d55e00",
     "router": "#009e73",
@@ -20,6 +22,8 @@ COLOURS = {
 LABELS = {
     "spectral": "spectral filter",
     "temporal": "temporal filter",
+    "skip": "nothing",
+    "bypass": "value and output projections",
     "rbf": "RBF mixing",
     "attention": "causal attention",
 }
@@ -162,7 +166,8 @@ def rule(config: ChiarConfig) -> str:
             return f"H of the last {config.temporal_window} tokens along time, cut at τ"
         return "spectral entropy H(x), cut at τ" if len(config.operators) == 2 else "H(x), cut at τ_low and τ_high"
     if config.router == "learned":
-        return f"linear map of [x; H], {config.routing}"
+        read = "[x; H]" if config.router_reads == "state_and_entropy" else "x"
+        return f"{'two-layer' if config.router_hidden else 'linear'} map of {read}, {config.routing}"
     if config.router == "random":
         return f"hash of the {config.random_key}, f = {config.random_fraction:g}"
     return "one operator a layer"
@@ -175,7 +180,7 @@ def draw_operators(canvas: Canvas, config: ChiarConfig) -> None:
     y = canvas.y + 30
     for k, operator in enumerate(config.operators):
         x = 40 + k * (width + gap)
-        note = {"spectral": "light", "temporal": "light", "rbf": "between", "attention": "dark"}[operator]
+        note = {"rbf": "between", "attention": "dark"}.get(operator, "light")
         if config.router == "entropy":
             bounds = ["H ≤ τ", "H > τ"] if count == 2 else ["H ≤ τ_low", "τ_low < H ≤ τ_high", "H > τ_high"]
             note = f"{note}: {bounds[k]}"

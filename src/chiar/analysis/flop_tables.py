@@ -43,8 +43,9 @@ def has_fixed_shares(config: ChiarConfig) -> bool:
 def describe_fraction(config: ChiarConfig, fraction: float | None) -> str:
     if has_fixed_shares(config):
         return "soft routing" if config.routing == "soft" else "fixed layers"
-    shares = operator_shares(config, fraction)
-    return f"f = {shares[0]['attention']:g}"
+    fractions = [share["attention"] for share in operator_shares(config, fraction)]
+    low, high = min(fractions), max(fractions)
+    return f"f = {low:g}" if low == high else f"f = {low:g}–{high:g} by layer"
 
 
 def is_light(config: ChiarConfig, light_ffn: bool | None) -> bool:
@@ -71,9 +72,7 @@ def part_table(name: str, setting: str, savings: Savings) -> Table:
 def route_table(costs: dict[str, float], length: int) -> Table:
     table = Table("route", "MFLOPs", box=None, title=f"one token in a routed layer, T = {length}", title_justify="left")
     for operator, flops in costs.items():
-        label = {"spectral": "light (spectral)", "temporal": "light (temporal)", "attention": "dark (attention)"}.get(
-            operator, operator
-        )
+        label = {"rbf": "rbf", "attention": "dark (attention)"}.get(operator, f"light ({operator})")
         table.add_row(label, f"{flops / 1e6:,.3f}")
     return table
 

@@ -4,7 +4,7 @@ from html import escape
 
 from chiar.analysis.chart import document, label, shorten
 from chiar.analysis.trace_view import RoutedText
-from chiar.config import LIGHT_LAYERS
+from chiar.layers.context import LIGHT_OPERATORS
 from chiar.routing.trace import LayerTrace, RoutingTrace
 from chiar.visible import visible
 
@@ -15,12 +15,16 @@ Colour = tuple[int, int, int]
 RAMPS: dict[str, tuple[Colour, Colour]] = {
     "spectral": ((255, 247, 205), (250, 205, 50)),
     "temporal": ((247, 250, 210), (205, 220, 60)),
+    "skip": ((255, 247, 205), (250, 205, 50)),
+    "bypass": ((255, 247, 205), (250, 205, 50)),
     "rbf": ((221, 160, 195), (204, 121, 167)),
     "attention": ((120, 170, 215), (8, 40, 100)),
 }
 NAMES = {
     "spectral": "light: spectral filter",
     "temporal": "light: temporal filter",
+    "skip": "light: nothing",
+    "bypass": "light: value and output projections",
     "rbf": "between: RBF mixing",
     "attention": "dark: attention",
 }
@@ -119,7 +123,7 @@ def legend(trace: RoutingTrace, y: float, farthest: float) -> list[str]:
     scaled = any(layer.thresholds for layer in trace.layers)
     parts, x = [], float(LEFT)
     for operator in used:
-        steps = (1.0, 0.5, 0.0) if operator in LIGHT_LAYERS else (0.0, 0.5, 1.0)
+        steps = (1.0, 0.5, 0.0) if operator in LIGHT_OPERATORS else (0.0, 0.5, 1.0)
         for number, strength in enumerate(steps if scaled else (0.5,)):
             parts.append(
                 f'<rect x="{x + 18 * number:g}" y="{y:g}" width="18" height="14" fill="{mix(operator, strength)}"/>'

@@ -9,13 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from chiar.errors import InputError
+from chiar.layers.context import LIGHT_OPERATORS
 from chiar.load import load_model, resolve_model
 from chiar.routing.trace import LayerTrace, RoutingTrace
 from chiar.tokens import encode
 
 # Readable without colour (the marks differ) and with either common colour blindness (blue against yellow).
-LIGHT_MARK = ("░", "black on bright_yellow")
-MARKS = {"spectral": LIGHT_MARK, "temporal": LIGHT_MARK, "rbf": ("▒", "magenta"), "attention": ("█", "blue")}
+PALE = ("░", "black on bright_yellow")
+MARKS = {**dict.fromkeys(LIGHT_OPERATORS, PALE), "rbf": ("▒", "magenta"), "attention": ("█", "blue")}
 COLUMNS = 68
 
 

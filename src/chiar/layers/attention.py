@@ -66,6 +66,11 @@ class CausalAttention(nn.Module):
         mixed_BTD, weights = self.mix(x_BTD, context, key_BT, memory)
         return self.out(mixed_BTD), weights
 
+    def bypass(self, x: Tensor) -> Tensor:
+        """The output of a token that sees itself alone, without softmax: out(value(x))."""
+        width = x.shape[-1]
+        return self.out(F.linear(x, self.qkv.weight[2 * width :], self.qkv.bias[2 * width :]))
+
     def mix(
         self, x_BTD: Tensor, context: TokenContext, key_BT: Tensor | None, memory: LayerMemory | None
     ) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.layers.attention import CausalAttention
+from chiar.layers.benefit import attention_benefit, benefit_loss
 from chiar.layers.context import LIGHT_OPERATORS, LayerMemory, TokenContext
+from chiar.layers.light import Bypass, Skip, SpectralWeights
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import Route, make_router
 from chiar.layers.sparse import run_sparse
@@ -49,6 +51,8 @@ def make_operator(name: str, config: Any) -> nn.Module:
         return RBFMixing(config.hidden_size, config.rbf_features, config.rbf_gamma)
     if name == "temporal":
         return TemporalFilter(config.hidden_size, config.temporal_window, config.temporal_coefficients)
+    if name in ("skip", "bypass"):
+        return Skip() if name == "skip" else Bypass()
     return SpectralFilter(config.hidden_size)
 
 
@@ -103,16 +107,26 @@ class Block(nn.Module):
         self.light_ffn = config.light_ffn or self.kind != "routed"
         self.routed_keys = config.keys == "routed" and config.routing != "soft"
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
+        """The operator of light tokens, in a routed layer the first."""
 
         self.operators = nn.ModuleDict({name: make_operator(name, config) for name in names})
         self.norms = nn.ModuleDict(
-            {name: make_norm(config, name) for name in names if not (self.equation and name in LIGHT_OPERATORS)}
+            {
+                name: make_norm(config, name)
+                for name in names
+                if not (self.equation and name in LIGHT_OPERATORS) and name not in ("skip", "bypass")
+            }
         )
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)
         self.ffn_norm = make_norm(config)
         self.router = make_router(config, index) if self.kind == "routed" else None
-        self.router_reads_entropy = config.router in ("entropy", "learned")
-        self.entropy_has_gradient = config.router == "learned"
+        learned = config.router == "learned"
+        self.router_reads_entropy = config.router == "entropy" or (learned and config.router_reads != "state")
+        self.router_reads_state = learned
+        self.weights_have_gradient = config.weights_have_gradient
+        self.measures_benefit = config.benefit_weight > 0
+        weighted = self.kind == "routed" and config.entropy_weights == "learned"
+        self.entropy_weights = SpectralWeights(config.hidden_size) if weighted else None
         self.everywhere = make_sublayer(config) if config.temporal_everywhere else None
         self.signal = make_signal(config) if config.signal == "temporal" else None
         self.looks_back = "temporal" in names or self.everywhere is not None or self.signal is not None
@@ -131,6 +145,8 @@ class Block(nn.Module):
         if context.sparse and route is not None:
             return LayerOutput(run_sparse(self, x_BTD, context, route, memory), route, entropy_BT)
         outputs, attention_weights = self.run_operators(x_BTD, context, route, memory)
+        if self.measures_benefit and self.training and route is not None:
+            route.benefit_loss = self.benefit_loss(x_BTD, entropy_BT, outputs["attention"], context)
         combine: Any = self.combine_pre_norm if self.pre_norm else self.combine_post_norm
         summands = combine(x_BTD, outputs, None if route is None else route.weights_BTK)
         if isinstance(summands, Tensor):
@@ -142,10 +158,11 @@ class Block(nn.Module):
         # A window must be kept up in a cache, or a later trace would have gaps.
         if not (read or context.keep_entropy or (self.signal is not None and memory is not None)):
             return None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and read and self.entropy_has_gradient):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and read and self.weights_have_gradient):
             if self.signal is not None:
                 return self.signal(x_BTD, context.real_BT, memory, self.entropy_eps, self.entropy_dc_weight)
-            return spectral_entropy(x_BTD, context.transform, self.entropy_eps, self.entropy_dc_weight)
+            weight_D = None if self.entropy_weights is None else self.entropy_weights()
+            return spectral_entropy(x_BTD, context.transform, self.entropy_eps, self.entropy_dc_weight, weight_D)
 
     def choose(
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
@@ -154,9 +171,19 @@ class Block(nn.Module):
             return None
         # The question is whether a token needs attention, so a pre-norm router reads what attention would read. Only
         # learned routers read more of x than its shape.
-        learned = self.entropy_has_gradient
-        seen_BTD = self.norms["attention"](x_BTD) if self.pre_norm and learned else x_BTD
+        seen_BTD = self.norms["attention"](x_BTD) if self.pre_norm and self.router_reads_state else x_BTD
         return self.router(seen_BTD, entropy_BT, context, forced_BT)
+
+    def benefit_loss(
+        self, x_BTD: Tensor, entropy_BT: Tensor | None, attended_BTD: Tensor, context: TokenContext
+    ) -> Tensor:
+        """Of the router alone: the states it reads are not drawn along."""
+        router: Any = self.router
+        x_BTD, entropy_BT = x_BTD.detach(), None if entropy_BT is None else entropy_BT.detach()
+        seen_BTD = self.norms["attention"](x_BTD).detach() if self.pre_norm else x_BTD
+        scores_BTK = router.scores(seen_BTD, entropy_BT)
+        lead_BT = scores_BTK[..., 1] - scores_BTK[..., 0]
+        return benefit_loss(lead_BT, attention_benefit(x_BTD, attended_BTD), context.real_BT)
 
     def run_operators(
         self, x_BTD: Tensor, context: TokenContext, route: Route | None, memory: LayerMemory | None
@@ -165,6 +192,9 @@ class Block(nn.Module):
         outputs: dict[str, Tensor] = {}
         attention_weights = None
         for k, (name, operator) in enumerate(self.operators.items()):
+            if name in ("skip", "bypass"):
+                outputs[name] = self.run_plain(name, x_BTD)
+                continue
             seen_BTD = self.norms[name](x_BTD) if self.pre_norm else x_BTD
             if name == LIGHT:
                 outputs[name] = operator(seen_BTD, context.transform)
@@ -182,6 +212,13 @@ class Block(nn.Module):
             else:
                 outputs[name] = operator(seen_BTD, context, key_BT, memory, only_keys)
         return outputs, attention_weights
+
+    def run_plain(self, name: str, x: Tensor) -> Tensor:
+        """A light operator without weights, under pre-norm."""
+        if name == "skip":
+            return self.operators[name](x)
+        attention: Any = self.operators["attention"]
+        return attention.bypass(self.norms["attention"](x))
 
     def combine_post_norm(self, x_BTD: Tensor, outputs: dict[str, Tensor], weights_BTK: Tensor | None) -> Tensor:
         """u = LN_op(x + op(x)); y = LN_f(u + FFN(u)). In the equation form light tokens get LN_f(x + FFN(op(x)))."""

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from chiar.layers.ragged import RaggedStore
+from chiar.layers.router_state import LayerState
 from chiar.ops.transform import Transform
 
-LIGHT_OPERATORS = ("spectral", "temporal")
+LIGHT_OPERATORS = ("spectral", "temporal", "skip", "bypass")
 """What a routed layer gives tokens that need no attention: a model has one of them."""
 
 
@@ -45,6 +46,8 @@ class TokenContext:
     """One token a row, and every store has room for it: nothing may look at values or change a Python object."""
     keep_entropy: bool = False
     """Compute H of every layer's input, also where no router reads it."""
+    router_state: LayerState | None = None
+    """Of the layer at hand, where its router has one."""
 
 
 def visible_keys(key_BS: Tensor, queries: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from chiar.errors import InputError
 from chiar.layers.context import TokenContext
-from chiar.layers.derived import DerivedBuffers
+from chiar.layers.derived import DerivedBuffers, stored_in
 from chiar.ops.hash import uniform_hash
 
 
@@ -22,7 +22,11 @@ class Route:
     weights_BTK: Tensor
     """What each operator's output is multiplied by: one-hot, or probabilities under soft routing."""
     probabilities_BTK: Tensor | None = None
-    """The learned router's softmax."""
+    """The learned router's softmax, or the entropy router's p where it has gradients."""
+    score_BT: Tensor | None = None
+    """What was compared with the threshold, for whoever follows its quantiles."""
+    benefit_loss: Tensor | None = None
+    """How far the score is from what attention did, in training where that is asked for."""
 
 
 def one_hot(choice_BT: Tensor, operators: int) -> Tensor:
@@ -30,14 +34,67 @@ def one_hot(choice_BT: Tensor, operators: int) -> Tensor:
     return (choice_BT[..., None] == torch.arange(operators, device=choice_BT.device)).float()
 
 
+def without_common_shift(score_BT: Tensor, real_BT: Tensor | None) -> Tensor:
+    """The same scores, but no gradient moves all of them alike.
+
+    Where a threshold follows them such a move changes no choice. Yet every layer wants more attention, so the scores
+    would climb for ever, with the threshold behind them and the fraction too high.
+    """
+    if real_BT is None:
+        mean = score_BT.mean()
+    else:
+        mean = torch.where(real_BT, score_BT, 0).sum() / real_BT.sum().clamp_min(1)
+    return score_BT - (mean - mean.detach())
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """From probabilities to what operators are multiplied by, where the weights have gradients.
+
+    `both` is the paper's straight-through estimator: forward one-hot, backward the softmax, which needs every
+    operator's output. `selected` multiplies the chosen output by p / stopgrad(p) = 1, which needs only that one. With
+    the scale `probability` attention's is multiplied by 2p instead, the other's by 1.
+    """
+
+    estimator: str = "selected"
+    scale: str = "one"
+    anneal: float = 0.0
+    """The share of training over which weights go from the probabilities to these."""
+
+    def __call__(self, log_p_BTK: Tensor, choice_BT: Tensor, progress: Tensor | None) -> Tensor:
+        """`progress` is None outside training."""
+        p_BTK = log_p_BTK.exp()
+        chosen_BTK = one_hot(choice_BT, p_BTK.shape[-1])
+        if self.scale == "probability":
+            weights_BTK = chosen_BTK * torch.cat([torch.ones_like(p_BTK[..., :1]), 2 * p_BTK[..., 1:]], dim=-1)
+        elif self.estimator == "both":
+            weights_BTK = chosen_BTK + (p_BTK - p_BTK.detach())
+        else:
+            # p / stopgrad(p) through logarithms: a probability may underflow to 0.
+            weights_BTK = chosen_BTK * (log_p_BTK - log_p_BTK.detach()).exp()
+        if not self.anneal or progress is None:
+            return weights_BTK
+        hardness = (progress / self.anneal).clamp(max=1.0)
+        return (1 - hardness) * p_BTK + hardness * weights_BTK
+
+
 class EntropyRouter(DerivedBuffers):
-    """The paper's rule: H(x) > τ goes to attention. With three operators, τ_low and τ_high cut twice."""
+    """The paper's rule: H(x) > τ goes to attention. With three operators, τ_low and τ_high cut twice.
+
+    With `weighing` gradients reach H: p = sigmoid((H − τ) / (temperature · σ)), σ a running deviation of H.
+    """
 
     thresholds: Tensor
 
-    def __init__(self, thresholds: tuple[float, ...]) -> None:
+    def __init__(
+        self,
+        thresholds: tuple[float, ...],
+        weighing: Weighing | None = None,
+        temperature: float = 1.0,
+        follows: bool = False,
+    ) -> None:
         super().__init__()
-        self.values = thresholds
+        self.values, self.weighing, self.temperature, self.follows = thresholds, weighing, temperature, follows
         self.register_derived()
 
     def derive(self) -> dict[str, Tensor]:
@@ -47,43 +104,74 @@ class EntropyRouter(DerivedBuffers):
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
     ) -> Route:
         assert entropy_BT is not None
-        choice_BT = (entropy_BT[..., None] > self.thresholds).sum(-1) if forced_BT is None else forced_BT
-        # Only the buffer is read: a compiled graph must not depend on the numbers.
-        return Route(choice_BT, one_hot(choice_BT, self.thresholds.shape[0] + 1))
+        # Only buffers are read: a compiled graph must not depend on the numbers.
+        state, thresholds = context.router_state, self.thresholds
+        if self.follows:
+            assert state is not None
+            thresholds = state.threshold[None]
+        choice_BT = (entropy_BT[..., None] > thresholds).sum(-1) if forced_BT is None else forced_BT
+        if self.weighing is None:
+            return Route(choice_BT, one_hot(choice_BT, thresholds.shape[0] + 1), score_BT=entropy_BT)
+        assert state is not None
+        if self.follows and self.training:
+            entropy_BT = without_common_shift(entropy_BT, context.real_BT)
+        score_BT = (entropy_BT - thresholds[0]) / (self.temperature * state.spread)
+        log_p_BTK = torch.stack([F.logsigmoid(-score_BT), F.logsigmoid(score_BT)], dim=-1)
+        weights_BTK = self.weighing(log_p_BTK, choice_BT, state.progress if self.training else None)
+        return Route(choice_BT, weights_BTK, log_p_BTK.exp(), score_BT=entropy_BT)
 
 
 class LearnedRouter(nn.Module):
-    """A linear map of [x; H]. Soft: its softmax blends the operators. Hard: its argmax picks one.
-
-    Hard routing is straight-through. `both` is the paper's: forward one-hot, backward the softmax, which needs every
-    operator's output. `selected` multiplies the chosen output by p / stopgrad(p) = 1, which needs only that one.
+    """A map of [x; H], or of x alone: linear, or with a hidden layer. Soft: its softmax blends the operators. Hard: its
+    argmax picks one, or with `follows` attention where its logit leads by more than a threshold, which is then taken
+    off before the softmax.
     """
 
-    def __init__(self, width: int, operators: int, routing: str, hard_estimator: str) -> None:
+    def __init__(
+        self,
+        width: int,
+        operators: int,
+        routing: str,
+        weighing: Weighing,
+        hidden: int = 0,
+        reads_entropy: bool = True,
+        follows: bool = False,
+    ) -> None:
         super().__init__()
-        self.routing, self.hard_estimator = routing, hard_estimator
-        self.score = nn.Linear(width + 1, operators)
+        self.routing, self.weighing, self.reads_entropy, self.follows = routing, weighing, reads_entropy, follows
+        inputs = width + 1 if reads_entropy else width
+        self.hidden = nn.Linear(inputs, hidden) if hidden else None
+        self.score = nn.Linear(hidden or inputs, operators)
+
+    def scores(self, x_BTD: Tensor, entropy_BT: Tensor | None) -> Tensor:
+        # In fp32 at least: H varies by 0.004 at width 1024, which is one step of bf16.
+        dtype = stored_in(x_BTD.dtype)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            seen = x_BTD.to(dtype)
+            if self.reads_entropy:
+                assert entropy_BT is not None
+                seen = torch.cat([seen, entropy_BT[..., None].to(dtype)], dim=-1)
+            if self.hidden is not None:
+                seen = F.gelu(F.linear(seen, self.hidden.weight.to(dtype), self.hidden.bias.to(dtype)))
+            return F.linear(seen, self.score.weight.to(dtype), self.score.bias.to(dtype))
 
     def forward(
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
     ) -> Route:
-        assert entropy_BT is not None
-        # In fp32: H varies by 0.004 at width 1024, which is one step of bf16.
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            seen = torch.cat([x_BTD.float(), entropy_BT[..., None].float()], dim=-1)
-            scores_BTK = F.linear(seen, self.score.weight.float(), self.score.bias.float())
+        scores_BTK, state = self.scores(x_BTD, entropy_BT), context.router_state
+        lead_BT = scores_BTK[..., -1] - scores_BTK[..., 0]
+        if self.follows:
+            assert state is not None
+            if self.training:
+                lead_BT = without_common_shift(lead_BT, context.real_BT)
+            scores_BTK = torch.stack([torch.zeros_like(lead_BT), lead_BT - state.threshold], dim=-1)
         log_p_BTK = scores_BTK.log_softmax(-1)
         p_BTK = log_p_BTK.exp()
         choice_BT = p_BTK.argmax(-1) if forced_BT is None else forced_BT
         if self.routing == "soft":
             return Route(choice_BT, p_BTK, p_BTK)
-        chosen_BTK = one_hot(choice_BT, p_BTK.shape[-1])
-        if self.hard_estimator == "both":
-            weights_BTK = chosen_BTK + (p_BTK - p_BTK.detach())
-        else:
-            # p / stopgrad(p) through logarithms: a probability may underflow to 0.
-            weights_BTK = chosen_BTK * (log_p_BTK - log_p_BTK.detach()).exp()
-        return Route(choice_BT, weights_BTK, p_BTK)
+        progress = state.progress if state is not None and self.training else None
+        return Route(choice_BT, self.weighing(log_p_BTK, choice_BT, progress), p_BTK, score_BT=lead_BT)
 
 
 class RandomRouter(nn.Module):
@@ -128,10 +216,27 @@ class StaticRouter(nn.Module):
 
 def make_router(config: Any, layer: int) -> nn.Module:
     operators, nth = len(config.operators), config.routed_layers.index(layer)
+    estimator = config.hard_estimator if config.router == "learned" else "selected"
+    weighing = Weighing(estimator, config.router_scale, config.anneal)
     if config.router == "entropy":
-        return EntropyRouter(config.layer_thresholds()[nth])
+        straight = config.entropy_gradient == "straight_through"
+        return EntropyRouter(
+            config.layer_thresholds()[nth],
+            weighing if straight else None,
+            config.router_temperature,
+            config.follows_quantile,
+        )
     if config.router == "learned":
-        return LearnedRouter(config.hidden_size, operators, config.routing, config.hard_estimator)
+        reads_entropy = config.router_reads == "state_and_entropy"
+        return LearnedRouter(
+            config.hidden_size,
+            operators,
+            config.routing,
+            weighing,
+            config.router_hidden,
+            reads_entropy,
+            config.follows_quantile,
+        )
     if config.router == "random":
         return RandomRouter(layer, operators, config.random_key, config.random_fraction, config.router_seed)
     return StaticRouter(operators, config.operators.index(config.static_operators[nth]))

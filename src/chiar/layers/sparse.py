@@ -78,8 +78,8 @@ class SparseLayer:
         return chosen_BT if self.context.real_BT is None else chosen_BT & self.context.real_BT
 
     def weighted(self, x_ND: Tensor) -> Tensor:
-        """Times the weight of the chosen operator: 1, but a learned router gets its gradient through it."""
-        if not self.block.entropy_has_gradient:
+        """Times the weight of the chosen operator: mostly 1, but a router gets its gradient through it."""
+        if not self.block.weights_have_gradient:
             return x_ND
         weight_N = self.route.weights_BTK.flatten(0, 1).gather(1, self.chosen_N[:, None])
         return x_ND * weight_N.to(x_ND.dtype)
@@ -200,9 +200,22 @@ class SparseLayer:
             y_ND = torch.where((self.chosen_N == self.names.index(name))[:, None], part_ND, y_ND)
         return y_ND
 
+    def bypass(self, x_ND: Tensor) -> Tensor:
+        """Attention's value and output projections of the light tokens, packed; others get 0."""
+        attention: CausalAttention = self.block.operators["attention"]
+        packing, width = make_packing(self.of("bypass")), x_ND.shape[1]
+        weight, bias = attention.qkv.weight[2 * width :], attention.qkv.bias[2 * width :]
+        value_PD = packed_linear(packed_norm(x_ND, self.block.norms["attention"], packing)[1], weight, bias, packing)
+        y_PD = packed_linear(value_PD, attention.out.weight, attention.out.bias, packing)
+        return unpack(y_PD, torch.zeros_like(x_ND, dtype=y_PD.dtype), packing)
+
     def other(self, name: str, x_ND: Tensor) -> Tensor:
-        """op(x) of an operator that is not attention, for all tokens, right where it was chosen."""
-        return self.light(x_ND) if name in LIGHT_OPERATORS else self.rbf(x_ND)
+        """op(x), or op(LN_op(x)) under pre-norm, of an operator that is not attention, for all tokens, right where it
+        was chosen."""
+        if name in ("skip", "bypass"):
+            return torch.zeros_like(x_ND) if name == "skip" else self.bypass(x_ND)
+        seen_ND = self.block.norms[name](x_ND) if self.block.pre_norm else x_ND
+        return self.light(seen_ND) if name in LIGHT_OPERATORS else self.rbf(seen_ND)
 
     def heavy(self) -> Packing:
         """The tokens that run the feed-forward network where light ones skip it."""
@@ -223,7 +236,7 @@ def run_pre_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     if not block.light_ffn and len(layer.names) == 2:
         return run_apart(layer, x_ND)
     attended_PD = layer.attention(x_ND, block.norms["attention"])
-    others = {name: layer.other(name, block.norms[name](x_ND)) for name in layer.names if name != "attention"}
+    others = {name: layer.other(name, x_ND) for name in layer.names if name != "attention"}
     change_ND = unpack(attended_PD, layer.chosen(others), layer.dark)
     if block.light_ffn:
         u_ND = x_ND + layer.weighted(change_ND)
@@ -239,11 +252,12 @@ def run_apart(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     """Pre-norm, where light tokens skip the feed-forward network too: dark ones are packed once and stay packed."""
     u_PD, seen_PD = layer.after_attention(x_ND)
     more_PD = layer.feed_forward(seen_PD, layer.dark, bias=False)
-    light_ND = x_ND + layer.light(layer.block.norms[layer.light_name](x_ND))
+    light = layer.light_name
+    light_ND = x_ND if light == "skip" else x_ND + layer.other(light, x_ND)
     y_ND = unpack_sum(u_PD, more_PD, layer.block.ffn.down.bias, light_ND, layer.dark)
-    if not layer.block.entropy_has_gradient:
+    if not layer.block.weights_have_gradient:
         return y_ND
-    # The weight is 1: what is added is 0, but its gradient is the router's.
+    # Where the weight is 1 what is added is 0, but its gradient is the router's.
     change_ND = y_ND - x_ND
     return y_ND + (layer.weighted(change_ND) - change_ND)
 

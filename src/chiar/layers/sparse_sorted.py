@@ -81,8 +81,8 @@ class SortedLayer:
         return self.weighted(joined(ends))
 
     def weighted(self, y_ND: Tensor) -> Tensor:
-        """Times the weight of the chosen operator: 1, but a learned router gets its gradient through it."""
-        if not self.block.entropy_has_gradient:
+        """Times the weight of the chosen operator: mostly 1, but a router gets its gradient through it."""
+        if not self.block.weights_have_gradient:
             return y_ND
         weight_N1 = self.route.weights_BTK.flatten(0, 1).gather(1, self.route.choice_BT.view(-1, 1))
         weight_N1 = Reorder.apply(weight_N1, self.order_N, self.inverse_N)
@@ -91,6 +91,8 @@ class SortedLayer:
     def operate(self, name: str, x_PD: Tensor) -> Tensor:
         """op(x), or op(LN_op(x)) under pre-norm, of the tokens sent to it."""
         operator = self.block.operators[name]
+        if name in ("skip", "bypass"):
+            return self.block.run_plain(name, x_PD)
         if name == "attention" and not self.block.routed_keys:
             return operator.out(self.over_all(operator, x_PD))
         if name == "temporal":  # its light tokens look back on all

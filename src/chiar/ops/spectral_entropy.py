@@ -8,13 +8,15 @@ from torch import Tensor
 from chiar.ops.transform import Transform
 
 
-def spectral_entropy(x: Tensor, transform: Transform, eps: float = 0.0, dc_weight: float = 1.0) -> Tensor:
+def spectral_entropy(
+    x: Tensor, transform: Transform, eps: float = 0.0, dc_weight: float = 1.0, weight_D: Tensor | None = None
+) -> Tensor:
     """H(x) = −Σ p_i log p_i / log D with p_i = x̂_i² / Σ x̂_j² and x̂ = C x, over the last axis.
 
     With eps = 0 each row is first divided by its largest |x|: H does not depend on scale, so nothing can overflow
     or underflow and the zero vector is the only special case (H = 0). The identity used is
     H log D = log S − Σ y² log y² / S with S = Σ y². With eps > 0 the paper's form is used: eps is added to S and
-    inside the logarithm. `dc_weight` multiplies the energy of the first basis vector.
+    inside the logarithm. `dc_weight` multiplies the energy of the first basis vector, `weight_D` those of all.
     """
     x = x if x.dtype == torch.float64 else x.float()
     with torch.autocast(x.device.type, enabled=False):
@@ -25,6 +27,8 @@ def spectral_entropy(x: Tensor, transform: Transform, eps: float = 0.0, dc_weigh
         energy = transform.forward(x).square()
         if dc_weight != 1.0:
             energy = torch.cat([energy[..., :1] * dc_weight, energy[..., 1:]], dim=-1)
+        if weight_D is not None:
+            energy = energy * weight_D
         return entropy_of(energy, eps)
 
 

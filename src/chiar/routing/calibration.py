@@ -163,6 +163,11 @@ def calibrate(
         raise InputError("the batches are read several times: give a list or another re-iterable, not an iterator.")
     decoder = getattr(model, "model", model)
     receiver = decoder if target is None else getattr(target, "model", target)
+    if receiver.config.target_fraction is not None:
+        raise InputError(
+            f"target_fraction={receiver.config.target_fraction} found the thresholds in training: only a model without "
+            "it is calibrated."
+        )
     noise = noise_of(decoder, receiver)
     modes = {part: part.training for part in (decoder, receiver)}
     before = receiver.config.thresholds

@@ -10,10 +10,10 @@ about three times as much, in the same proportions.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from chiar.config import CHOICES, LIGHT_LAYERS, ChiarConfig
+from chiar.config import CHOICES, ChiarConfig
 from chiar.errors import InputError, unknown_name
 
-PARTS = ("router", "spectral", "temporal", "rbf", "projections", "scores", "ffn", "gate", "logits")
+PARTS = ("router", "spectral", "temporal", "bypass", "rbf", "projections", "scores", "ffn", "gate", "logits")
 TRANSFORMS = ("gemm", "even_odd", "free")
 """What a transform to or from the basis costs: its whole matrix, the DCT's two halves (as it is run), nothing."""
 
@@ -71,14 +71,14 @@ def count_flops(
     light_ffn = config.light_ffn if light_ffn is None else light_ffn
     shares_of = dict(zip(config.routed_layers, checked_shares(config, shares), strict=True))
 
-    assert config.layer_types is not None
+    assert config.layer_types is not None and config.operators is not None
     costs: list[Cost] = []
     for i, kind in enumerate(config.layer_types):
         runs = shares_of.get(i, {kind: 1.0})
         key_shares = runs if keys == "routed" else {name: float(share > 0) for name, share in runs.items()}
         ffn_runs = 1.0
         if kind == "routed" and not light_ffn:
-            ffn_runs = sum(share for name, share in runs.items() if name not in LIGHT_LAYERS)
+            ffn_runs = sum(share for name, share in runs.items() if name != config.operators[0])
         router = router_cost(config, transform_cost) if kind == "routed" else 0.0
         visible = {name: visible_pairs(length, runs[name], key_shares[name]) for name in runs}
         costs += layer_costs(config, i, runs, key_shares, visible, ffn_runs, router, transform_cost)
@@ -88,8 +88,8 @@ def count_flops(
 def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | None = None) -> list[dict[str, float]]:
     """The shares of f, for all routed layers or one a layer; with three operators the rest is shared evenly.
 
-    When not given f is the random router's own, else ½. A static router's layers decide for themselves, and under soft
-    routing every operator runs on every token.
+    When not given f is the target_fraction, the random router's own, else ½. A static router's layers decide for
+    themselves, and under soft routing every operator runs on every token.
     """
     assert config.operators is not None
     count, others = len(config.routed_layers), len(config.operators) - 1
@@ -100,7 +100,7 @@ def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | Non
             raise InputError("a static router's layers decide f: leave the fraction out.")
         return [{name: float(name == chosen) for name in config.operators} for chosen in config.static_operators or []]
     if fraction is None:
-        fraction = config.random_fraction if config.router == "random" else 0.5
+        fraction = config.random_fraction if config.router == "random" else config.layer_fractions() or 0.5
     fractions = [fraction] * count if isinstance(fraction, int | float) else list(fraction)
     if len(fractions) != count:
         raise InputError(f"{len(fractions)} fractions for {count} routed layers.")
@@ -144,7 +144,7 @@ def route_costs(
         runs = {name: float(name == taken) for name in config.operators}
         gives_keys = dict.fromkeys(runs, 1.0) if keys == "all" else runs
         visible = {name: visible_pairs(length, runs[name], first[name] if keys == "routed" else 1.0) for name in runs}
-        ffn_runs = 1.0 if light_ffn else float(taken not in LIGHT_LAYERS)
+        ffn_runs = 1.0 if light_ffn else float(taken != config.operators[0])
         router = router_cost(config, transform_cost)
         costs = layer_costs(config, layer, runs, gives_keys, visible, ffn_runs, router, transform_cost)
         result[taken] = sum(cost.flops for cost in costs)
@@ -188,11 +188,13 @@ def transform_flops(config: ChiarConfig, transform: str) -> float:
 
 def router_cost(config: ChiarConfig, transform_cost: float) -> float:
     D, flops = config.hidden_size, 0.0
-    if config.router in ("entropy", "learned"):
+    reads_entropy = config.router_reads == "state_and_entropy"
+    if config.router == "entropy" or (config.router == "learned" and reads_entropy):
         flops += transform_cost if config.signal == "features" else temporal_signal_flops(config)
     if config.router == "learned":
         assert config.operators is not None
-        flops += 2 * (D + 1) * len(config.operators)
+        inputs, hidden, outputs = D + reads_entropy, config.router_hidden, len(config.operators)
+        flops += 2 * hidden * (inputs + outputs) if hidden else 2 * inputs * outputs
     return flops
 
 
@@ -220,6 +222,8 @@ def layer_costs(
     # Light tokens look back on all, but only they need an output.
     filtered = shares.get("temporal", 0.0) + float(config.temporal_everywhere)
     costs["temporal"] = filtered * 2 * config.temporal_window * D
+    if "bypass" in shares:
+        costs["bypass"] = shares["bypass"] * 4 * D * D
     if "attention" in shares:
         query, key = shares["attention"], key_shares["attention"]
         costs["projections"] = query * 4 * D * D + key * 4 * D * D

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from chiar.errors import InputError, first_line
 from chiar.layers.block import Block, LayerOutput
+from chiar.layers.router_state import LayerState
 from chiar.layers.routers import EntropyRouter, Route, one_hot
 
 FORMAT = "chiar-routing-trace/1"
@@ -34,7 +35,7 @@ class LayerTrace:
     thresholds: list[float] | None = None
 
 
-def trace_layer(index: int, layer: nn.Module, output: LayerOutput) -> LayerTrace:
+def trace_layer(index: int, layer: nn.Module, output: LayerOutput, state: LayerState | None = None) -> LayerTrace:
     """What `layer` did; a layer without a router sends every token to its one operator."""
     assert isinstance(layer, Block)
     route, entropy_BT, gate_BT1 = output.route, output.entropy_BT, output.gate_BT1
@@ -50,8 +51,18 @@ def trace_layer(index: int, layer: nn.Module, output: LayerOutput) -> LayerTrace
         entropy_BT=None if entropy_BT is None else entropy_BT.detach(),
         probabilities_BTK=None if route.probabilities_BTK is None else route.probabilities_BTK.detach(),
         gate_BT=None if gate_BT1 is None else gate_BT1.detach()[..., 0],
-        thresholds=list(layer.router.values) if isinstance(layer.router, EntropyRouter) else None,
+        thresholds=thresholds_of(layer, state),
     )
+
+
+def thresholds_of(layer: Block, state: LayerState | None) -> list[float] | None:
+    """The entropies a layer's router cuts at."""
+    if not isinstance(layer.router, EntropyRouter):
+        return None
+    if layer.router.follows:
+        assert state is not None
+        return [float(state.threshold)]
+    return list(layer.router.values)
 
 
 @dataclass

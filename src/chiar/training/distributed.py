@@ -108,6 +108,16 @@ def replicate(model: nn.Module, processes: Processes) -> nn.Module:
         return DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
 
 
+def average_state(state: nn.Module | None, processes: Processes) -> None:
+    """Buffers that each process has moved by its own tokens become the mean over processes, in all of them."""
+    if state is None or processes.count == 1:
+        return
+    buffers = [buffer for name, buffer in state.named_buffers() if name in state.state_dict()]
+    values = processes.mean(torch.cat([buffer.flatten() for buffer in buffers]))
+    for buffer, value in zip(buffers, values.split([buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(value.view(buffer.shape))
+
+
 @cache
 def register_outputs() -> None:
     """FSDP looks for tensors in what a module returns, and before torch 2.13 does not look into dataclasses: it would

@@ -56,6 +56,8 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Any]) 
         raise InputError(f"the corpus has {needed} token ids, the model only {config.vocab_size}: set vocab_size.")
     if settings.recalibrate_every and (config.router != "entropy" or not config.routed_layers):
         raise InputError("recalibrate_every needs routed layers with the entropy router.")
+    if settings.recalibrate_every and config.target_fraction is not None:
+        raise InputError("target_fraction already moves the thresholds in training: leave recalibrate_every at 0.")
     if settings.tensorboard:
         require_tensorboard()
     if config.positions == "learned" and settings.length > config.max_position_embeddings:

@@ -14,7 +14,7 @@ from chiar.routing.calibration import calibrate
 from chiar.training import checkpoint
 from chiar.training.batches import Batch, ClassificationRows, LanguageRows, Rows, Schedule, slot_seed
 from chiar.training.compiling import Forward, uncompiled
-from chiar.training.distributed import Processes, replicate, shard
+from chiar.training.distributed import Processes, average_state, replicate, shard
 from chiar.training.graphs import GraphedPasses
 from chiar.training.optim import learning_rate, make_optimizer, set_learning_rate
 from chiar.training.prefetch import Prefetch
@@ -94,6 +94,7 @@ class Trainer:
         rate = learning_rate(settings, self.step)
         set_learning_rate(self.optimizer, rate)
         self.parallel.train()
+        self.model.language.model.set_progress(self.step / settings.steps)
         losses: dict[int, list[Tensor]] = {}
         gates: dict[int, list[Tensor]] = {}
         use: list[Tensor] = []
@@ -115,6 +116,7 @@ class Trainer:
         self.first_bad_step = torch.where(bad, self.step, self.first_bad_step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        average_state(self.model.language.model.router_state, self.processes)
         for name, parameter in self.model.named_parameters() if self.average else ():
             self.average[name].lerp_(parameter.detach(), 1 - settings.ema)
         self.step += 1

@@ -61,7 +61,7 @@ def training_flops(config: ChiarConfig, length: int, shares: Shares | None = Non
     backward pass costs twice the forward pass, but for the spectrum of the entropy router, which has none.
     """
     count = count_dense_execution(config, length) if shares is None else count_flops(config, length, shares)
-    without_backward = count.part("router") if config.router == "entropy" else 0.0
+    without_backward = count.part("router") if config.router == "entropy" and not config.weights_have_gradient else 0.0
     return 3.0 * count.total - 2.0 * without_backward
 
 
@@ -75,7 +75,8 @@ class Utilisation:
         peak = peak_tflops(settings, device) if counted else None
         self.peak = peak * 1e12 * devices if peak else None
         self.config, self.length = config, settings.length
-        self.sparse = config.execution != "dense" and config.can_run_sparse and config.dropout == 0
+        possible = config.can_run_sparse and config.dropout == 0 and not config.trains_densely
+        self.sparse = config.execution != "dense" and possible
 
     def of(self, tokens_per_second: float, use: list[list[float]]) -> float | None:
         """`use` is the share of tokens each operator of each routed layer got."""
