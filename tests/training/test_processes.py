@@ -134,13 +134,12 @@ def test_thresholds_are_those_of_all_processes(corpus, tmp_path):
     run(arguments(corpus, tmp_path / "alone", "ddp", "--steps", "4", *more))
     alone, name = final_state(tmp_path / "alone"), "model.language.model.router_state."
     assert float(alone[name + "updates"]) == 4 * 6
-    for parallel in ("ddp", "fsdp"):
-        run(torchrun(2, 0, arguments(corpus, tmp_path / parallel, parallel, "--steps", "4", *more)))
-        found = final_state(tmp_path / parallel)
-        assert float(found[name + "updates"]) == 4 * 3
-        # Averages over about 5 passes of 32 tokens: well within a standard deviation of the scores.
-        distance = (found[name + "threshold_L"] - alone[name + "threshold_L"]).abs()
-        assert (distance < 0.5 * alone[name + "spread_L"]).all()
+    run(torchrun(2, 0, arguments(corpus, tmp_path / "two", "fsdp", "--steps", "4", *more)))
+    found = final_state(tmp_path / "two")
+    assert float(found[name + "updates"]) == 4 * 3
+    # Averages over about 5 passes of 32 tokens: well within a standard deviation of the scores.
+    distance = (found[name + "threshold_L"] - alone[name + "threshold_L"]).abs()
+    assert (distance < 0.5 * alone[name + "spread_L"]).all()
 
 
 def test_a_restart_does_not_continue_a_run_of_somebody_else(alone, corpus, tmp_path):
