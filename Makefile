@@ -3,13 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test lint setup test-oldest figures clean
+.PHONY: demo test test-all lint setup test-oldest figures clean
 
 # Trains, evaluates and draws two small models into runs/demo: see examples/demo.sh.
 demo: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" sh examples/demo.sh
 
 test: lint
+	$(BIN)/pytest -n 2 -m "not slow"
+
+# Also those that start many processes.
+test-all: lint
 	$(BIN)/pytest -n 2
 
 lint: $(STAMP)

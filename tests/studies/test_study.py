@@ -246,6 +246,7 @@ def test_a_limit_begins_nothing_that_would_not_end_in_time(copied, corpus, toml)
     assert "Controls without a finished run: soft." in (copied / "table.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_costs_itself_only(corpus, toml, tmp_path):
     out = tmp_path / "out"
     broken = toml(("rank = 2", "rank = 0\nsettings = { learning_rate = 1e30, warmup = 0, clip = 0.0 }"))

@@ -107,6 +107,7 @@ def test_a_killed_process_is_started_again_and_nothing_changes(corpus, tmp_path)
     assert_same_run(tmp_path / "straight", out)
 
 
+@pytest.mark.slow
 def test_sharded_processes_with_unequal_batches_wait_for_each_other(corpus, labelled, tmp_path):
     """Added corpora give one process two batches where another has one."""
     out = tmp_path / "run"
@@ -126,6 +127,7 @@ def test_sparse_execution_leaves_no_parameter_out(parallel, corpus, tmp_path):
     assert [record["use"] for record in metrics(out)] == [[[1.0, 0.0], [1.0, 0.0]]] * 3
 
 
+@pytest.mark.slow
 def test_thresholds_are_those_of_all_processes(corpus, tmp_path):
     """Each process sees half of the tokens; the mean of their thresholds goes on in both, or the routes would differ
     from a single process's."""
@@ -142,6 +144,7 @@ def test_thresholds_are_those_of_all_processes(corpus, tmp_path):
     assert (distance < 0.5 * alone[name + "spread_L"]).all()
 
 
+@pytest.mark.slow
 def test_a_restart_does_not_continue_a_run_of_somebody_else(alone, corpus, tmp_path):
     out = tmp_path / "theirs"
     shutil.copytree(alone, out, symlinks=True)
