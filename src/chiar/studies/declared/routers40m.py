@@ -9,10 +9,22 @@ from typing import Any
 from chiar.studies.declaration import Study, Variant
 
 LAYERS = 12
-SELECTED = {"router": "learned", "routing": "hard", "hard_estimator": "selected"}
-BOTH = {"router": "learned", "routing": "hard", "hard_estimator": "both"}
+HALF = {"target_fraction": 0.5}
+LEARNED = {"router": "learned", "routing": "hard", "hard_estimator": "selected", **HALF}
+BOTH = {"router": "learned", "routing": "hard", "hard_estimator": "both", **HALF}
+P = {"router_scale": "probability"}
+SCALED = {**LEARNED, **P}
 FEW_KEYS, LEAN = {"keys": "routed"}, {"light_ffn": False}
-RECALIBRATED = {"recalibrate_every": 50}
+SLIM = (FEW_KEYS, LEAN)
+MOD = {"operators": ["skip", "attention"], "router_reads": "state", **FEW_KEYS, **LEAN}
+ALTERNATE = {"layer_types": ["attention", "routed"] * (LAYERS // 2), "target_fraction": 0.25}
+DTRNET = {**LEARNED, "operators": ["bypass", "attention"], "router_reads": "state", **FEW_KEYS}
+GRADIENT = {"entropy_gradient": "straight_through"}
+THROUGH = {**HALF, **GRADIENT}
+BAND, ANNEALED, BENEFIT = {"entropy_weights": "learned"}, {"anneal": 0.5}, {"benefit_weight": 0.1}
+TIME, EVERYWHERE = {"operators": ["temporal", "attention"]}, {"temporal_everywhere": True}
+TEMPORAL = {**HALF, "signal": "temporal", "entropy_dc_weight": 0.0}
+DEEPER = {"target_fraction": [0.2 + 0.6 * layer / (LAYERS - 1) for layer in range(LAYERS)]}
 
 
 def dense(name: str, title: str, layers: int = LAYERS, rank: int = 1, **config: Any) -> Variant:
@@ -88,16 +100,31 @@ STUDY = Study(
         control("hash-keys-lean", "random hash of the token id, routed keys, no light FFN", HASH, FEW_KEYS, LEAN),
         control("position", "random hash of the position", POSITION),
         control("soft", "soft: both operators on every token", SOFT),
-        candidate("learned", "learned linear", SELECTED, rank=2),
-        candidate("learned-keys", "learned linear, routed keys", SELECTED, FEW_KEYS, rank=2),
-        candidate("learned-lean", "learned linear, no light FFN", SELECTED, LEAN, rank=2),
-        candidate("learned-keys-lean", "learned linear, routed keys, no light FFN", SELECTED, FEW_KEYS, LEAN, rank=2),
-        candidate("entropy", "entropy, recalibrated", settings=RECALIBRATED, rank=2),
-        candidate("entropy-keys", "entropy, routed keys", FEW_KEYS, settings=RECALIBRATED, rank=3),
-        candidate("entropy-lean", "entropy, no light FFN", LEAN, settings=RECALIBRATED, rank=3),
+        dense("dense-time", "dense, filter along time in every layer", temporal_everywhere=True),
+        control("static-time", "static choice, light path along time", STATIC, TIME),
+        candidate("learned-keys", "learned linear, routed keys", LEARNED, FEW_KEYS),
+        candidate("learned-keys-lean", "learned linear, routed keys, no light FFN", LEARNED, FEW_KEYS, LEAN),
+        candidate("learned-all-lean", "learned linear, all keys, no light FFN", LEARNED, LEAN),
+        candidate("scaled-keys-lean", "learned linear, scaled by p, routed keys, no light FFN", SCALED, FEW_KEYS, LEAN),
+        candidate("mod", "Mixture-of-Depths style: light tokens skip the layer", SCALED, MOD),
+        candidate("mod-alternate", "the same in every other layer, f = 0.25", SCALED, MOD, ALTERNATE),
+        candidate("entropy-keys", "entropy, routed keys", HALF, FEW_KEYS),
+        candidate("through-keys", "entropy with gradients, routed keys", THROUGH, FEW_KEYS),
+        candidate("through-keys-lean", "entropy with gradients, scaled, routed keys, no light FFN", THROUGH, P, *SLIM),
+        candidate("time-keys", "learned linear, light path along time, routed keys", LEARNED, TIME, FEW_KEYS),
+        candidate("time-keys-lean", "the same, scaled, no light FFN", SCALED, TIME, *SLIM),
+        candidate("all-time-keys-lean", "filter along time everywhere, learned, scaled", SCALED, EVERYWHERE, *SLIM),
+        candidate("time-signal", "temporal entropy, light path along time", TEMPORAL, TIME, FEW_KEYS),
+        candidate("time-signal-through", "the same with gradients, scaled", TEMPORAL, GRADIENT, P, TIME, *SLIM, rank=3),
+        candidate("band-keys", "entropy over learned weights of the spectrum", THROUGH, BAND, FEW_KEYS, rank=3),
+        candidate("annealed-keys", "entropy, soft to hard over half of training", THROUGH, ANNEALED, FEW_KEYS, rank=3),
+        candidate("mlp-keys-lean", "two-layer router, scaled", SCALED, {"router_hidden": 64}, *SLIM, rank=3),
         candidate(
-            "entropy-keys-lean", "entropy, routed keys, no light FFN", FEW_KEYS, LEAN, settings=RECALIBRATED, rank=3
+            "budget-keys", "learned linear with a budget loss", LEARNED, {"budget_weight": 1.0}, FEW_KEYS, rank=3
         ),
-        candidate("both", "learned linear, straight-through over both operators", BOTH, rank=3),
+        candidate("benefit-keys", "learned linear, drawn to attention's benefit", LEARNED, BENEFIT, FEW_KEYS, rank=3),
+        candidate("dtrnet", "DTRNet style: light tokens take value and output projections", DTRNET, rank=3),
+        candidate("deeper-more", "learned linear, more attention the deeper", SCALED, DEEPER, *SLIM, rank=3),
+        candidate("learned-both", "learned linear, straight-through over both operators", BOTH, rank=3),
     ),
 )
