@@ -70,6 +70,38 @@ def spread(values: list[float]) -> tuple[float, float]:
     return low - air, high + air
 
 
+@dataclass(frozen=True)
+class Axes:
+    """Where numbers lie in a panel: its box, and the ranges of both directions."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    across_range: tuple[float, float]
+    up_range: tuple[float, float]
+
+    def across(self, x: float) -> float:
+        first, last = self.across_range
+        return self.left + (x - first) / (last - first) * (self.right - self.left)
+
+    def up(self, y: float) -> float:
+        low, high = self.up_range
+        return self.bottom - (y - low) / (high - low) * (self.bottom - self.top)
+
+    def draw(self) -> list[str]:
+        """Lines, numbers and frame."""
+        parts = []
+        for tick in ticks(*self.up_range):
+            parts.append(f'<path d="M{self.left} {self.up(tick):.1f} H{self.right}" stroke="#dddddd"/>')
+            parts.append(label(self.left - 8, self.up(tick) + 4, f"{tick:g}", size=11, anchor="end"))
+        for tick in ticks(*self.across_range, 6):
+            parts.append(f'<path d="M{self.across(tick):.1f} {self.bottom:g} v5" stroke="#444444"/>')
+            parts.append(label(self.across(tick), self.bottom + 18, f"{tick:g}", size=11))
+        frame = f"M{self.left} {self.top:g} V{self.bottom:g} H{self.right}"
+        return [*parts, f'<path d="{frame}" fill="none" stroke="#444444"/>']
+
+
 def draw_chart(title: str, panels: list[Panel], axis: str) -> str:
     """The panels under one title; each must have a line."""
     xs = [x for panel in panels for line in panel.lines for x, _ in line.points]
@@ -87,22 +119,9 @@ def draw_chart(title: str, panels: list[Panel], axis: str) -> str:
 def draw_panel(panel: Panel, top: float, first: float, last: float, named: bool) -> list[str]:
     right, bottom = WIDTH - RIGHT, top + PANEL
     heights = [y for line in panel.lines for _, y in line.points] + ([panel.level[0]] if panel.level else [])
-    low, high = panel.bounds or spread(heights)
-
-    def across(x: float) -> float:
-        return LEFT + (x - first) / (last - first) * (right - LEFT)
-
-    def up(y: float) -> float:
-        return bottom - (y - low) / (high - low) * PANEL
-
-    parts = [label(LEFT, top - 8, panel.title, anchor="start", size=13, weight="600")]
-    for tick in ticks(low, high):
-        parts.append(f'<path d="M{LEFT} {up(tick):.1f} H{right}" stroke="#dddddd"/>')
-        parts.append(label(LEFT - 8, up(tick) + 4, f"{tick:g}", size=11, anchor="end"))
-    for tick in ticks(first, last, 6):
-        parts.append(f'<path d="M{across(tick):.1f} {bottom} v5" stroke="#444444"/>')
-        parts.append(label(across(tick), bottom + 18, f"{tick:g}", size=11))
-    parts.append(f'<path d="M{LEFT} {top} V{bottom} H{right}" fill="none" stroke="#444444"/>')
+    axes = Axes(LEFT, right, top, bottom, (first, last), panel.bounds or spread(heights))
+    across, up = axes.across, axes.up
+    parts = [label(LEFT, top - 8, panel.title, anchor="start", size=13, weight="600"), *axes.draw()]
     if panel.level:
         height, name = panel.level
         parts.append(f'<path d="M{LEFT} {up(height):.1f} H{right}" stroke="#444444" stroke-dasharray="2 4"/>')

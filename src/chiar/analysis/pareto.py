@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from chiar.analysis.chart import COLOURS, document, label, shorten, spread, ticks
+from chiar.analysis.chart import COLOURS, Axes, document, label, shorten, spread
 
 LEFT, RIGHT, WIDTH, TOP, HEIGHT, GAP, ENTRY = 76, 250, 860, 60, 320, 84, 17
 # Controls are hollow squares, everything else filled circles: told apart without colour.
@@ -49,22 +49,10 @@ def draw_scatters(title: str, panels: list[Scatter]) -> str:
 def draw_scatter(panel: Scatter, top: float, height: float) -> list[str]:
     right, bottom = WIDTH - RIGHT, top + height
     points = [point for mark in panel.marks for point in ((mark.x, mark.y), *mark.seeds)]
-    (first, last), (low, high) = spread([x for x, _ in points]), spread([y for _, y in points])
-
-    def across(x: float) -> float:
-        return LEFT + (x - first) / (last - first) * (right - LEFT)
-
-    def up(y: float) -> float:
-        return bottom - (y - low) / (high - low) * height
-
-    parts = [label(LEFT, top - 10, panel.title, anchor="start", size=13, weight="600")]
-    for tick in ticks(low, high):
-        parts.append(f'<path d="M{LEFT} {up(tick):.1f} H{right}" stroke="#dddddd"/>')
-        parts.append(label(LEFT - 8, up(tick) + 4, f"{tick:g}", size=11, anchor="end"))
-    for tick in ticks(first, last, 6):
-        parts.append(f'<path d="M{across(tick):.1f} {bottom:g} v5" stroke="#444444"/>')
-        parts.append(label(across(tick), bottom + 18, f"{tick:g}", size=11))
-    parts.append(f'<path d="M{LEFT} {top:g} V{bottom:g} H{right}" fill="none" stroke="#444444"/>')
+    ranges = spread([x for x, _ in points]), spread([y for _, y in points])
+    axes = Axes(LEFT, right, top, bottom, *ranges)
+    across, up = axes.across, axes.up
+    parts = [label(LEFT, top - 10, panel.title, anchor="start", size=13, weight="600"), *axes.draw()]
     parts.append(label((LEFT + right) / 2, bottom + 38, panel.axis))
     best = frontier([(mark.x, mark.y) for mark in panel.marks])
     line = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in best)

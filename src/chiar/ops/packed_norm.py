@@ -155,20 +155,8 @@ def new_outputs(
 
 
 @packed_norm_forward.register_fake
-def _(
-    x_ND: Tensor,
-    token_P: Tensor,
-    count: Tensor,
-    weight_D: Tensor | None,
-    bias_D: Tensor | None,
-    add_PD: Tensor | None,
-    add_bias_D: Tensor | None,
-    kind: str,
-    eps: float,
-    dtype: torch.dtype,
-    keep: bool,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x_ND: Tensor, token_P: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    add_PD, dtype, keep = rest[3], rest[7], rest[8]
     return new_outputs(x_ND, token_P, add_PD, dtype, keep)
 
 
