@@ -25,7 +25,7 @@ from lap import Lap, free, say
 from parity import Parity, Verdict, precision
 from rows import Table, draw_speedups, new_file
 from timed import Setting
-from timing import best_backend, preferring
+from timing import BACKENDS, best_backend, preferring
 
 
 class Referee:
@@ -105,6 +105,8 @@ def draw(path: Path | None, table: Table) -> None:
 def choose_backend(options: argparse.Namespace, length: int) -> str:
     if options.device != "cuda":
         return "default"
+    if options.sdpa is not None:
+        return str(options.sdpa)
     config = presets.get(f"{BASELINE}-{options.size}")
     rows = max(1, options.tokens // length)
     backend = best_backend(rows, config.num_attention_heads, length, config.head_size, options.mode == "train")
@@ -144,6 +146,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--compile", action=argparse.BooleanOptionalAction, default=True)
     add("--whole", action="store_true", help="compile a model as one graph, not layer by layer: minutes at 28 layers")
     add("--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs, as in training on one GPU")
+    add("--sdpa", choices=tuple(BACKENDS), help="attention on CUDA (default: the faster at each length)")
     add("--csv", type=Path, help="a new file for the rows")
     add("--picture", type=Path, help="a new SVG of speed-up against length")
     add("--peer", type=Path, metavar="FOLDER", action="append", default=[], help="a folder with peer.py")

@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -255,8 +256,14 @@ def best_backend(rows: int, heads: int, length: int, head_size: int, training: b
     return min(found, key=found.__getitem__) if found else "default"
 
 
-def preferring(backend: str) -> Any:
-    """Inside, attention takes `backend` where it can and the others where it cannot (masks)."""
+@contextmanager
+def preferring(backend: str) -> Iterator[None]:
+    """Inside, attention takes `backend` where it can and the others where it cannot (masks).
+
+    torch's cache of compiled graphs does not ask which attention was chosen (pytorch issue 185449): without the tag, a
+    graph compiled for one would be taken for the other, also by another process.
+    """
     first = [BACKENDS[backend]] if backend in BACKENDS else []
     rest = [other for other in (*BACKENDS.values(), *OTHERS) if other not in first]
-    return sdpa_kernel([*first, *rest], set_priority=True)
+    with torch.compiler.config.patch(cache_key_tag=f"sdpa-{backend}"), sdpa_kernel([*first, *rest], set_priority=True):
+        yield
