@@ -282,3 +282,14 @@ def test_auto_runs_few_tokens_densely_on_a_cpu(form, keys, shape, sparsely, monk
     ran.clear()
     model(tokens(*shape))
     assert ran, "what was asked for is done"
+
+
+@pytest.mark.parametrize("keys", ["all", "routed"])
+@pytest.mark.parametrize("design", ["post", "wide heads", "pre identity", "pre light skips"])
+def test_recomputed_layers_give_the_same_gradients(design, keys):
+    model = build(keys=keys, **DESIGNS[design]).train()
+    ids, forced = tokens(), routes(model)
+    kept = run(model, "sparse", ids, forced_routes=forced)
+    model.gradient_checkpointing_enable()
+    again = run(model, "sparse", ids, forced_routes=forced)
+    torch.testing.assert_close(again, kept, rtol=0, atol=0)

@@ -288,7 +288,8 @@ class ChiarModel(ChiarPreTrainedModel):
         memory: LayerMemory | None,
         forced_BT: Tensor | None,
     ) -> LayerOutput:
-        if self.gradient_checkpointing and self.training:
+        # What the last layer keeps, the backward pass needs first: computing it again would free nothing for long.
+        if self.gradient_checkpointing and self.training and layer is not self.layers[-1]:
             return self._gradient_checkpointing_func(layer.__call__, x_BTD, context, memory, forced_BT)
         return layer(x_BTD, context, memory, forced_BT)
 

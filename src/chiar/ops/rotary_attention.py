@@ -158,9 +158,10 @@ def _backward(ctx: Any, grad_PHd: Tensor | None, *_: Any) -> tuple[Tensor | None
     none = (None,) * 8
     if grad_PHd is None:
         return None, None, *none
-    dqkv = rotary_attention_backward(grad_PHd, *ctx.saved_tensors, ctx.max_keys, ctx.implementation)
+    saved = ctx.saved_tensors  # read once: a layer that is recomputed gives them once
+    dqkv = rotary_attention_backward(grad_PHd, *saved, ctx.max_keys, ctx.implementation)
     shape, dtype = ctx.bias
-    dbias = row_sum(dqkv.flatten(1), ctx.saved_tensors[-2], ctx.implementation)
+    dbias = row_sum(dqkv.flatten(1), saved[-2], ctx.implementation)
     return dqkv, dbias.view(shape).to(dtype), *none
 
 

@@ -71,8 +71,7 @@ class GraphedPasses:
                 found = self.plainly(inputs)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        # torch also says, once a process, that this mode "does not yet detect all synchronizing operations".
-        waits = [str(w.message) for w in told if "called a synchronizing" in str(w.message)]
+        waits = [message for warning in told if tells_of_waiting(message := str(warning.message))]
         if waits:
             self.failure = f"a pass waits for the device ({waits[0].splitlines()[0]})"
         return found
@@ -87,6 +86,11 @@ class GraphedPasses:
             found = self.run(*inputs)
         current.wait_stream(self.stream)
         return found
+
+
+def tells_of_waiting(message: str) -> bool:
+    """Once a process torch also says that the mode itself "does not yet detect all synchronizing operations"."""
+    return "called a synchronizing" in message
 
 
 def root_of(error: BaseException) -> BaseException:

@@ -54,6 +54,7 @@ class TrainSettings:
     deterministic: bool = False
     """On a GPU: deterministic kernels, so that resuming is bit-exact there too."""
     gradient_checkpointing: bool = False
+    """All layers but the last are computed again in the backward pass: less memory, more time."""
     ema: float = 0.0
     """Decay of an exponential average of the weights, evaluated and exported beside them; 0 is off."""
     evaluate_every: int = 250
