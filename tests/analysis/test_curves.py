@@ -38,13 +38,24 @@ def lines(root):
 def test_every_measurement_of_every_run_is_a_line(tmp_path):
     runs = [make_run(tmp_path / "baseline", routed=False), make_run(tmp_path / "v3")]
     root = ElementTree.fromstring(draw_curves(runs))
-    # Train, validation and rate of both; f of two layers and g of v3.
-    assert len(lines(root)) == 2 * 3 + 2 + 1
+    # Train, validation and rate of both; the gap between them; f of two layers and g of v3.
+    assert len(lines(root)) == 2 * 3 + 1 + 2 + 1
     assert {"baseline: train", "v3: validation", "v3: layer 2", "v3: layer 3", "v3: g on text", "steps"} <= set(
         words(root)
     )
     assert {line.get("stroke") for line in lines(root)} == set(COLOURS[:2])
     assert [len(line.get("points").split()) for line in lines(root)[:2]] == [4, 2]
+
+
+def test_the_gap_is_to_the_first_run_where_both_measured(tmp_path):
+    first, second = make_run(tmp_path / "first", steps=3), make_run(tmp_path / "second", steps=4, loss=2.0)
+    root = ElementTree.fromstring(draw_curves([first, second]))
+    assert "loss minus that of first" in words(root)
+    losses, _, gap = [line for line in lines(root) if line.get("stroke") == COLOURS[1]][:3]
+    assert [len(line.get("points").split()) for line in (losses, gap)] == [4, 3]
+    heights = [float(point.split(",")[1]) for point in gap.get("points").split()]
+    # 2 − 6, 2 − 3 and 2 − 2, and up is smaller in SVG.
+    assert (heights[0] - heights[1]) / (heights[1] - heights[2]) == pytest.approx(3.0, rel=0.02)
 
 
 def test_what_was_not_measured_is_no_panel(tmp_path):

@@ -40,6 +40,12 @@ class Curves:
             lines += self.line(called, points, dots=True, dashes=DASHES[number % len(DASHES)])
         return lines
 
+    def gaps(self, first: "Curves") -> list[Line]:
+        """Training loss over the first run's, at the steps both measured."""
+        reference = {r["step"]: r["loss"] for r in first.records if r.get("loss") is not None}
+        both = [r for r in self.records if r.get("loss") is not None and r["step"] in reference]
+        return self.line("train", [(r["step"], r["loss"] - reference[r["step"]]) for r in both], width=1.2)
+
     def rates(self) -> list[Line]:
         """Often the same for all runs, so later ones are dashed and let the first be seen."""
         dashes = DASHES[self.number % len(DASHES)]
@@ -69,6 +75,7 @@ def draw_curves(paths: list[Path], corpus: Path | None = None) -> str:
     runs = [Curves(path, name, number) for number, (path, name) in enumerate(zip(paths, names, strict=True))]
     panels = [
         Panel("loss, nats per token", [line for run in runs for line in run.losses()], level(corpus)),
+        Panel(f"loss minus that of {names[0]}", [line for run in runs[1:] for line in run.gaps(runs[0])]),
         Panel("learning rate", [line for run in runs for line in run.rates()]),
         Panel("f: share of tokens sent to attention", [line for run in runs for line in run.fractions()], None, (0, 1)),
         Panel("g: gate of layer 1", [line for run in runs for line in run.gates()], None, (0, 1)),
