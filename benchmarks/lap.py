@@ -12,7 +12,19 @@ from contenders import BASELINE, Contender
 from parity import Verdict
 from rows import Row, Table, surroundings
 from timed import Setting, Work, compiled, exact_routes, prepare_decoding
-from timing import DecodeJob, Job, PrefillJob, Times, TrainJob, interleave, ratios, speedup, synchronises, synchronize
+from timing import (
+    DecodeJob,
+    Finished,
+    Job,
+    PrefillJob,
+    Times,
+    TrainJob,
+    interleave,
+    ratios,
+    speedup,
+    synchronises,
+    synchronize,
+)
 
 BEGAN = time.perf_counter()
 WARM_UP = 3
@@ -96,7 +108,7 @@ class Lap:
             check_finite(name, job)
         return job.waits
 
-    def bound(self, baseline: Job, job: Job, fraction: float) -> float | None:
+    def bound(self, baseline: Job | Finished, job: Job, fraction: float) -> float | None:
         setting = self.setting(fraction)
         full, own = baseline.model.work(setting), job.model.work(setting)
         if full is None or own is None or self.options.mode == "decode":
@@ -113,7 +125,7 @@ class Lap:
         fraction: float | None,
         job: Job,
         times: Times,
-        baseline: Job,
+        baseline: Job | Finished,
         baseline_times: Times,
         resident: int,
         waits: bool | None,
@@ -159,9 +171,9 @@ class Lap:
             **self.surroundings,
         )
 
-    def run_baseline(self, contender: Contender, verdict: Verdict) -> Job:
+    def run_baseline(self, contender: Contender, verdict: Verdict) -> Job | Finished:
         """Launched from Python and as a CUDA graph, the faster of the two: no contender meets a slower one."""
-        best: tuple[Job, Row] | None = None
+        best: tuple[Job, Row, Times] | None = None
         for graphs in self.ways:
             free(self.device)
             resident = allocated(self.device)
@@ -172,12 +184,13 @@ class Lap:
             if len(self.ways) > 1:
                 say(f"{contender.name}, {'a CUDA graph' if graphs else 'launched from Python'}: {row.p50_ms:.2f} ms")
             if best is None or row.p50_ms < best[1].p50_ms:
-                best = job, row
+                best = job, row, times
         assert best is not None
-        self.publish(best[1])
-        return best[0]
+        job, row, times = best
+        self.publish(row)
+        return Finished(job.model.to("meta"), times, job.cache_bytes()) if self.options.apart else job
 
-    def run(self, contender: Contender, verdicts: Mapping[float, Verdict], baseline: Job) -> None:
+    def run(self, contender: Contender, verdicts: Mapping[float, Verdict], baseline: Job | Finished) -> None:
         """A row for every fraction whose parity held. One compiled model serves all fractions where it can."""
         free(self.device)
         resident = allocated(self.device)
@@ -191,12 +204,18 @@ class Lap:
             assert job is not None
             self.force(job, fraction)
             waits = self.warm_up(contender.name, job, rebuilt)
-            baseline.start()
-            while isinstance(baseline, DecodeJob) and isinstance(job, DecodeJob) and baseline.taken < job.taken:
-                baseline.step()  # as many tokens in both caches
-            before, after = interleave([baseline, job], self.options.turns, self.options.steps)
+            before, after = self.times(baseline, job)
             forced = fraction if contender.takes_fraction else None
             self.publish(self.row(contender, forced, job, after, baseline, before, resident, waits, verdict))
+
+    def times(self, baseline: Job | Finished, job: Job) -> list[Times]:
+        turns, steps = self.options.turns, self.options.steps
+        if isinstance(baseline, Finished):
+            return [baseline.times, *interleave([job], turns, steps)]
+        baseline.start()
+        while isinstance(baseline, DecodeJob) and isinstance(job, DecodeJob) and baseline.taken < job.taken:
+            baseline.step()  # as many tokens in both caches
+        return interleave([baseline, job], turns, steps)
 
     def publish(self, row: Row) -> None:
         self.table.add(row)

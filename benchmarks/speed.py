@@ -146,6 +146,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--compile", action=argparse.BooleanOptionalAction, default=True)
     add("--whole", action="store_true", help="compile a model as one graph, not layer by layer: minutes at 28 layers")
     add("--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs, as in training on one GPU")
+    add("--apart", action="store_true", help="time models one after the other, each alone on the device, not in turns")
     add("--sdpa", choices=tuple(BACKENDS), help="attention on CUDA (default: the faster at each length)")
     add("--csv", type=Path, help="a new file for the rows")
     add("--picture", type=Path, help="a new SVG of speed-up against length")

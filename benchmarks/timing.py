@@ -173,6 +173,19 @@ class Times:
         return cuts[1], cuts[4], cuts[7]
 
 
+@dataclass
+class Finished:
+    """A job that had the device to itself and has left it."""
+
+    model: TimedModel
+    """Without its weights."""
+    times: Times
+    bytes: int | None
+
+    def cache_bytes(self) -> int | None:
+        return self.bytes
+
+
 def time_turn(job: Job, steps: int, times: Times) -> None:
     """`steps` steps without waiting for the device in between."""
     synchronize(job.device)

@@ -13,6 +13,8 @@ _HOMES = {
     "ChiarForSequenceClassification": "chiar.modeling",
     "RoutingTrace": "chiar.routing.trace",
     "presets": "chiar.presets",
+    "register_operator": "chiar.extensions",
+    "register_router": "chiar.extensions",
 }
 __all__ = [
     "ChiarConfig",
@@ -21,11 +23,14 @@ __all__ = [
     "ChiarModel",
     "RoutingTrace",
     "presets",
+    "register_operator",
+    "register_router",
 ]
 
 if TYPE_CHECKING:
     from chiar import presets
     from chiar.config import ChiarConfig
+    from chiar.extensions import register_operator, register_router
     from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification, ChiarModel
     from chiar.routing.trace import RoutingTrace
 

@@ -12,6 +12,7 @@ import typer
 from chiar.data.cli import data_app
 from chiar.errors import InputError
 from chiar.evaluation.cli import compare, evaluate
+from chiar.extensions import add_plugins, load_plugins
 from chiar.generation.cli import generate
 from chiar.nulltest.cli import nulltest
 from chiar.reproduce.cli import reproduce
@@ -71,8 +72,12 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE.py|MODULE", help="Import your own routers and operators first (docs/extending.md)."),
+    ] = None,
 ) -> None:
-    pass
+    add_plugins(plugin or [])
 
 
 def write_json(out: Path, text: str) -> None:
@@ -299,6 +304,7 @@ def guarded(command: Callable[[], Any]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows ? instead of failing
     try:
+        load_plugins()
         command()
     except InputError as error:
         if os.environ.get("RANK", "0") == "0":  # of several processes one speaks

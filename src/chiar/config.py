@@ -6,6 +6,7 @@ from typing import Any, get_args, get_origin
 
 from transformers import PreTrainedConfig
 
+from chiar import extensions
 from chiar.errors import InputError, refuse_misspelt, unknown_name
 from chiar.layers.context import LIGHT_OPERATORS
 from chiar.ops.white_noise import white_noise_entropy
@@ -250,7 +251,22 @@ class ChiarConfig(PreTrainedConfig):
     @property
     def weights_have_gradient(self) -> bool:
         """Whether what an operator's output is multiplied by depends on a score, not on the choice alone."""
+        if self.router in extensions.ROUTERS:
+            return extensions.ROUTERS[self.router].has_gradient
         return self.router == "learned" or (self.router == "entropy" and self.entropy_gradient == "straight_through")
+
+    @property
+    def router_reads_entropy(self) -> bool:
+        if self.router in extensions.ROUTERS:
+            return extensions.ROUTERS[self.router].reads_entropy
+        return self.router == "entropy" or (self.router == "learned" and self.router_reads == "state_and_entropy")
+
+    @property
+    def router_reads_state(self) -> bool:
+        """Whether it reads more of x than its shape."""
+        if self.router in extensions.ROUTERS:
+            return extensions.ROUTERS[self.router].reads_state
+        return self.router == "learned"
 
     @property
     def follows_quantile(self) -> bool:
@@ -292,14 +308,16 @@ class ChiarConfig(PreTrainedConfig):
         self._check_types()
         assert self.layer_types is not None and self.operators is not None
         for name, allowed in CHOICES.items():
+            if name == "router":
+                allowed = (*allowed, *extensions.ROUTERS)
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
         for kind in self.layer_types:
             if kind not in LAYER_TYPES:
                 raise unknown_name("layer type", kind, LAYER_TYPES)
         for operator in self.operators:
-            if operator not in OPERATORS:
-                raise unknown_name("operator", operator, OPERATORS)
+            if operator not in (*OPERATORS, *extensions.OPERATORS):
+                raise unknown_name("operator", operator, (*OPERATORS, *extensions.OPERATORS))
         self._check_sizes()
         self._check_routing()
         check_router_options(self)
@@ -377,13 +395,14 @@ class ChiarConfig(PreTrainedConfig):
 
     def _check_routing(self) -> None:
         assert self.operators is not None and self.router is not None
-        if list(self.operators) not in OPERATOR_SETS:
-            allowed = " or ".join(str(names) for names in OPERATOR_SETS)
+        sets = [*OPERATOR_SETS, *([light, "attention"] for light in extensions.OPERATORS)]
+        if list(self.operators) not in sets:
+            allowed = " or ".join(str(names) for names in sets)
             raise InputError(f"operators={self.operators} is not supported: use {allowed}.")
-        if self.routing not in ROUTINGS_OF_ROUTER[self.router]:
+        routings = ROUTINGS_OF_ROUTER.get(self.router, ("threshold",))
+        if self.routing not in routings:
             raise InputError(
-                f"routing={self.routing!r} does not go with router={self.router!r}: "
-                f"it takes {' or '.join(ROUTINGS_OF_ROUTER[self.router])}."
+                f"routing={self.routing!r} does not go with router={self.router!r}: it takes {' or '.join(routings)}."
             )
         count = len(self.routed_layers)
         if self.router == "static":

@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import contenders
+import lap
 import parity
 import peers
 import rows
@@ -150,6 +151,18 @@ def test_prefill_and_decode(tmp_path):
     lengths = layers * batch * 8
     assert int(found["baseline"]["cache_bytes"]) == layers * 2 * batch * entries * width * 4 + lengths
     assert float(found["routed"]["cache_share"]) < 0.8
+
+
+def test_apart_each_model_has_the_device_to_itself(tmp_path, monkeypatch):
+    alone = []
+    interleave = lap.interleave
+    monkeypatch.setattr(lap, "interleave", lambda jobs, *rest: alone.append(len(jobs)) or interleave(jobs, *rest))
+    path = tmp_path / "apart.csv"
+    assert speed.main([*QUICK, "--mode", "decode", "--apart", "--csv", str(path), "--only", "routed"]) == 0
+    baseline, routed = read(path)
+    assert alone == [1, 1]
+    assert float(routed["baseline_p50_ms"]) == float(baseline["p50_ms"]) > 0
+    assert 0 < float(routed["cache_share"]) < 0.8
 
 
 def test_the_cache_of_routed_keys_is_counted_as_it_is_stored(tmp_path):

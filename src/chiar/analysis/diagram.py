@@ -9,10 +9,8 @@ WIDTH = 640
 CENTRE = WIDTH // 2
 # Okabe and Ito's colours, which stay apart under the common colour blindnesses.
 COLOURS = {
-    "spectral": "#56b4e9",
+    "light": "#56b4e9",
     "temporal": "#f0e442",
-    "skip": "#56b4e9",
-    "bypass": "#56b4e9",
     "rbf": "#cc79a7",
     "attention": "#d55e00",
     "router": "#009e73",
@@ -37,7 +35,7 @@ class Canvas:
         self.y = 56
 
     def box(self, x: int, y: int, width: int, height: int, label: str, kind: str, note: str = "") -> None:
-        colour = COLOURS[kind]
+        colour = COLOURS.get(kind, COLOURS["light"])
         self.parts.append(
             f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="{colour}" fill-opacity="0.22" '
             f'stroke="{colour}" stroke-width="2"/>'
@@ -170,7 +168,7 @@ def rule(config: ChiarConfig) -> str:
         return f"{'two-layer' if config.router_hidden else 'linear'} map of {read}, {config.routing}"
     if config.router == "random":
         return f"hash of the {config.random_key}, f = {config.random_fraction:g}"
-    return "one operator a layer"
+    return "one operator a layer" if config.router == "static" else str(config.router)
 
 
 def draw_operators(canvas: Canvas, config: ChiarConfig) -> None:
@@ -185,6 +183,6 @@ def draw_operators(canvas: Canvas, config: ChiarConfig) -> None:
             bounds = ["H ≤ τ", "H > τ"] if count == 2 else ["H ≤ τ_low", "τ_low < H ≤ τ_high", "H > τ_high"]
             note = f"{note}: {bounds[k]}"
         canvas.arrow(CENTRE, canvas.y, x + width / 2, y)
-        canvas.box(x, y, width, 46, LABELS[operator], operator, note)
+        canvas.box(x, y, width, 46, LABELS.get(operator, operator), operator, note)
         canvas.arrow(x + width / 2, y + 46, CENTRE, y + 76)
     canvas.y = y + 78

@@ -3,8 +3,8 @@
 from html import escape
 
 from chiar.analysis.chart import document, label, shorten
-from chiar.analysis.trace_view import RoutedText
-from chiar.layers.context import LIGHT_OPERATORS
+from chiar.analysis.trace_view import RoutedText, operators_of
+from chiar.layers.context import is_light
 from chiar.routing.trace import LayerTrace, RoutingTrace
 from chiar.visible import visible
 
@@ -12,11 +12,9 @@ WIDTH, LEFT, CELL, CHARACTER = 960, 168, 22, 8.2
 Colour = tuple[int, int, int]
 # Yellow against blue stays apart under the common colour blindnesses, and in grey: all light cells are paler than any
 # dark one. Each pair goes from at the threshold to far from it.
+LIGHT: tuple[Colour, Colour] = (255, 247, 205), (250, 205, 50)
 RAMPS: dict[str, tuple[Colour, Colour]] = {
-    "spectral": ((255, 247, 205), (250, 205, 50)),
     "temporal": ((247, 250, 210), (205, 220, 60)),
-    "skip": ((255, 247, 205), (250, 205, 50)),
-    "bypass": ((255, 247, 205), (250, 205, 50)),
     "rbf": ((221, 160, 195), (204, 121, 167)),
     "attention": ((120, 170, 215), (8, 40, 100)),
 }
@@ -90,7 +88,7 @@ def farthest_from_threshold(trace: RoutingTrace) -> float:
 
 
 def mix(operator: str, strength: float) -> str:
-    near, far = RAMPS[operator]
+    near, far = RAMPS.get(operator, LIGHT)
     return "#" + "".join(f"{round(a + (b - a) * min(strength, 1.0)):02x}" for a, b in zip(near, far, strict=True))
 
 
@@ -119,18 +117,18 @@ def describe(trace: RoutingTrace, layer: LayerTrace) -> str:
 
 
 def legend(trace: RoutingTrace, y: float, farthest: float) -> list[str]:
-    used = [name for name in RAMPS if any(name in layer.operators for layer in trace.layers)]
     scaled = any(layer.thresholds for layer in trace.layers)
     parts, x = [], float(LEFT)
-    for operator in used:
-        steps = (1.0, 0.5, 0.0) if operator in LIGHT_OPERATORS else (0.0, 0.5, 1.0)
+    for operator in operators_of(trace):
+        steps = (1.0, 0.5, 0.0) if is_light(operator) else (0.0, 0.5, 1.0)
         for number, strength in enumerate(steps if scaled else (0.5,)):
             parts.append(
                 f'<rect x="{x + 18 * number:g}" y="{y:g}" width="18" height="14" fill="{mix(operator, strength)}"/>'
             )
         x += 18 * len(steps if scaled else (0.5,)) + 6
-        parts.append(label(x, y + 11, NAMES[operator], anchor="start"))
-        x += 7 * len(NAMES[operator]) + 16
+        name = NAMES.get(operator, f"light: {operator}")
+        parts.append(label(x, y + 11, name, anchor="start"))
+        x += 7 * len(name) + 16
     if scaled:
         parts.append(label(x, y + 11, f"stronger: H farther from τ, up to {farthest:.3f}", anchor="start"))
     return parts

@@ -9,14 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from chiar.errors import InputError
-from chiar.layers.context import LIGHT_OPERATORS
 from chiar.load import load_model, resolve_model
 from chiar.routing.trace import LayerTrace, RoutingTrace
 from chiar.tokens import encode
 
 # Readable without colour (the marks differ) and with either common colour blindness (blue against yellow).
 PALE = ("░", "black on bright_yellow")
-MARKS = {**dict.fromkeys(LIGHT_OPERATORS, PALE), "rbf": ("▒", "magenta"), "attention": ("█", "blue")}
+MARKS = {"rbf": ("▒", "magenta"), "attention": ("█", "blue")}
 COLUMNS = 68
 
 
@@ -41,9 +40,20 @@ def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> Route
 
 
 def views(routed: RoutedText) -> list[Any]:
-    used = {name for layer in routed.trace.layers for name in layer.operators}
-    legend = Text("  ").join(Text(f"{mark} {name}", style) for name, (mark, style) in MARKS.items() if name in used)
+    marks = {name: mark_of(name) for name in operators_of(routed.trace)}
+    legend = Text("  ").join(Text(f"{mark} {name}", style) for name, (mark, style) in marks.items())
     return [Text(routed.heading), legend, *grid(routed.trace, routed.pieces), summary(routed.trace)]
+
+
+def operators_of(trace: RoutingTrace) -> list[str]:
+    """All that the model has, from light to dark."""
+    used = dict.fromkeys(name for layer in trace.layers for name in layer.operators)
+    return sorted(used, key=lambda name: [*MARKS].index(name) if name in MARKS else -1)
+
+
+def mark_of(operator: str) -> tuple[str, str]:
+    """All light operators look alike: a model has one."""
+    return MARKS.get(operator, PALE)
 
 
 def grid(trace: RoutingTrace, pieces: list[str]) -> list[Text]:
@@ -56,7 +66,7 @@ def grid(trace: RoutingTrace, pieces: list[str]) -> list[Text]:
         for layer in trace.layers:
             line = Text(f"layer {layer.index + 1:<3} ")
             for choice in layer.choice_BT[0, part].tolist():
-                line.append(*MARKS[layer.operators[choice]])
+                line.append(*mark_of(layer.operators[choice]))
             lines.append(line)
     return lines
 

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chiar.extensions import OPERATORS
 from chiar.layers.attention import CausalAttention
 from chiar.layers.benefit import attention_benefit, benefit_loss
-from chiar.layers.context import LIGHT_OPERATORS, LayerMemory, TokenContext
+from chiar.layers.context import LayerMemory, TokenContext, is_light
 from chiar.layers.light import Bypass, Skip, SpectralWeights
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import Route, make_router
@@ -45,6 +46,8 @@ def make_norm(config: Any, operator: str | None = None) -> nn.Module:
 
 
 def make_operator(name: str, config: Any) -> nn.Module:
+    if name in OPERATORS:
+        return OPERATORS[name].build(config)
     if name == "attention":
         return CausalAttention(config.hidden_size, config.num_attention_heads, config.dropout)
     if name == "rbf":
@@ -114,15 +117,13 @@ class Block(nn.Module):
             {
                 name: make_norm(config, name)
                 for name in names
-                if not (self.equation and name in LIGHT_OPERATORS) and name not in ("skip", "bypass")
+                if not (self.equation and is_light(name)) and name not in ("skip", "bypass")
             }
         )
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)
         self.ffn_norm = make_norm(config)
         self.router = make_router(config, index) if self.kind == "routed" else None
-        learned = config.router == "learned"
-        self.router_reads_entropy = config.router == "entropy" or (learned and config.router_reads != "state")
-        self.router_reads_state = learned
+        self.router_reads_entropy, self.router_reads_state = config.router_reads_entropy, config.router_reads_state
         self.weights_have_gradient = config.weights_have_gradient
         self.measures_benefit = config.benefit_weight > 0
         weighted = self.kind == "routed" and config.entropy_weights == "learned"
@@ -202,6 +203,9 @@ class Block(nn.Module):
             if name == "temporal":
                 outputs[name] = operator(seen_BTD, context, memory)
                 continue
+            if name in OPERATORS:
+                outputs[name] = operator(seen_BTD)
+                continue
             key_BT = context.real_BT
             only_keys = False
             if route is not None and self.routed_keys:
@@ -224,7 +228,7 @@ class Block(nn.Module):
         """u = LN_op(x + op(x)); y = LN_f(u + FFN(u)). In the equation form light tokens get LN_f(x + FFN(op(x)))."""
         residuals, inputs = [], []
         for name, output_BTD in outputs.items():
-            if self.equation and name in LIGHT_OPERATORS:
+            if self.equation and is_light(name):
                 residuals.append(x_BTD)
                 inputs.append(output_BTD)
             else:
@@ -235,8 +239,7 @@ class Block(nn.Module):
             residual, input = blend(residuals, weights_BTK), blend(inputs, weights_BTK)
             return self.ffn_norm(residual + self.ffn(input))
         ends = [
-            u if name in LIGHT_OPERATORS else self.ffn_norm(u + self.ffn(u))
-            for name, u in zip(outputs, residuals, strict=True)
+            u if is_light(name) else self.ffn_norm(u + self.ffn(u)) for name, u in zip(outputs, residuals, strict=True)
         ]
         return blend(ends, weights_BTK)
 
@@ -248,7 +251,7 @@ class Block(nn.Module):
             u_BTD = x_BTD + blend(list(outputs.values()), weights_BTK)
             return u_BTD, self.ffn(self.ffn_norm(u_BTD))
         changes = [
-            output if name in LIGHT_OPERATORS else output + self.ffn(self.ffn_norm(x_BTD + output))
+            output if is_light(name) else output + self.ffn(self.ffn_norm(x_BTD + output))
             for name, output in outputs.items()
         ]
         return x_BTD, blend(changes, weights_BTK)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.errors import InputError
+from chiar.extensions import ROUTERS
 from chiar.layers.context import TokenContext
 from chiar.layers.derived import DerivedBuffers, stored_in
 from chiar.ops.hash import uniform_hash
@@ -32,6 +33,24 @@ class Route:
 def one_hot(choice_BT: Tensor, operators: int) -> Tensor:
     """By comparison: torch's own checks its input, which costs kernels in a compiled decoding step."""
     return (choice_BT[..., None] == torch.arange(operators, device=choice_BT.device)).float()
+
+
+class ChoiceRouter(nn.Module):
+    """A router whose decision has no gradient: say how to choose, and it is done."""
+
+    def __init__(self, operators: int) -> None:
+        super().__init__()
+        self.operators = operators
+
+    def choose(self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext) -> Tensor:
+        """The index of each token's operator, (B, T) int64: 0 is light, the last attention."""
+        raise NotImplementedError
+
+    def forward(
+        self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
+    ) -> Route:
+        choice_BT = self.choose(x_BTD, entropy_BT, context) if forced_BT is None else forced_BT
+        return Route(choice_BT, one_hot(choice_BT, self.operators))
 
 
 def without_common_shift(score_BT: Tensor, real_BT: Tensor | None) -> Tensor:
@@ -174,18 +193,14 @@ class LearnedRouter(nn.Module):
         return Route(choice_BT, self.weighing(log_p_BTK, choice_BT, progress), p_BTK, score_BT=lead_BT)
 
 
-class RandomRouter(nn.Module):
+class RandomRouter(ChoiceRouter):
     """Control: a fixed hash of (seed, layer, token id) or of (seed, layer, position)."""
 
     def __init__(self, layer: int, operators: int, key: str, fraction: float, seed: int) -> None:
-        super().__init__()
-        self.layer, self.operators, self.key, self.fraction, self.seed = layer, operators, key, fraction, seed
+        super().__init__(operators)
+        self.layer, self.key, self.fraction, self.seed = layer, key, fraction, seed
 
-    def forward(
-        self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
-    ) -> Route:
-        if forced_BT is not None:
-            return Route(forced_BT, one_hot(forced_BT, self.operators))
+    def choose(self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext) -> Tensor:
         keys_BT = context.positions_BT if self.key == "position" else context.token_ids_BT
         if keys_BT is None:
             raise InputError(
@@ -195,26 +210,23 @@ class RandomRouter(nn.Module):
         number_BT = uniform_hash(keys_BT, self.seed, self.layer)
         share = (1.0 - self.fraction) / (self.operators - 1)
         edges = share * torch.arange(1, self.operators, device=number_BT.device)
-        choice_BT = (number_BT[..., None] >= edges).sum(-1)
-        return Route(choice_BT, one_hot(choice_BT, self.operators))
+        return (number_BT[..., None] >= edges).sum(-1)
 
 
-class StaticRouter(nn.Module):
+class StaticRouter(ChoiceRouter):
     """Control: the whole layer uses one operator, whatever the token."""
 
     def __init__(self, operators: int, operator: int) -> None:
-        super().__init__()
-        self.operators, self.operator = operators, operator
+        super().__init__(operators)
+        self.operator = operator
 
-    def forward(
-        self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
-    ) -> Route:
-        choice_BT = torch.full(x_BTD.shape[:2], self.operator, device=x_BTD.device)
-        choice_BT = choice_BT if forced_BT is None else forced_BT
-        return Route(choice_BT, one_hot(choice_BT, self.operators))
+    def choose(self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext) -> Tensor:
+        return torch.full(x_BTD.shape[:2], self.operator, device=x_BTD.device)
 
 
 def make_router(config: Any, layer: int) -> nn.Module:
+    if config.router in ROUTERS:
+        return ROUTERS[config.router].build(config, layer)
     operators, nth = len(config.operators), config.routed_layers.index(layer)
     estimator = config.hard_estimator if config.router == "learned" else "selected"
     weighing = Weighing(estimator, config.router_scale, config.anneal)

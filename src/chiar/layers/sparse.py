@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chiar.extensions import OPERATORS
 from chiar.layers.attention import CausalAttention, rotate
-from chiar.layers.context import LIGHT_OPERATORS, LayerMemory, TokenContext, surely_none
+from chiar.layers.context import LayerMemory, TokenContext, is_light, surely_none
 from chiar.layers.routers import Route
 from chiar.layers.sparse_sorted import SortedLayer
 from chiar.ops.packed_attention import prefix_attention
@@ -68,7 +69,7 @@ class SparseLayer:
         self.block, self.context, self.route, self.memory = block, context, route, memory
         self.batch, self.length, _ = x_BTD.shape
         self.names = list(block.operators)
-        self.light_name = next(name for name in self.names if name in LIGHT_OPERATORS)
+        self.light_name = next(name for name in self.names if is_light(name))
         self.chosen_N = route.choice_BT.flatten()
         self.dark = make_packing(self.of("attention"))
 
@@ -89,9 +90,12 @@ class SparseLayer:
         filter, transform = self.block.operators[self.light_name], self.context.transform
         if self.light_name == "temporal":
             return filter(x_ND.view(self.batch, self.length, -1), self.context, self.memory).flatten(0, 1)
-        if transform.is_identity:
+        if transform.is_identity and self.light_name == "spectral":
             return filter(x_ND, transform)
         packing = make_packing(self.of(self.light_name))
+        if self.light_name in OPERATORS:
+            y_PD = used(filter(used(pack(x_ND, packing), packing)), packing)
+            return unpack(y_PD, torch.zeros_like(x_ND, dtype=y_PD.dtype), packing)
 
         def product(x_PD: Tensor, weight_KD: Tensor) -> Tensor:
             return packed_linear(x_PD, weight_KD, None, packing)
@@ -215,7 +219,7 @@ class SparseLayer:
         if name in ("skip", "bypass"):
             return torch.zeros_like(x_ND) if name == "skip" else self.bypass(x_ND)
         seen_ND = self.block.norms[name](x_ND) if self.block.pre_norm else x_ND
-        return self.light(seen_ND) if name in LIGHT_OPERATORS else self.rbf(seen_ND)
+        return self.light(seen_ND) if is_light(name) else self.rbf(seen_ND)
 
     def heavy(self) -> Packing:
         """The tokens that run the feed-forward network where light ones skip it."""
@@ -269,7 +273,7 @@ def run_post_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     outputs = {name: attended_ND if name == "attention" else layer.other(name, x_ND) for name in layer.names}
     residuals, inputs = {}, {}
     for name, output_ND in outputs.items():
-        if block.equation and name in LIGHT_OPERATORS:
+        if block.equation and is_light(name):
             residuals[name], inputs[name] = x_ND, output_ND
         else:
             residuals[name] = inputs[name] = block.norms[name](x_ND + output_ND)

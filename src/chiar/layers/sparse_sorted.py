@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chiar.extensions import OPERATORS
 from chiar.layers.attention import CausalAttention, rotate
-from chiar.layers.context import LIGHT_OPERATORS, LayerMemory, TokenContext
+from chiar.layers.context import LayerMemory, TokenContext, is_light
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import Route
 from chiar.ops.packed_attention import prefix_attention
@@ -58,7 +59,7 @@ class SortedLayer:
             u_ND = x_ND + self.weighted(joined(changes))
             return u_ND + block.ffn(block.ffn_norm(u_ND))
         for name, x_PD in slices.items():
-            if name not in LIGHT_OPERATORS:
+            if not is_light(name):
                 changes[name] = changes[name] + block.ffn(block.ffn_norm(x_PD + changes[name]))
         return x_ND + self.weighted(joined(changes))
 
@@ -67,7 +68,7 @@ class SortedLayer:
         residuals, inputs = {}, {}
         for name, x_PD in slices.items():
             output_PD = self.operate(name, x_PD)
-            if block.equation and name in LIGHT_OPERATORS:
+            if block.equation and is_light(name):
                 residuals[name], inputs[name] = x_PD, output_PD
             else:
                 residuals[name] = inputs[name] = block.norms[name](x_PD + output_PD)
@@ -75,9 +76,7 @@ class SortedLayer:
             residual_ND = joined(residuals)
             input_ND = joined(inputs) if block.equation else residual_ND
             return block.ffn_norm(self.weighted(residual_ND) + block.ffn(self.weighted(input_ND)))
-        ends = {
-            name: u if name in LIGHT_OPERATORS else block.ffn_norm(u + block.ffn(u)) for name, u in residuals.items()
-        }
+        ends = {name: u if is_light(name) else block.ffn_norm(u + block.ffn(u)) for name, u in residuals.items()}
         return self.weighted(joined(ends))
 
     def weighted(self, y_ND: Tensor) -> Tensor:
@@ -99,6 +98,8 @@ class SortedLayer:
             y_BTD = operator(self.all_seen(name), self.context, self.memory)
             return take(y_BTD.flatten(0, 1), self.tokens(name))
         seen_PD = self.seen(name, x_PD)
+        if name in OPERATORS:
+            return operator(seen_PD)
         if name == "attention":
             return operator.out(self.among_themselves(operator, seen_PD))
         return operator(seen_PD, self.context.transform) if name == "spectral" else self.rbf(operator, seen_PD)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from chiar.config import CHOICES, ChiarConfig
 from chiar.errors import InputError, unknown_name
+from chiar.extensions import OPERATORS, ROUTERS
 
 PARTS = ("router", "spectral", "temporal", "bypass", "rbf", "projections", "scores", "ffn", "gate", "logits")
 TRANSFORMS = ("gemm", "even_odd", "free")
@@ -188,8 +189,10 @@ def transform_flops(config: ChiarConfig, transform: str) -> float:
 
 def router_cost(config: ChiarConfig, transform_cost: float) -> float:
     D, flops = config.hidden_size, 0.0
-    reads_entropy = config.router_reads == "state_and_entropy"
-    if config.router == "entropy" or (config.router == "learned" and reads_entropy):
+    reads_entropy = config.router_reads_entropy
+    if config.router in ROUTERS:
+        flops += ROUTERS[config.router].flops(config)
+    if reads_entropy:
         flops += transform_cost if config.signal == "features" else temporal_signal_flops(config)
     if config.router == "learned":
         assert config.operators is not None
@@ -222,6 +225,7 @@ def layer_costs(
     # Light tokens look back on all, but only they need an output.
     filtered = shares.get("temporal", 0.0) + float(config.temporal_everywhere)
     costs["temporal"] = filtered * 2 * config.temporal_window * D
+    costs |= {name: shares[name] * OPERATORS[name].flops(config) for name in shares if name in OPERATORS}
     if "bypass" in shares:
         costs["bypass"] = shares["bypass"] * 4 * D * D
     if "attention" in shares:

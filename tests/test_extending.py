@@ -1,0 +1,182 @@
+"""What docs/extending.md shows: a router, an operator and a corpus of one's own, run as they stand there."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from chiar import ChiarForCausalLM, extensions, presets, register_operator, register_router
+from chiar.data.shards import Corpus
+from chiar.errors import InputError
+from chiar.layers import sparse
+from chiar.layers.routers import ChoiceRouter
+from chiar.routing.flops import count_flops, operator_shares
+from commands import run
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def own_names(monkeypatch):
+    """Nothing registered here outlives the test."""
+    monkeypatch.setenv(extensions.PLUGINS, "")
+    yield
+    forget()
+
+
+def forget():
+    extensions.ROUTERS.clear()
+    extensions.OPERATORS.clear()
+    for name in [name for name in sys.modules if name.startswith("chiar_plugin_")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    for name, code in BLOCKS:
+        (tmp_path / name).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def words(count=24):
+    return torch.randint(0, 61, (2, count), generator=torch.Generator().manual_seed(0))
+
+
+def build(**changes):
+    torch.manual_seed(0)
+    return ChiarForCausalLM(presets.get("v3-tiny", vocab_size=61, dropout=0.0, **changes)).double().eval()
+
+
+def test_the_blocks_are_found():
+    assert [name for name, _ in BLOCKS] == ["words.py", "scale.py", "diary.py"]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["sorted", "packed"])
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+@pytest.mark.parametrize("light_ffn", [True, False])
+def test_router_and_operator_run_sparsely_as_densely(files, norm_position, light_ffn, packed, monkeypatch):
+    if packed:
+        monkeypatch.setattr(sparse, "host_sees_routes", lambda device: False)
+    extensions.add_plugins(["words.py", "scale.py"])
+    design = {"norm_position": norm_position, "light_ffn": light_ffn, "keys": "routed", "gate_pool": "causal"}
+    model = build(router="frequent", operators=["scale", "attention"], **design)
+    found = {}
+    for execution in ("dense", "sparse"):
+        model.config.execution = execution
+        model.zero_grad()
+        result = model(words(), labels=words(), output_routing=True)
+        result.loss.backward()
+        found[execution] = result.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    torch.testing.assert_close(found["sparse"], found["dense"], rtol=1e-8, atol=1e-10)
+    ids, limit = words(), {layer: 61 * layer // 8 for layer in model.config.routed_layers}
+    for layer in model.config.routed_layers:
+        assert torch.equal(result.routing.layers[layer].choice_BT, (ids >= limit[layer]).long())
+    assert model.model.layers[1].operators["scale"].weight.grad.abs().sum() > 0
+
+
+def test_a_cache_gives_the_same(files):
+    extensions.add_plugins(["words.py", "scale.py"])
+    model = build(router="frequent", operators=["scale", "attention"], gate_pool="causal")
+    ids, cache, steps = words(), None, []
+    with torch.no_grad():
+        for token in ids.split(1, dim=1):
+            done = model(token, past_key_values=cache, use_cache=True)
+            cache = done.past_key_values
+            steps.append(done.logits)
+        torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits)
+
+
+def test_flops_are_what_was_said(files):
+    extensions.add_plugins(["scale.py"])
+    register_router("even", lambda config, layer: ChoiceRouter(2), flops=lambda config: 7.0)
+    config = presets.get("v3-tiny", router="even", operators=["scale", "attention"])
+    counted = count_flops(config, 16, operator_shares(config, 0.25))
+    assert counted.part("router") == 7.0 * len(config.routed_layers)
+    assert counted.part("scale") == 0.75 * config.hidden_size * len(config.routed_layers)
+
+
+def test_entropy_and_normed_states_reach_a_router_that_reads_them():
+    seen = []
+
+    class Reader(ChoiceRouter):
+        def choose(self, x_BTD, entropy_BT, context):
+            seen.append((x_BTD, entropy_BT))
+            return torch.zeros(x_BTD.shape[:2], dtype=torch.long)
+
+    design = {"norm_position": "pre", "norm": "rmsnorm", "gate_pool": "causal"}
+    for name, reads in (("blind", False), ("reader", True)):
+        register_router(name, lambda config, layer: Reader(2), reads_entropy=reads, reads_state=reads)
+        build(router=name, **design)(words())
+    blind, reader = seen[0], seen[2]
+    assert blind[1] is None and reader[1].shape == (2, 24)
+    roots = reader[0].square().mean(-1)
+    torch.testing.assert_close(roots, torch.ones_like(roots), atol=1e-3, rtol=0)
+
+
+def test_the_command_takes_a_plugin(files, tmp_path):
+    code, output = run("--plugin", "words.py", "flops", "v3-tiny", "--length", "16")
+    assert code == 0, output
+    changes = ["--set", "router=frequent", "--set", "gate_pool=causal", "--set", "dropout=0.0"]
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of a text\n\n" for n in range(60)))
+    code, output = run("data", "prepare", "text.txt", "--tokenizer", "bytes", "--out", "corpus")
+    assert code == 0, output
+    code, output = run(
+        "--plugin", "words.py", "train", "v3-tiny", "--data", "corpus", "--out", "run", "--steps", "2", "--batch", "2",
+        "--micro-batch", "2", "--length", "16", "--no-compile", *changes,
+    )  # fmt: skip
+    assert code == 0, output
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["router"] == "frequent"
+    code, output = run("--plugin", "words.py", "trace", "run/final", "--text", "abc")
+    assert code == 0 and "attention" in output
+    forget()
+    code, output = run("trace", "run/final", "--text", "abc")
+    assert code == 2 and "unknown router 'frequent'" in output
+
+
+def test_processes_started_from_here_know_the_plugin(files, monkeypatch):
+    extensions.add_plugins(["words.py"])
+    forget()
+    monkeypatch.chdir("/")
+    extensions.load_plugins()
+    assert "frequent" in extensions.ROUTERS
+
+
+def test_the_corpus_is_prepared(files, monkeypatch):
+    folder = files / "diary"
+    folder.mkdir()
+    for day in range(1, 29):
+        (folder / f"2026-02-{day:02}.txt").write_text(f"Day {day}: it rained again, and I read.")
+    exec(compile(dict(BLOCKS)["diary.py"], "diary.py", "exec"), {"__name__": "__main__"})
+    corpus = Corpus.open(files / "corpus")
+    assert corpus.name == "diary" and sum(corpus.split(name).documents for name in corpus.splits) == 28
+
+
+@pytest.mark.parametrize(
+    ("register", "name", "message"),
+    [
+        (register_router, "entropy", "own names"),
+        (register_operator, "attention", "own names"),
+        (register_operator, "routed", "own names"),
+        (register_router, "my router", "letters, digits"),
+    ],
+)
+def test_names_that_cannot_be(register, name, message):
+    with pytest.raises(InputError, match=message):
+        register(name, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [("import no_such_module", "ModuleNotFoundError"), ("1 +", "SyntaxError"), (None, "FileNotFoundError")],
+)
+def test_a_plugin_that_fails_is_one_sentence(tmp_path, code, message):
+    path = tmp_path / "mine.py"
+    if code:
+        path.write_text(code)
+    exit_code, output = run("--plugin", str(path), "presets")
+    assert exit_code == 2 and "cannot be imported" in output and message in output
