@@ -64,9 +64,9 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def size_ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """1, 2 or 5 times powers of ten between two decimal logarithms, with their names: (7.3, "20M")."""
+    """Round numbers between two decimal logarithms, with their names: (7.3, "20M")."""
     powers = range(math.floor(low), math.ceil(high) + 1)
-    factors = (1, 2, 5) if high - low < 2.5 else (1,)
+    factors = (1,) if high - low > 2.5 else (1, 2, 5) if high - low > 0.9 else (1, 1.5, 2, 3, 4, 5, 6, 8)
     values = [factor * 10.0**power for power in powers for factor in factors]
     found = [(math.log10(value), size_name(value)) for value in values if low <= math.log10(value) <= high]
     return found if len(found) > 1 else [(place, size_name(10**place)) for place in ticks(low, high, 4)]

@@ -12,7 +12,7 @@ UNITS = {
     "tokens": ((1.0, "training tokens"), (1e3, "thousand training tokens"), (1e6, "million training tokens")),
     "time": ((1.0, "seconds"), (60.0, "minutes"), (3600.0, "hours")),
 }
-REMARK = " of training steps, from the first on; evaluations and checkpoints are not counted"
+REMARK = " of training, after the first step and without evaluations"
 
 
 def places(run: dict[str, Any], records: Sequence[dict[str, Any]], over: str, name: str) -> list[float]:

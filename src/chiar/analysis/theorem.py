@@ -133,7 +133,7 @@ def to_json(checks: list[Check]) -> str:
 
 
 def to_table(checks: list[Check]) -> Table:
-    columns = ("ρ", "D", "basis", "coding gain, dB", "± over orders", "first D/8", "correlation left", "H", "effect")
+    columns = ("ρ", "D", "basis", "coding gain, dB", "over orders", "first D/8", "correlation left", "H", "effect")
     title = "features correlated by ρ^|i−j| (effect: H in σ of white noise from its mean)"
     table = Table(*columns, box=None, title=title, title_justify="left")
     for check in checks:

@@ -20,7 +20,7 @@ def draw_theorem(checks: list[Check]) -> str:
     ]
     legend = [Line(name, [], *look) for name, look in LOOKS.items()]
     title = "Theorem 1: the DCT against the best basis, for features correlated by ρ^|i−j|"
-    return draw_grid(title, panels, legend, "D, width", "as each panel says", columns=min(len(rhos), 3))
+    return draw_grid(title, panels, legend, "D, number of features", "", columns=min(len(rhos), 3))
 
 
 def panel(title: str, checks: list[Check], rho: float, height: Callable[[Check], float]) -> SmallPanel:
@@ -33,4 +33,5 @@ def panel(title: str, checks: list[Check], rho: float, height: Callable[[Check],
         if check.gain_range is not None and "gain" in title:
             bars.append((math.log2(check.width), *check.gain_range, LOOKS[SHUFFLED][0]))
     names = sorted({(math.log2(check.width), str(check.width)) for check in own})
-    return SmallPanel(title, lines, bars=bars, names=names)
+    bounds = None if "gain" in title else (0.0, 100.0)
+    return SmallPanel(title, lines, bars=bars, names=names, bounds=bounds)

@@ -5,7 +5,7 @@ from chiar.nulltest.pictures import COLOUR, called
 from chiar.nulltest.report import NullTest
 from chiar.nulltest.white import Whiteness
 
-LEFT, RIGHT, TOP, HEIGHT, LAYER, LEAST = 76, 30, 92, 320, 46, 620
+LEFT, RIGHT, TOP, HEIGHT, LAYER, LEAST = 76, 30, 92, 320, 46, 700
 
 
 def draw_boxes(report: NullTest) -> str:

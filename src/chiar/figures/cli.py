@@ -69,8 +69,8 @@ def curves(
 ) -> None:
     """From training runs: losses, learning rate, f by layer and g over steps, tokens or time.
 
-    Time is that of the training steps as they ran, without compiling, evaluations and checkpoints. With several runs it
-    says when each first has the least validation loss of the first one.
+    Time is that of the steps as they ran, without the first (which compiles) and without evaluations. Over tokens or
+    time it says when each of several runs first had the least validation loss of the first one.
     """
     from chiar.analysis.curves import draw_curves, reaching
 
@@ -91,7 +91,7 @@ def scaling(
 ) -> None:
     """From evaluation reports: loss against parameters or FLOPs, and the gap to the dense model of the same shape.
 
-    Reports are lines by the name before the =, else dense and routed models; several of one size (seeds) are dots, and
+    Reports are lines by the name before the =, else dense and CHIAR; several of one size (seeds) are dots, and
     the line goes through their mean. All must be of the same text, evaluated alike.
     """
     from chiar.figures.scaling import draw_scaling

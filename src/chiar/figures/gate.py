@@ -78,6 +78,7 @@ def gates_of(path: Path, folder: Path, run: Curves, rows: int) -> tuple[str, str
     """Name of the corpus, pool, and g of each batch, row or token (whatever the pool makes one value of)."""
     from chiar.data.shards import Corpus
     from chiar.load import check_tokenizer, load_model, resolve_model
+    from chiar.training.run_folder import told
     from chiar.training.trainer import open_rows
 
     corpus = Corpus.open(folder)
@@ -86,12 +87,12 @@ def gates_of(path: Path, folder: Path, run: Curves, rows: int) -> tuple[str, str
     best, _ = resolve_model(str(path))
     model, _ = load_model(best)
     check_tokenizer(best, model.config, corpus)
-    settings, pool = run.stored["settings"], model.config.gate_pool
+    settings, pool = told(run.stored, "settings", run.name), model.config.gate_pool
     opened = open_rows(corpus, "valid", settings["length"])
     wanted, size, found = opened.evaluated(rows), settings["micro_batch"], []
     for first in range(0, len(wanted), size):
         batch = opened.batch(0, wanted[first : first + size])
-        gate_BT = model.model(batch.ids, attention_mask=batch.mask).gate_BT1[..., 0]
+        gate_BT = model.model(batch.ids, attention_mask=batch.mask, output_routes=True).gate_BT1[..., 0]
         real_BT = torch.ones_like(gate_BT, dtype=torch.bool) if batch.mask is None else batch.mask.bool()
         found.append({"batch": gate_BT[:1, 0], "sequence": gate_BT[:, 0]}.get(pool, gate_BT[real_BT]))
     return corpus.name, pool, torch.cat(found)

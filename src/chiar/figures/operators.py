@@ -60,10 +60,11 @@ def dashes(operator: str) -> str:
 def steps_per_epoch(run: Curves, corpus: Path) -> float:
     """Of the run's first corpus, which must be this one and be in every batch."""
     from chiar.data.shards import Corpus
+    from chiar.training.run_folder import told
     from chiar.training.trainer import open_rows
 
-    opened, settings = Corpus.open(corpus), run.stored["settings"]
-    if next(iter(run.stored["data"].values()), None) != opened.fingerprint:
+    opened, settings = Corpus.open(corpus), told(run.stored, "settings", run.name)
+    if next(iter(told(run.stored, "data", run.name).values()), None) != opened.fingerprint:
         raise InputError(f"{run.name} was not trained on {corpus} first: epochs are counted of a run's first corpus.")
     if len(settings["data"]) > 1 and settings["mixing"] != "added":
         raise InputError(f"{run.name} drew its batches from several corpora: leave --data out to draw it over steps.")

@@ -12,10 +12,9 @@ from chiar.errors import InputError, unknown_name
 from chiar.evaluation.compare import differences, read_entry
 from chiar.evaluation.report import EvaluationReport, LanguageScores
 from chiar.load import count_parameters, load_config
-from chiar.training.run_folder import RUN, RunFolder
+from chiar.training.run_folder import RUN, RunFolder, told
 
 AGAINST = {"parameters": "trainable parameters", "flops": "counted FLOPs a token, forward"}
-DENSE, ROUTED = "dense", "routed"
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,17 @@ class Point:
         return self.report.scores.loss
 
     @property
-    def is_dense(self) -> bool:
-        return not self.report.routing.layers and math.isclose(self.report.flops, self.report.baseline_flops)
+    def dense(self) -> bool:
+        return is_dense(self.report)
+
+
+def is_dense(report: EvaluationReport) -> bool:
+    """Attention in every layer and nothing else."""
+    return not report.routing.layers and math.isclose(report.flops, report.baseline_flops)
 
 
 def read_points(arguments: list[str], against: str) -> list[Point]:
-    """From `[SERIES=]PATH`, a report or a run folder with one; without a name by whether the model routes."""
+    """From `[SERIES=]PATH`, a report or a run folder with one; without a name it is dense or CHIAR."""
     if against not in AGAINST:
         raise unknown_name("size", against, AGAINST)
     points: list[Point] = []
@@ -52,14 +56,14 @@ def read_points(arguments: list[str], against: str) -> list[Point]:
         if points and (other := differences(report, points[0].report)):
             raise InputError(f"{path} was evaluated with another {' and '.join(other)} than {arguments[0]}.")
         size = report.flops if against == "flops" else float(parameters(Path(path), report))
-        points.append(Point(series or (ROUTED if report.routing.layers else DENSE), size, report))
+        points.append(Point(series or ("dense" if is_dense(report) else "CHIAR"), size, report))
     return points
 
 
 def parameters(path: Path, report: EvaluationReport) -> int:
     """Of the run in the folder, or of the model the report is about."""
     if (path / RUN).is_file():
-        return count_parameters(ChiarConfig.from_dict(RunFolder(path).read()["config"]))
+        return count_parameters(ChiarConfig.from_dict(told(RunFolder(path).read(), "config", str(path))))
     try:
         return count_parameters(load_config(report.model))
     except InputError:
@@ -83,8 +87,8 @@ def draw_scaling(arguments: list[str], against: str = "parameters") -> str:
 
 def gap(point: Point, points: list[Point]) -> float | None:
     """To the mean of the dense models with as many FLOPs as attention in all of its layers would cost."""
-    dense = [p.loss for p in points if p.is_dense and math.isclose(p.report.flops, point.report.baseline_flops)]
-    return None if point.is_dense or not dense else point.loss - mean(dense)
+    dense = [p.loss for p in points if p.dense and math.isclose(p.report.flops, point.report.baseline_flops)]
+    return None if point.dense or not dense else point.loss - mean(dense)
 
 
 def lines(points: list[Point], height: Callable[[Point], float | None]) -> list[Line]:

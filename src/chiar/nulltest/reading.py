@@ -30,6 +30,8 @@ def read_report(path: Path) -> NullTest:
         raise InputError(f"{path} is not a null test: {first_line(error)}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise InputError(f"{path} is not a null test: it does not say format {FORMAT!r}.")
+    if not record.get("layers"):
+        raise InputError(f"{path} is damaged: it has no layers.")
     try:
         return build(
             NullTest,
