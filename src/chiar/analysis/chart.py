@@ -68,15 +68,17 @@ def size_ticks(low: float, high: float) -> list[tuple[float, str]]:
     powers = range(math.floor(low), math.ceil(high) + 1)
     factors = (1,) if high - low > 2.5 else (1, 2, 5) if high - low > 0.9 else (1, 1.5, 2, 3, 4, 5, 6, 8)
     values = [factor * 10.0**power for power in powers for factor in factors]
-    found = [(math.log10(value), size_name(value)) for value in values if low <= math.log10(value) <= high]
-    return found if len(found) > 1 else [(place, size_name(10**place)) for place in ticks(low, high, 4)]
+    found = [value for value in values if low <= math.log10(value) <= high]
+    if len(found) < 2:
+        found = ticks(10**low, 10**high, 4)
+    return [(math.log10(value), size_name(value)) for value in found]
 
 
 def size_name(value: float) -> str:
     for power, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if value >= 0.9995 * 10**power:
-            return f"{value / 10**power:.3g}{letter}"
-    return f"{value:.3g}"
+            return f"{value / 10**power:.4g}{letter}"
+    return f"{value:.4g}"
 
 
 def spread(values: list[float]) -> tuple[float, float]:

@@ -12,10 +12,7 @@ figures_app = typer.Typer(
     help="Draw pictures (SVG) of recorded runs, reports, studies and models. docs/figures.md explains each.",
 )
 
-PROMPT = (
-    "The overwhelming consensus of many scientists is that the burning of carbon warms the oceans, and that the cost "
-    "of waiting grows with every year."
-)
+PROMPT = "The overwhelming consensus of many scientists is that the burning of carbon warms the oceans."
 """Ours, with the words the paper names for its heat map: the, of, many; overwhelming, consensus, carbon."""
 
 Runs = Annotated[

@@ -13,7 +13,7 @@ DASHES = {"attention": "", "rbf": "2 3"}
 
 
 def draw_operators(paths: list[Path], corpus: Path | None = None) -> str:
-    """One panel a routed layer, then the mean of all; over epochs of the corpus, or over steps without one."""
+    """The mean of all routed layers, then a panel for each; over epochs of the corpus, or over steps without one."""
     runs, axis = open_curves(paths)
     for run, path in zip(runs, paths, strict=True):
         if not run.routed or not any(record.get("use") for record in run.records):
@@ -24,12 +24,12 @@ def draw_operators(paths: list[Path], corpus: Path | None = None) -> str:
     panels = []
     for run in runs:
         before = f"{run.name}, " if len(runs) > 1 else ""
-        for row, layer in enumerate(run.routed):
-            shares = [run.use(row, number) for number in range(len(run.operators))]
-            panels.append(panel(f"{before}layer {layer + 1}", run, shares))
         if len(run.routed) > 1:
             shares = [mean_use(run, number) for number in range(len(run.operators))]
             panels.append(panel(f"{before}mean of the routed layers", run, shares))
+        for row, layer in enumerate(run.routed):
+            shares = [run.use(row, number) for number in range(len(run.operators))]
+            panels.append(panel(f"{before}layer {layer + 1}", run, shares))
     names = list(dict.fromkeys(name for run in runs for name in run.operators))
     legend = [Line(name, [], colour(name), dashes(name)) for name in names]
     title = f"{', '.join(run.name for run in runs)}: operators in training"
