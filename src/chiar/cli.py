@@ -9,10 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from chiar.analysis.theorem_cli import theorem
 from chiar.data.cli import data_app
 from chiar.errors import InputError
 from chiar.evaluation.cli import compare, evaluate
 from chiar.extensions import add_plugins, load_plugins
+from chiar.figures.cli import curves, figures_app
 from chiar.generation.cli import generate
 from chiar.nulltest.cli import nulltest
 from chiar.reproduce.cli import reproduce
@@ -37,6 +39,9 @@ app.command("reproduce")(reproduce)
 app.add_typer(study_app, name="study")
 app.command("generate")(generate)
 app.command("nulltest")(nulltest)
+app.command("theorem")(theorem)
+app.add_typer(figures_app, name="figures")
+app.command("curves")(curves)
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
 Keys = Annotated[
@@ -269,24 +274,6 @@ def diagram(
 
     check_svg(out)
     write_new(out, draw(load_config(model), title=Path(model).name), overwrite)
-    typer.echo(f"wrote {out}")
-
-
-@app.command()
-def curves(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Training runs.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="New .svg file.")],
-    data: Annotated[
-        Path | None, typer.Option(metavar="CORPUS", help="Mark the unigram entropy of this corpus's validation split.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
-) -> None:
-    """Draw losses, learning rate, f by layer and g of training runs over their steps, as SVG."""
-    from chiar.analysis.curves import draw_curves
-    from chiar.folders import write_new
-
-    check_svg(out)
-    write_new(out, draw_curves(runs, data), overwrite)
     typer.echo(f"wrote {out}")
 
 

@@ -118,3 +118,24 @@ def test_the_command_overwrites_nothing(tmp_path):
     assert code == 2 and "exists already" in output
     assert run("curves", folder, "--out", tmp_path / "c.svg", "--overwrite")[0] == 0
     assert "pictures are SVG" in run("curves", folder, "--out", tmp_path / "c.png")[1]
+
+
+def test_many_layers_are_one_entry(tmp_path):
+    folder = make_run(tmp_path / "deep", use=[[0.4, 0.6]] * 5)
+    (folder / "run.json").write_text(json.dumps({"config": {"layer_types": ["routed"] * 5}}))
+    root = ElementTree.fromstring(draw_curves([folder]))
+    assert "deep: mean of 5 layers" in words(root) and "deep: layer 2" not in words(root)
+    assert len(lines(root)) == 3 + 5 + 1 + 1
+
+
+def test_the_second_half_is_shown_by_itself(tmp_path):
+    root = ElementTree.fromstring(draw_curves([make_run(tmp_path / "long", routed=False, steps=12)]))
+    assert "validation loss in the second half" in words(root)
+    assert [len(line.get("points").split()) for line in lines(root)] == [12, 6, 4, 12]
+
+
+def test_a_long_legend_has_room(tmp_path):
+    named = [Line(f"run {number}", [(0, 0.0), (1, 1.0)], "#000000") for number in range(12)]
+    root = ElementTree.fromstring(draw_chart("t", [Panel("p", named), Panel("below", named[:1])], "x"))
+    heights = {element.text: float(element.get("y")) for element in root.iter(f"{SVG}text")}
+    assert heights["run 11"] < heights["below"]

@@ -170,6 +170,15 @@ def test_the_picture(study):
     assert {e.tag for e in root.iter() if "candidate" in e.get("class", "")} == {f"{SVG}circle"}
 
 
+def test_figures_draw_the_same_picture(study, tmp_path):
+    for number, source in enumerate((study[0], study[0] / "results.json")):
+        out = tmp_path / f"{number}.svg"
+        assert run("figures", "pareto", source, "--out", out)[0] == 0
+        assert out.read_text() == (study[0] / "pareto.svg").read_text()
+    code, output = run("figures", "pareto", study[0] / "study.json", "--out", tmp_path / "x.svg")
+    assert code == 2 and "does not hold the results of a study" in output
+
+
 def test_a_run_trained_by_hand_is_the_same(study, tmp_path):
     out, _ = study
     told = next(one["command"] for one in results(out)["runs"] if one["name"] == "learned-s1")

@@ -6,7 +6,7 @@ from html import escape
 
 from chiar.visible import visible
 
-WIDTH, LEFT, RIGHT, TOP, PANEL, GAP = 760, 70, 230, 54, 150, 42
+WIDTH, LEFT, RIGHT, TOP, PANEL, GAP, ENTRY = 760, 70, 230, 54, 150, 42, 18
 # Okabe and Ito's colours, which stay apart under the common colour blindnesses; yellow is too pale for a line.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
@@ -63,6 +63,24 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     return [round(number * step, 12) for number in range(first, last + 1)]
 
 
+def size_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Round numbers between two decimal logarithms, with their names: (7.3, "20M")."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    factors = (1,) if high - low > 2.5 else (1, 2, 5) if high - low > 0.9 else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    values = [factor * 10.0**power for power in powers for factor in factors]
+    found = [value for value in values if low <= math.log10(value) <= high]
+    if len(found) < 2:
+        found = ticks(10**low, 10**high, 4)
+    return [(math.log10(value), size_name(value)) for value in found]
+
+
+def size_name(value: float) -> str:
+    for power, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 0.9995 * 10**power:
+            return f"{value / 10**power:.4g}{letter}"
+    return f"{value:.4g}"
+
+
 def spread(values: list[float]) -> tuple[float, float]:
     """The range of the values with a little air, never empty."""
     low, high = min(values), max(values)
@@ -80,6 +98,8 @@ class Axes:
     bottom: float
     across_range: tuple[float, float]
     up_range: tuple[float, float]
+    names: tuple[tuple[float, str], ...] = ()
+    """Places on the horizontal axis with what stands there, instead of round numbers."""
 
     def across(self, x: float) -> float:
         first, last = self.across_range
@@ -95,31 +115,35 @@ class Axes:
         for tick in ticks(*self.up_range):
             parts.append(f'<path d="M{self.left} {self.up(tick):.1f} H{self.right}" stroke="#dddddd"/>')
             parts.append(label(self.left - 8, self.up(tick) + 4, f"{tick:g}", size=11, anchor="end"))
-        for tick in ticks(*self.across_range, 6):
+        for tick, name in self.names or [(tick, f"{tick:g}") for tick in ticks(*self.across_range, 6)]:
             parts.append(f'<path d="M{self.across(tick):.1f} {self.bottom:g} v5" stroke="#444444"/>')
-            parts.append(label(self.across(tick), self.bottom + 18, f"{tick:g}", size=11))
+            parts.append(label(self.across(tick), self.bottom + 18, name, size=11))
         frame = f"M{self.left} {self.top:g} V{self.bottom:g} H{self.right}"
         return [*parts, f'<path d="{frame}" fill="none" stroke="#444444"/>']
 
 
-def draw_chart(title: str, panels: list[Panel], axis: str) -> str:
-    """The panels under one title; each must have a line."""
+def draw_chart(title: str, panels: list[Panel], axis: str, sizes: bool = False) -> str:
+    """The panels under one title; each must have a line. `sizes`: horizontally are decimal logarithms of sizes."""
     xs = [x for panel in panels for line in panel.lines for x, _ in line.points]
-    first, last = min(0, *xs), max(1, *xs)
+    across = spread(xs) if sizes else (min(0, *xs), max(xs) if max(xs) > 0 else 1)
+    names = tuple(size_ticks(*across)) if sizes else ()
     parts = [label(WIDTH / 2, 28, shorten(title, 90), size=16, weight="700")]
     y = TOP
     for panel in panels:
         y += 18
-        parts += draw_panel(panel, y, first, last, named=panel is panels[-1])
-        y += PANEL + GAP
+        height = max(PANEL, ENTRY * sum(bool(line.label) for line in panel.lines) + 4)
+        parts += draw_panel(panel, y, height, across, names)
+        y += height + GAP
     parts.append(label((LEFT + WIDTH - RIGHT) / 2, y - 4, axis))
     return document(WIDTH, y + 10, title, parts)
 
 
-def draw_panel(panel: Panel, top: float, first: float, last: float, named: bool) -> list[str]:
-    right, bottom = WIDTH - RIGHT, top + PANEL
+def draw_panel(
+    panel: Panel, top: float, height: float, span: tuple[float, float], names: tuple[tuple[float, str], ...]
+) -> list[str]:
+    right, bottom = WIDTH - RIGHT, top + height
     heights = [y for line in panel.lines for _, y in line.points] + ([panel.level[0]] if panel.level else [])
-    axes = Axes(LEFT, right, top, bottom, (first, last), panel.bounds or spread(heights))
+    axes = Axes(LEFT, right, top, bottom, span, panel.bounds or spread(heights), names)
     across, up = axes.across, axes.up
     parts = [label(LEFT, top - 8, panel.title, anchor="start", size=13, weight="600"), *axes.draw()]
     if panel.level:
@@ -138,7 +162,7 @@ def draw_panel(panel: Panel, top: float, first: float, last: float, named: bool)
             ]
         if not line.label:
             continue
-        beside = top + 10 + 18 * named_lines
+        beside = top + 10 + ENTRY * named_lines
         named_lines += 1
         parts.append(f'<path d="M{right + 14} {beside:g} h24" {look}/>')
         parts.append(label(right + 44, beside + 4, shorten(line.label, 28), size=11, anchor="start"))

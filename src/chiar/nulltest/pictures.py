@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from chiar.analysis.chart import COLOURS, Line, Panel, draw_chart
+from chiar.analysis.panels import SmallPanel, draw_grid
 from chiar.nulltest.class_picture import draw_classes
 from chiar.nulltest.compaction import KLT, NOISE
 from chiar.nulltest.flips import Worth
-from chiar.nulltest.panels import SmallPanel, draw_grid
 from chiar.nulltest.report import LayerNull, NullTest
 from chiar.nulltest.tables import SIGNALS
 

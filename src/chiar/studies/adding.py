@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from chiar.errors import InputError
-from chiar.folders import check_file, write_whole
+from chiar.folders import write_whole
 from chiar.studies.folder import ADDED, STUDY, TIMES, StudyFolder, complain, read_json
-from chiar.studies.table import RESULTS_FORMAT
+from chiar.studies.table import read_saved
 
 
 def add_results(folder: StudyFolder, path: Path, say: Callable[[str], None] = print) -> None:
     """Takes the runs of a results.json into the folder, which is begun where there is none."""
-    check_file(path)
-    results = read_json(path)
-    if results.get("format") != RESULTS_FORMAT:
-        raise InputError(f"{path} does not hold the results of a study: it does not say format {RESULTS_FORMAT!r}.")
+    results = read_saved(path)
     folder.check_free()
     with folder.held():
         begun = (folder.path / STUDY).is_file()

@@ -4,11 +4,12 @@ import csv
 import io
 import json
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chiar.errors import InputError
 from chiar.evaluation.report import shown
-from chiar.folders import write_whole
+from chiar.folders import check_file, write_whole
 from chiar.load import count_parameters
 from chiar.routing.flops import operator_shares
 from chiar.studies.costs import count_costs
@@ -68,6 +69,15 @@ def collect(folder: StudyFolder) -> dict[str, Any]:
     notes = remarks(study, variants, runs, times)
     notes += [f"{name} failed: {why}." for name, why in failed.items()]
     return {**results, "notes": notes, "failed": failed, "variants": variants, "runs": runs, "times": times}
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """A results.json."""
+    check_file(path)
+    results = read_json(path)
+    if not isinstance(results, dict) or results.get("format") != RESULTS_FORMAT:
+        raise InputError(f"{path} does not hold the results of a study: it does not say format {RESULTS_FORMAT!r}.")
+    return results
 
 
 def remarks(

@@ -53,6 +53,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def told(run: dict[str, Any], part: str, name: str) -> Any:
+    """A part of what run.json says."""
+    if part not in run:
+        raise InputError(f"run.json of {name} says nothing of its {part}: it is incomplete.")
+    return run[part]
+
+
 class RunFolder:
     """RUN/run.json, metrics.jsonl, checkpoints/step-*, best → exports/best-step-*, final alike."""
 

@@ -1,4 +1,4 @@
-"""Small charts in a grid, as self-contained SVG: one panel a layer, each with axes of its own."""
+"""Small charts in a grid, as self-contained SVG: often one panel a layer, each with axes of its own."""
 
 from dataclasses import dataclass, field
 
@@ -22,11 +22,15 @@ class SmallPanel:
     """Names in place of numbers on the horizontal axis."""
     level: float | None = None
     """A height to mark across the panel."""
+    axis: str = ""
+    """What is across, where panels differ in it."""
+    bounds: tuple[float, float] | None = None
+    """Of the vertical axis; what is drawn needs where it is None."""
 
 
-def draw_grid(title: str, panels: list[SmallPanel], legend: list[Line], across: str, up: str) -> str:
-    """The panels under one title and one legend; `across` and `up` name the axes."""
-    columns = 2 if len(panels) == 4 else min(COLUMNS, len(panels))
+def draw_grid(title: str, panels: list[SmallPanel], legend: list[Line], across: str, up: str, columns: int = 0) -> str:
+    """The panels under one title and one legend; `across` and `up` name the axes all panels share."""
+    columns = columns or (2 if len(panels) == 4 else min(COLUMNS, len(panels)))
     wide = max(LEFT + columns * (WIDTH + GAP_X), 560)
     parts = [label(wide / 2, 26, shorten(title, 110), size=16, weight="700")]
     parts += draw_legend(legend, wide)
@@ -35,7 +39,8 @@ def draw_grid(title: str, panels: list[SmallPanel], legend: list[Line], across: 
         row, column = divmod(number, columns)
         parts += draw_small(panel, LEFT + column * (WIDTH + GAP_X), TOP + 22 + row * (HEIGHT + GAP_Y))
     height = TOP + 22 + rows * (HEIGHT + GAP_Y)
-    parts.append(label(wide / 2, height - 8, f"across: {across}; up: {up}", size=12))
+    named = [f"{way}: {name}" for way, name in (("across", across), ("up", up)) if name]
+    parts.append(label(wide / 2, height - 8, "; ".join(named), size=12))
     return document(wide, height + 8, title, parts)
 
 
@@ -57,7 +62,7 @@ def draw_small(panel: SmallPanel, left: float, top: float) -> list[str]:
     points = [*panel.area, *(point for line in panel.lines for point in line.points)]
     heights = [y for _, y in points] + [end for _, a, b, _ in panel.bars for end in (a, b)]
     heights += [] if panel.level is None else [panel.level]
-    low, high = spread(heights)
+    low, high = panel.bounds or spread(heights)
     first, last = spread([x for x, _ in points] + [x for x, _ in panel.marks] + [x for x, _ in panel.names])
     low = 0.0 if panel.area else low  # a histogram stands on its axis
 
@@ -74,6 +79,8 @@ def draw_small(panel: SmallPanel, left: float, top: float) -> list[str]:
     for x, name in panel.names or [(tick, f"{tick:g}") for tick in ticks(first, last, 5)]:
         parts.append(f'<path d="M{across(x):.1f} {bottom:g} v4" stroke="#444444"/>')
         parts.append(label(across(x), bottom + 16, name, size=10))
+    if panel.axis:
+        parts.append(label((left + right) / 2, bottom + 32, panel.axis, size=11))
     if panel.area:
         outline = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in panel.area)
         parts.append(f'<polygon class="area" points="{outline}" fill="#bbbbbb" opacity="0.6"/>')

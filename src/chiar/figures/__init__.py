@@ -1,0 +1,1 @@
+"""Pictures of recorded runs, reports and models: `chiar figures`."""
