@@ -11,9 +11,16 @@ from chiar.cli import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
-COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines() if line.startswith("chiar ")]
-EXAMPLES = [text for kind, text in BLOCKS if kind == "python"]
+PAGES = ("README.md", "docs/guide.md")
+
+
+def blocks(page, *kinds):
+    found = re.findall(r"```(\w+)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return [(kind, text) for kind, text in found if kind in kinds]
+
+
+def commands(text):
+    return [line for line in text.splitlines() if line.startswith("chiar ")]
 
 
 @pytest.fixture
@@ -24,21 +31,23 @@ def workplace(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("workplace")
-def test_commands_run_in_the_order_shown():
-    for command in COMMANDS:
-        result = CliRunner().invoke(app, shlex.split(command, comments=True)[1:])
-        assert result.exit_code == 0, (command, result.exception)
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_examples_run_in_the_order_shown(page):
+    for kind, text in blocks(page, "sh", "python"):
+        if kind == "python":
+            exec(compile(text, page, "exec"), {})
+        for command in commands(text) if kind == "sh" else ():
+            result = CliRunner().invoke(app, shlex.split(command, comments=True)[1:])
+            assert result.exit_code == 0, (command, result.exception)
 
 
-@pytest.mark.usefixtures("workplace")
-@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_examples(example):
-    exec(compile(example, "README.md", "exec"), {})
+@pytest.mark.parametrize("page", PAGES)
+def test_there_is_something_to_run(page):
+    assert sum(len(commands(text)) for _, text in blocks(page, "sh")) >= 5
+    assert blocks(page, "python")
 
 
-def test_there_is_something_to_run():
-    assert len(COMMANDS) >= 5
-    assert EXAMPLES
+def test_the_two_commands_are_named():
     assert "make demo" in README
     assert "make test" in README
 
