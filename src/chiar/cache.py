@@ -109,8 +109,8 @@ class ChiarCache(Cache):
                     )
 
     def join(self, other: "ChiarCache", rows: int, more: int) -> None:
-        """Go on with the `more` rows of another cache behind these `rows`, each with its own length: whoever decodes them
-        together gives `position_ids`, and no mask."""
+        """Go on with the `more` rows of another cache behind these `rows`. Lengths stay each row's own: whoever decodes
+        them together gives `position_ids`, and no mask."""
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.join(theirs, rows, more)
         self.seen = max(self.seen, other.seen)

@@ -15,6 +15,7 @@ from chiar.evaluation.cli import compare, evaluate
 from chiar.generation.cli import generate
 from chiar.nulltest.cli import nulltest
 from chiar.reproduce.cli import reproduce
+from chiar.serving.cli import serve
 from chiar.studies.cli import study_app
 from chiar.training.cli import train
 from chiar.training.finetune_cli import finetune
@@ -35,6 +36,7 @@ app.command("compare")(compare)
 app.command("reproduce")(reproduce)
 app.add_typer(study_app, name="study")
 app.command("generate")(generate)
+app.command("serve")(serve)
 app.command("nulltest")(nulltest)
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]

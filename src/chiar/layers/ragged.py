@@ -149,7 +149,7 @@ class RaggedStore:
             self.shelf.moves += 1
 
     def join(self, other: "RaggedStore", rows: int, more: int) -> None:
-        """The `more` rows of another store behind these `rows`; one that nothing was offered to has rows without entries."""
+        """The `more` rows of another store behind these `rows`. Where nothing was ever offered they are empty."""
         if other.length_B is None:
             if self.length_B is None:
                 return
