@@ -175,10 +175,15 @@ def test_remarks(tmp_path, tasks, corpus):
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [("mine_texd", "Did you mean 'mine_text'?"), ("broken", "a task's data cannot be read")],
+    [
+        ("mine_texd", "Did you mean 'mine_text'?"),
+        ("lost", "a task's data cannot be read"),
+        ("wrong", "a task cannot be put together"),
+    ],
 )
 def test_tasks_that_cannot_run(folder, tasks, names, message):
-    (tasks / "broken.yaml").write_text(ROLLING.replace("mine_text", "broken").replace("texts.jsonl", "nowhere.jsonl"))
+    (tasks / "lost.yaml").write_text(ROLLING.replace("mine_text", "lost").replace("texts.jsonl", "nowhere.jsonl"))
+    (tasks / "wrong.yaml").write_text(CHOICE.replace("mine_choice", "wrong").replace("{{choices}}", "{{other}}"))
     code, output = run("eval", folder, "--harness", names, "--harness-path", tasks)
     assert code == 2
     assert message in output

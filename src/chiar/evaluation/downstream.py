@@ -16,6 +16,10 @@ from chiar.errors import InputError, first_line, unknown_name
 from chiar.evaluation.report import shown
 
 FORMAT = "chiar-downstream/1"
+SEED = 1234
+"""The harness's own, for the choice of examples."""
+BOOTSTRAPS = 1000
+"""Samples for the standard error of figures that have no formula."""
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 
 
@@ -70,7 +74,10 @@ def run_tasks(
     tokenizer: Path | None = None,
 ) -> DownstreamReport:
     """`folder` has task files (YAML) of one's own, whose data files are named from there; then only those are known."""
-    harness = optional_module("lm_eval", "harness", "chiar eval --harness")
+    optional_module("lm_eval", "harness", "chiar eval --harness")
+    import torch
+    from lm_eval import evaluator as harness
+
     from chiar.evaluation.harness import PRECISIONS, choose_device, describe_device
     from chiar.evaluation.lm_eval_model import ChiarLM
     from chiar.load import load_model, resolve_model
@@ -93,20 +100,24 @@ def run_tasks(
     adapter = ChiarLM(loaded, TextCodec.open(config, found, tokenizer), length, batch_size, precision)
     try:
         with chdir(folder) if folder is not None else nullcontext():
-            results = harness.simple_evaluate(
-                adapter,
-                tasks=tasks,
-                task_manager=manager,
-                num_fewshot=few_shot,
-                limit=rows,
-                bootstrap_iters=100 if rows else 1000,
-                log_samples=False,
+            loaded_tasks = manager.load(tasks)
+            fixed = set_examples(loaded_tasks["tasks"], few_shot)
+            torch.manual_seed(SEED)
+            results = harness.evaluate(
+                adapter, loaded_tasks, limit=rows, bootstrap_iters=BOOTSTRAPS, log_samples=False, verbosity=None
             )
+    except InputError:
+        raise
     except OSError as error:
         raise InputError(
             f"a task's data cannot be read: {first_line(error)} Give --harness-path with tasks whose data is here, or "
             "--harness-download to let tasks fetch theirs."
         ) from error
+    except Exception as error:
+        if adapter.asked:
+            raise
+        # Until then only task files ran: templates, fields of documents, numbers of examples.
+        raise InputError(f"a task cannot be put together: {type(error).__name__}: {first_line(error)}") from error
     scores = read_scores(results)
     return DownstreamReport(
         model=resolved,
@@ -119,8 +130,21 @@ def run_tasks(
         precision=precision,
         device=describe_device(target),
         scores=scores,
-        remarks=explain(config, adapter.cut, length, rows),
+        remarks=[*fixed, *explain(config, adapter.cut, length, rows)],
     )
+
+
+def set_examples(tasks: dict[str, Any], few_shot: int | None) -> list[str]:
+    """How many examples each task shows; one that says none keeps to it, as the harness has it."""
+    fixed = []
+    for name, task in tasks.items():
+        own = task.get_config("num_fewshot")
+        if few_shot is not None and own == 0 and few_shot:
+            fixed.append(f"{name} shows no examples, whatever --few-shot says.")
+        elif few_shot is not None or own is None:
+            task.set_config(key="num_fewshot", value=few_shot or 0)
+        task.set_fewshot_seed(seed=SEED)
+    return fixed
 
 
 def open_tasks(tasks: list[str], folder: Path | None) -> Any:

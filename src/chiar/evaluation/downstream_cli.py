@@ -43,12 +43,13 @@ def evaluate_downstream(
     import os
     import sys
 
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
+
     from chiar.evaluation.downstream import downstream_tables, run_tasks, stay_offline
 
     if not download:
         stay_offline()
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
 

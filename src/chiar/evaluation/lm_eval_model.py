@@ -1,5 +1,6 @@
 """A CHIAR-Former as a model of lm-evaluation-harness. Needs lm_eval."""
 
+import sys
 from collections import defaultdict
 from typing import Any
 
@@ -29,6 +30,8 @@ class ChiarLM(TemplateLM):
         self.model, self.codec, self.length = model, codec, length
         self.batch_size, self.precision = batch_size, precision
         self.cut = 0
+        self.asked = False
+        """Whether any task got as far as asking the model."""
         self._device = model.device
         ends = model.config.eos_token_id
         end = ends[0] if isinstance(ends, list) else ends
@@ -47,9 +50,13 @@ class ChiarLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         return self.codec.encode(string)
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Any]:
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty())
+
     def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **_: Any) -> list[Any]:
+        self.asked = True
         pairs = [self.fitted(Pair(context, continuation)) for _, context, continuation in requests]
-        with tqdm(total=len(pairs), desc="scoring", disable=disable_tqdm) as bar:
+        with tqdm(total=len(pairs), desc="scoring", disable=disable_tqdm or None) as bar:
             scored = score_continuations(
                 self.model, pairs, batch_size=self.batch_size, precision=self.precision, advance=bar.update
             )
@@ -72,11 +79,12 @@ class ChiarLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Those that ask for the same are batched."""
+        self.asked = True
         alike = defaultdict(list)
         for number, request in enumerate(requests):
             alike[repr(sorted(request.args[1].items()))].append(number)
         written: dict[int, str] = {}
-        with tqdm(total=len(requests), desc="writing", disable=disable_tqdm) as bar:
+        with tqdm(total=len(requests), desc="writing", disable=disable_tqdm or None) as bar:
             for numbers in alike.values():
                 texts = self.continue_alike([requests[n].args[0] for n in numbers], requests[numbers[0]].args[1])
                 written |= dict(zip(numbers, texts, strict=True))
