@@ -1,6 +1,7 @@
 """OpenAI's own client against a real server."""
 
 import json
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -122,6 +123,7 @@ def test_the_model_has_a_name(client):
         ({"max_tokens": 10**7}, openai.BadRequestError, 400),
         ({"model": "another"}, openai.NotFoundError, 404),
         ({"prompt": "x" * 20_000}, openai.APIStatusError, 413),
+        ({"prompt": "x" * 600_000}, openai.APIStatusError, 413),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -202,6 +204,16 @@ def test_a_client_that_leaves_ends_its_text(server, client):
     wait_for(lambda: server.metric("requests_running") == 0)
     assert server.metric("clients_gone_total") == gone + 7
     assert client.completions.create(model="model", prompt="a", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_a_client_that_leaves_amid_its_request(server):
+    gone = server.metric('requests_total{status="499"}')
+    with socket.create_connection(("127.0.0.1", server.port)) as line:
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
+        )
+        line.sendall(head.encode() + b'{"prompt"')
+    wait_for(lambda: server.metric('requests_total{status="499"}') == gone + 1)
 
 
 def test_health_and_metrics(server):

@@ -60,8 +60,10 @@ class Answer:
         """By text, as OpenAI's; of several tokens that look alike the likeliest."""
         if token.logprob is None:
             return None
-        named = zip(self.codec.pieces(list(token.top)), token.top.values(), strict=True)
-        return dict(reversed(list(named)))
+        likeliest: dict[str, float] = {}
+        for text, logprob in zip(self.codec.pieces(list(token.top)), token.top.values(), strict=True):
+            likeliest.setdefault(text, logprob)
+        return likeliest
 
     def usage(self) -> dict[str, int]:
         read = sum(len(prompt.ids) for prompt in self.job.request.prompts)

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +23,9 @@ from chiar.serving.metrics import Metrics
 from chiar.serving.problems import ApiError, stopping
 from chiar.serving.requests import CompletionRequest, parse_request, read_json
 from chiar.tokens import TextCodec
+
+READ_ON = 64
+"""How many times the allowed size is read of a body before the line is cut."""
 
 
 @dataclass
@@ -116,18 +119,25 @@ async def complete(request: Request) -> Response:
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """No more than is allowed, whatever its length says. A web page of another origin cannot send this content type."""
+    """No more is kept than is allowed, whatever its length says; what is too long is read to its end all the same, or
+    the client would not see why it is refused. A web page of another origin cannot send this content type."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "send JSON, with content-type: application/json.")
-    body = bytearray()
+    body, size = bytearray(), 0
     try:
         async with asyncio.timeout(limits.body_seconds):
             async for part in request.stream():
-                body += part
-                if len(body) > limits.body:
-                    raise ApiError(413, f"the request is longer than {limits.body} bytes: shorten it.")
+                size += len(part)
+                if size <= limits.body:
+                    body += part
+                elif size > READ_ON * limits.body:
+                    break
     except TimeoutError:
         raise ApiError(408, f"the request did not arrive within {limits.body_seconds:g} seconds.") from None
+    except ClientDisconnect:
+        raise ApiError(499, "the client left before its request was complete.") from None
+    if size > limits.body:
+        raise ApiError(413, f"the request is longer than {limits.body} bytes: shorten it.")
     return bytes(body)
 
 

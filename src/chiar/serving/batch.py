@@ -88,7 +88,8 @@ class Batch:
         logits_V = model.lm_head(states_TD[-1])
         for row, token in zip(rows, choose(logits_V.expand(len(rows), -1), [r.sampler for r in rows]), strict=True):
             row.take(token, self.ends)
-        cache.batch_repeat_interleave(len(rows))
+        if len(rows) > 1:
+            cache.batch_repeat_interleave(len(rows))
         self.join(cache, rows)
 
     def join(self, cache: ChiarCache, rows: list[Row]) -> None:
