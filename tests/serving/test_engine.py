@@ -70,6 +70,23 @@ def test_a_step_that_fails_ends_its_texts_and_the_next_are_served(engine, monkey
     assert "no memory left" in capfd.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_thread_that_died(engine, monkeypatch):
+    def die():
+        raise SystemError("a fault nobody thought of")
+
+    monkeypatch.setattr(engine, "advance", die)
+
+    async def run():
+        engine.submit(job := Job(request()))
+        with pytest.raises(ApiError, match="stopping"):
+            await answer(job)
+        with pytest.raises(ApiError, match="stopping"):
+            engine.submit(Job(request()))
+
+    asyncio.run(run())
+
+
 def test_who_waits_and_leaves_makes_room(engine):
     async def run():
         long = [Job(request(max_tokens=10_000)) for _ in range(2)]

@@ -214,8 +214,9 @@ async def show_model(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """503 while stopping and after the engine died, so that nobody is sent here any more."""
     engine = request.app.state.service.engine
-    well = engine.thread.is_alive() and not engine.closed
-    state = "ok" if well else "stopping" if engine.closed else "failed"
+    alive = engine.thread.is_alive()
+    well = alive and not engine.closed
+    state = "ok" if well else "stopping" if alive else "failed"
     return json_response({"status": state}, 200 if well else 503)
 
 

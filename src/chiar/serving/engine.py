@@ -63,20 +63,26 @@ class Engine:
 
     def end(self, seconds: float) -> None:
         """Tell those still there that it is over, and wait for the thread."""
+        self.dismiss()
+        if self.thread.is_alive():
+            self.thread.join(seconds)
+
+    def dismiss(self) -> None:
         with self.change:
             self.closed = self.ended = True
             for job in [*self.waiting, *self.running]:
                 if not job.is_over:
                     job.fail(stopping())
             self.change.notify()
-        if self.thread.is_alive():
-            self.thread.join(seconds)
 
     def run(self) -> None:
-        while self.admit():
-            began = time.monotonic()
-            self.advance()
-            self.metrics.add("generation_seconds", time.monotonic() - began)
+        try:
+            while self.admit():
+                began = time.monotonic()
+                self.advance()
+                self.metrics.add("generation_seconds", time.monotonic() - began)
+        finally:
+            self.dismiss()  # whatever ended the thread, nobody waits for it
 
     def admit(self) -> bool:
         """Wait for something to do and let in who fits; False at the end."""
