@@ -3,7 +3,6 @@
 import asyncio
 import hmac
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ from chiar.serving.job import Job
 from chiar.serving.limits import Limits
 from chiar.serving.metrics import Metrics
 from chiar.serving.problems import ApiError, stopping
-from chiar.serving.requests import CompletionRequest, parse_request, read_json
+from chiar.serving.requests import parse_request, read_json
 from chiar.tokens import TextCodec
 
 READ_ON = 64
@@ -103,7 +102,7 @@ async def complete(request: Request) -> Response:
     if service.engine.closed:
         raise stopping()
     fields = read_json(await read_body(request, service.limits))
-    asked: CompletionRequest = await asyncio.get_running_loop().run_in_executor(
+    asked = await asyncio.get_running_loop().run_in_executor(
         service.reader, parse_request, fields, service.name, service.codec, service.vocabulary, service.limits
     )
     job = Job(asked)
@@ -251,11 +250,11 @@ async def show_fault(request: Request, error: Exception) -> Response:
 
 async def show_http_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    sentences: dict[int, Callable[[], str]] = {
-        404: lambda: f"there is no {request.url.path} here: /v1/completions, /v1/models, /health or /metrics.",
-        405: lambda: f"{request.url.path} does not take {request.method}.",
-    }
-    sentence = sentences.get(error.status_code, lambda: str(error.detail))()
+    sentence, path = str(error.detail), request.url.path
+    if error.status_code == 404:
+        sentence = f"there is no {path} here: /v1/completions, /v1/models, /health or /metrics."
+    elif error.status_code == 405:
+        sentence = f"{path} does not take {request.method}."
     response = problem_response(ApiError(error.status_code, sentence))
     response.headers.update(error.headers or {})
     return response

@@ -68,7 +68,9 @@ def refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
 
 
-def parse_request(fields: dict[str, Any], model: str, codec: TextCodec, vocabulary: int, limits: Limits) -> Any:
+def parse_request(
+    fields: dict[str, Any], model: str, codec: TextCodec, vocabulary: int, limits: Limits
+) -> CompletionRequest:
     """The request in `fields`, or an ApiError that names the field."""
     for name, value in fields.items():
         if name in NEUTRAL and (isinstance(value, bool) or value not in NEUTRAL[name]):
