@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
@@ -67,6 +68,15 @@ class LayerState(DynamicLayer):
         for name, value in list(self.state.items()):
             self.put(name, value.repeat_interleave(repeats, dim=0))
 
+    def join(self, other: "LayerState", rows: int, more: int) -> None:
+        """The `more` rows of another state behind these `rows`; what either of them never stored is empty there."""
+        for name in dict.fromkeys([*self.stores, *other.stores]):
+            self.ragged(name).join(other.ragged(name), rows, more)
+        if self.state.keys() != other.state.keys():
+            raise InputError("caches of different models cannot be joined.")
+        for name, value in other.state.items():
+            self.put(name, torch.cat([self.state[name], value]))
+
     def crop(self, *_: Any) -> None:
         raise NotImplementedError("a CHIAR cache cannot be cropped: its causal gate keeps sums, not tokens")
 
@@ -83,6 +93,7 @@ class ChiarCache(Cache):
         self.shelf = Shelf()
         super().__init__(layers=[LayerState(self.shelf) for _ in range(layers)])
         self.seen = 0
+        """Tokens of the longest row; rows that were joined later may have fewer."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
@@ -96,6 +107,13 @@ class ChiarCache(Cache):
                         f"the cache holds {len(store.length_B)} rows and the input has {rows}: "
                         "a cache goes on with the batch it began with."
                     )
+
+    def join(self, other: "ChiarCache", rows: int, more: int) -> None:
+        """Go on with the `more` rows of another cache behind these `rows`. Lengths stay each row's own: whoever decodes
+        them together gives `position_ids`, and no mask."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.join(theirs, rows, more)
+        self.seen = max(self.seen, other.seen)
 
     def reset(self) -> None:
         super().reset()

@@ -18,6 +18,7 @@ from chiar.figures.cli import curves, figures_app
 from chiar.generation.cli import generate
 from chiar.nulltest.cli import nulltest
 from chiar.reproduce.cli import reproduce
+from chiar.serving.cli import serve
 from chiar.studies.cli import study_app
 from chiar.training.cli import train
 from chiar.training.finetune_cli import finetune
@@ -38,6 +39,7 @@ app.command("compare")(compare)
 app.command("reproduce")(reproduce)
 app.add_typer(study_app, name="study")
 app.command("generate")(generate)
+app.command("serve")(serve)
 app.command("nulltest")(nulltest)
 app.command("theorem")(theorem)
 app.add_typer(figures_app, name="figures")

@@ -9,7 +9,7 @@ import typer
 
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a training run (its best model).")],
-    data: Annotated[Path, typer.Option(metavar="DIR", help="A prepared corpus.")],
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="A prepared corpus.")] = None,
     split: Annotated[str | None, typer.Option(help="Split of the corpus; test, or valid where there is none.")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens a row; the model's trained length.")] = None,
     stride: Annotated[
@@ -23,8 +23,30 @@ def evaluate(
         Path | None,
         typer.Option(metavar="FILE", help="Also write the report as JSON to a new file, - to print only it."),
     ] = None,
+    harness: Annotated[
+        str | None, typer.Option(metavar="TASKS", help="Tasks of lm-evaluation-harness instead, separated by commas.")
+    ] = None,
+    harness_path: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Task files of your own, with their data: only these are known.")
+    ] = None,
+    harness_download: Annotated[
+        bool, typer.Option("--harness-download", help="Let tasks fetch their data; else nothing is downloaded.")
+    ] = False,
+    few_shot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question of a task; as the task says by default.")
+    ] = None,
 ) -> None:
-    """Measure perplexity or accuracy, routed fractions and counted FLOPs of a model on a prepared corpus."""
+    """Measure perplexity or accuracy, routed fractions and counted FLOPs of a model on a prepared corpus, or its scores
+    on tasks of lm-evaluation-harness."""
+    from chiar.evaluation.downstream_cli import check_choice, evaluate_downstream
+
+    check_choice(data, harness, harness_path, harness_download, few_shot, split, stride)
+    if harness is not None:
+        evaluate_downstream(
+            model, harness, harness_path, harness_download, few_shot, rows, length, batch_size, precision, device, json
+        )
+        return
+    assert data is not None
     from rich.console import Console
     from rich.progress import Progress
 

@@ -148,6 +148,24 @@ class RaggedStore:
             self.parts = {name: part.repeat_interleave(repeats, dim=0) for name, part in self.parts.items()}
             self.shelf.moves += 1
 
+    def join(self, other: "RaggedStore", rows: int, more: int) -> None:
+        """The `more` rows of another store behind these `rows`. Where nothing was ever offered they are empty."""
+        if other.length_B is None:
+            if self.length_B is None:
+                return
+            other.begin({name: part[:1, :, :0].expand(more, -1, -1, -1) for name, part in self.parts.items()})
+        if self.length_B is None:
+            self.begin({name: part[:1, :, :0].expand(rows, -1, -1, -1) for name, part in other.parts.items()})
+        assert self.length_B is not None and other.length_B is not None
+        self.length_B = torch.cat([self.length_B, other.length_B])
+        self.capacity, self.most = max(self.capacity, other.capacity), max(self.most, other.most)
+
+        def alike(part: Tensor) -> Tensor:
+            return F.pad(part, (0, 0, 0, self.capacity - part.shape[2]))
+
+        self.parts = {name: torch.cat([alike(part), alike(other.parts[name])]) for name, part in self.parts.items()}
+        self.shelf.moves += 1
+
     def writable(self, stored: Tensor, differentiable: bool = False) -> Tensor:
         """The tensor itself, or a copy where somebody may still need what was there for a gradient."""
         if may_write(stored, differentiable):
