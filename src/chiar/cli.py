@@ -12,6 +12,7 @@ import typer
 from chiar.data.cli import data_app
 from chiar.errors import InputError
 from chiar.evaluation.cli import compare, evaluate
+from chiar.explore.cli import explore, report
 from chiar.generation.cli import generate
 from chiar.nulltest.cli import nulltest
 from chiar.reproduce.cli import reproduce
@@ -36,6 +37,8 @@ app.command("reproduce")(reproduce)
 app.add_typer(study_app, name="study")
 app.command("generate")(generate)
 app.command("nulltest")(nulltest)
+app.command("explore")(explore)
+app.command("report")(report)
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
 Keys = Annotated[
