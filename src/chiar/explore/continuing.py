@@ -9,6 +9,7 @@ from torch import Tensor
 from chiar.cache import ChiarCache
 from chiar.errors import InputError
 from chiar.explore.loaded import LoadedModel
+from chiar.explore.pieces import Pieces
 from chiar.explore.steering import Steering, moved_thresholds, steered
 from chiar.explore.view import describe_layer, describe_tokens, describe_view, encode_text, token_nats
 from chiar.routing.trace import RoutingTrace
@@ -34,6 +35,7 @@ class Continuation:
             raise InputError(f"the text fills all {len(self.prompt):,} tokens there is room for: shorten it.")
         self.left = min(wish.tokens, room)
         self.ids: list[int] = []
+        self.pieces = Pieces(loaded.codec)
         self.cache = ChiarCache(len(loaded.model.model.layers))
         self.generator = torch.Generator().manual_seed(wish.seed)
         self.logits_V: Tensor | None = None
@@ -43,7 +45,7 @@ class Continuation:
         ids_BT = torch.tensor([self.prompt])
         states_BTD, trace = self.read(ids_BT)
         nats = token_nats(self.loaded.model, states_BTD, ids_BT)
-        return describe_view(self.loaded, self.prompt, trace, nats)
+        return describe_view(self.loaded, [self.pieces.next(token) for token in self.prompt], trace, nats)
 
     def step(self) -> dict[str, Any] | None:
         """Choose a token and read it: itself, its route in every layer, all that was written. None at the end."""
@@ -56,7 +58,7 @@ class Continuation:
         self.left -= 1
         self.ids.append(chosen)
         _, trace = self.read(torch.tensor([[chosen]]))
-        token = describe_tokens(self.loaded, [chosen], trace, [nats])[0]
+        token = describe_tokens([self.pieces.next(chosen)], trace, [nats])[0]
         layers = [describe_layer(trace, layer) for layer in trace.layers]
         return {"token": token, "layers": layers, "text": self.loaded.codec.decode(self.ids)}
 

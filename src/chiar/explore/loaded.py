@@ -81,10 +81,10 @@ def describe_router(config: Any) -> str:
     if not config.routed_layers:
         return "no routing"
     how = {
-        "entropy": "spectral entropy H against a threshold τ",
-        "learned": f"a learned router, {config.routing}",
-        "random": f"a random hash of the {config.random_key}",
-        "static": "whole layers, whatever the token",
+        "entropy": "routed by spectral entropy H > τ",
+        "learned": f"routed by a learned router ({config.routing})",
+        "random": f"routed by a random hash of the {config.random_key}",
+        "static": "routed by layer, whatever the token",
     }
     return how[config.router]
 

@@ -19,17 +19,25 @@ def demo_runs() -> list[str]:
 
 def what_to_do() -> list[dict[str, str]]:
     """Commands that give a run to look at."""
+    prepare = "chiar data prepare stdlib --out runs/stdlib"
     train = "chiar train v3-tiny --data runs/stdlib --out runs/v3 --steps 300 --batch 8 --length 128 --no-compile"
     return [
         {"why": "Two small models on Python's own documentation, in a minute or two:", "command": "make demo"},
-        {"why": "Or a corpus and a model of your own:", "command": f"chiar data prepare stdlib --out runs/stdlib\n{train}"},
+        {"why": "Or a corpus and a model of your own:", "command": f"{prepare}\n{train}"},
         {"why": "Then open it, alone or beside another:", "command": "chiar explore runs/v3 --beside runs/baseline"},
         {"why": "Without any training, random weights show the mechanism:", "command": "chiar explore v3-tiny"},
-    ]  # fmt: skip
+    ]
 
 
-def serve(names: list[str], host: str, port: int, most_tokens: int, tokenizer: Path | None, seed: int,
-          say: Callable[[str], None]) -> None:  # fmt: skip
+def serve(
+    names: list[str],
+    host: str,
+    port: int,
+    most_tokens: int,
+    tokenizer: Path | None,
+    seed: int,
+    say: Callable[[str], None],
+) -> None:
     """Load the models and answer until interrupted."""
     for package in ("starlette", "uvicorn"):
         optional_module(package, "page", "the page")

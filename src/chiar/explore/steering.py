@@ -1,7 +1,7 @@
 """Routers moved while one looks at them: every threshold shifted alike, or a share of the text sent to attention.
 
-Each router is run with a moved parameter of its own, so weights and choices are what such a model would compute. Nothing
-stays moved after a pass.
+Each router is run with a moved parameter of its own, so weights and choices are what such a model would compute.
+Nothing stays moved after a pass.
 """
 
 from collections.abc import Iterator

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from chiar.errors import InputError
 from chiar.explore.loaded import LoadedModel
+from chiar.explore.pieces import Pieces
 from chiar.explore.steering import Steering, moved_thresholds, steered
 from chiar.layers.context import LIGHT_OPERATORS
 from chiar.routing.flops import compare_flops
 from chiar.routing.trace import LayerTrace, RoutingTrace
-from chiar.visible import visible
 
-BINS = 36
+BINS = 30
 CHUNK = 128
 """Tokens whose logits are held at a time: a vocabulary of 50,257 takes 26 MB for them."""
 
@@ -47,7 +47,8 @@ def route_view(loaded: LoadedModel, text: str, steering: Steering | None = None,
         output = loaded.model.model(ids_BT, output_routing=True)
     if steering is not None:
         moved_thresholds(loaded.config, steering, output.routing)
-    return describe_view(loaded, ids, output.routing, token_nats(loaded.model, output.last_hidden_state, ids_BT))
+    pieces, nats = Pieces(loaded.codec), token_nats(loaded.model, output.last_hidden_state, ids_BT)
+    return describe_view(loaded, [pieces.next(token) for token in ids], output.routing, nats)
 
 
 def token_nats(model: Any, states_BTD: Tensor, ids_BT: Tensor) -> list[float | None]:
@@ -60,12 +61,14 @@ def token_nats(model: Any, states_BTD: Tensor, ids_BT: Tensor) -> list[float | N
     return found
 
 
-def describe_view(loaded: LoadedModel, ids: list[int], trace: RoutingTrace, nats: list[float | None]) -> dict[str, Any]:
+def describe_view(
+    loaded: LoadedModel, pieces: list[str], trace: RoutingTrace, nats: list[float | None]
+) -> dict[str, Any]:
     known = [value for value in nats if value is not None]
     loss = sum(known) / len(known) if known else None
     return {
         "model": loaded.about,
-        "tokens": describe_tokens(loaded, ids, trace, nats),
+        "tokens": describe_tokens(pieces, trace, nats),
         "layers": [describe_layer(trace, layer) for layer in trace.layers],
         "loss": loss,
         "perplexity": math.exp(min(loss, 700)) if loss is not None else None,
@@ -75,8 +78,7 @@ def describe_view(loaded: LoadedModel, ids: list[int], trace: RoutingTrace, nats
     }
 
 
-def describe_tokens(loaded: LoadedModel, ids: list[int], trace: RoutingTrace, nats: list[float | None]) -> list[dict]:
-    pieces = [visible(piece) for piece in loaded.codec.pieces(ids)]
+def describe_tokens(pieces: list[str], trace: RoutingTrace, nats: list[float | None]) -> list[dict[str, Any]]:
     columns = zip(pieces, darkness(trace), nats, strict=True)
     return [{"piece": piece, "dark": short(dark), "nats": short(value)} for piece, dark, value in columns]
 
@@ -95,6 +97,7 @@ def attention_weight(layer: LayerTrace) -> Tensor:
 
 
 def describe_layer(trace: RoutingTrace, layer: LayerTrace) -> dict[str, Any]:
+    probabilities_BTK = layer.probabilities_BTK
     return {
         "number": layer.index + 1,
         "kind": layer.kind,
@@ -102,10 +105,10 @@ def describe_layer(trace: RoutingTrace, layer: LayerTrace) -> dict[str, Any]:
         "light": [name in LIGHT_OPERATORS for name in layer.operators],
         "choice": layer.choice_BT[0].tolist(),
         "weight": numbers(attention_weight(layer)),
-        "entropy": numbers(None if layer.entropy_BT is None else layer.entropy_BT[0]),
+        "entropy": first_row(layer.entropy_BT),
         "thresholds": layer.thresholds,
-        "gate": numbers(None if layer.gate_BT is None else layer.gate_BT[0]),
-        "probability": numbers(None if layer.probabilities_BTK is None else layer.probabilities_BTK[0, :, -1]),
+        "gate": first_row(layer.gate_BT),
+        "probability": first_row(None if probabilities_BTK is None else probabilities_BTK[..., -1]),
         "use": trace.operator_use(layer.index),
     }
 
@@ -159,5 +162,9 @@ def short(value: float | None) -> float | None:
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
-def numbers(values_T: Tensor | None) -> list[float | None] | None:
-    return None if values_T is None else [short(value) for value in values_T.tolist()]
+def numbers(values_T: Tensor) -> list[float | None]:
+    return [short(value) for value in values_T.tolist()]
+
+
+def first_row(values_BT: Tensor | None) -> list[float | None] | None:
+    return None if values_BT is None else numbers(values_BT[0])

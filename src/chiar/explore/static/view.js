@@ -148,7 +148,7 @@ const ChiarView = (() => {
       this.table = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Split of each layer" });
       this.histograms = make("div", { class: "histograms" });
       const title = (text) => make("h3", { text });
-      this.histogramTitle = title("Spectral entropy H of each layer's input, against white noise");
+      this.histogramTitle = title("Spectral entropy H of each layer's input (blue) against white noise (grey)");
       root.append(this.figures, this.slot, title("Tokens"), this.words, this.legend,
         title("Routes, layer by token"), this.grid, this.cellLegend, title("Split by layer"), this.table,
         this.histogramTitle, this.histograms);
@@ -191,22 +191,21 @@ const ChiarView = (() => {
     drawFigures() {
       const { view, base } = this, rows = [];
       const add = (name, value, detail, change) => rows.push(make("div", {}, [make("dt", { text: name }),
-        make("dd", { text: value }, [make("small", { text: detail }),
-          ...(change ? [make("small", { class: "change", text: change })] : [])])]));
+        make("dd", { text: value }, [...(change ? [make("em", { text: change })] : []), make("small", { text: detail })])]));
       const difference = (now, before, digits, unit = "") => {
         if (!base || now === null || before === null || Math.abs(now - before) < 0.5 * 10 ** -digits) return "";
         return `${signed(now - before, digits)}${unit}`;
       };
       const dark = share(view);
       if (dark !== null) {
-        add("Sent to attention", percent(dark), "of routed steps", difference(100 * dark, base && 100 * share(base), 0, " points"));
+        add("Sent to attention", percent(dark), "of tokens, over the routed layers", difference(100 * dark, base && 100 * share(base), 0, " pt"));
       }
       add("Loss", view.loss === null ? "–" : view.loss.toFixed(3), view.loss === null ? "one token has none" :
-        `nats a token, perplexity ${view.perplexity.toPrecision(3)}`, difference(view.loss, base && base.loss, 3));
+        `nats a token; perplexity ${view.perplexity.toPrecision(3)}`, difference(view.loss, base && base.loss, 3));
       const saved = view.flops.saved;
-      add("Counted FLOPs", compact(view.flops.model), Math.abs(saved) < 0.0005 ? "a token, as attention everywhere" :
-        `a token, ${Math.abs(100 * saved).toFixed(1)}% ${saved > 0 ? "below" : "above"} attention everywhere`,
-      difference(view.flops.model / view.flops.baseline * 100, base && base.flops.model / base.flops.baseline * 100, 1, " points"));
+      add("Counted FLOPs", compact(view.flops.model), Math.abs(saved) < 0.0005 ? "a token; attention everywhere" :
+        `a token; ${Math.abs(100 * saved).toFixed(1)}% ${saved > 0 ? "below" : "above"} attention everywhere`,
+      difference(view.flops.model / view.flops.baseline * 100, base && base.flops.model / base.flops.baseline * 100, 1, " pt"));
       this.figures.replaceChildren(...rows);
     }
 
@@ -230,9 +229,9 @@ const ChiarView = (() => {
         step.style.backgroundColor = css(mix(LIGHT, DARK, dark));
         return step;
       }));
-      const meaning = routed(view).length ? "share of the routed layers that sent the token to attention"
-        : "no layer routes: every token takes attention everywhere";
-      this.legend.replaceChildren("light ", ramp, ` dark, thicker underline: ${meaning}`);
+      const meaning = routed(view).length ? "dark, underlined: the share of routed layers that chose attention"
+        : "dark, underlined: no layer routes, every token takes attention everywhere";
+      this.legend.replaceChildren("light", ramp, meaning);
     }
 
     // Tokens wrap like text, each as wide as its piece, with all layers below it.
@@ -273,7 +272,7 @@ const ChiarView = (() => {
         const row = make("div", { role: "row", "aria-rowindex": index + 1 });
         row.style.display = "contents";
         const what = fixed ? `all ${layer.kind}` : `${percent(layer.use.attention)} dark`;
-        row.append(make("span", { class: "label", role: "rowheader", text: `${layer.number}  ${what}` }));
+        row.append(make("span", { class: fixed ? "label fixed" : "label", role: "rowheader", text: `${layer.number}  ${what}` }));
         for (const t of tokens) {
           const operator = layer.operators[layer.choice[t]];
           const cell = make("div", { class: "cell", role: "gridcell", tabindex: -1, "data-layer": index, "data-token": t,
@@ -343,7 +342,7 @@ const ChiarView = (() => {
         const svg = draw("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label":
           `Layer ${number}: mean H ${mean(H).toFixed(4)}, white noise ${histogram.null_mean.toFixed(4)}` });
         svg.append(draw("path", { class: "null", d: `M4 ${BASE}${steps(histogram.null)}L${WIDE - 4} ${BASE}Z` }),
-          draw("path", { class: "own", d: `M4 ${BASE}${steps(density)}L${WIDE - 4} ${BASE}` }),
+          draw("path", { class: "own", d: `M4 ${BASE}${steps(density)}L${WIDE - 4} ${BASE}Z` }),
           draw("path", { class: "axis", d: `M4 ${BASE}H${WIDE - 4}` }),
           draw("text", { x: 4, y: HIGH - 3 }, histogram.low.toFixed(3)),
           draw("text", { x: WIDE - 4, y: HIGH - 3, "text-anchor": "end" }, histogram.high.toFixed(3)));
@@ -353,7 +352,7 @@ const ChiarView = (() => {
           svg.append(draw("path", { class: "cut", d: `M${x(cut).toFixed(1)} 2V${BASE}` }),
             draw("text", { x: near, y: HIGH - 3, "text-anchor": "middle" }, `τ ${cut.toFixed(3)}`));
         }
-        const caption = make("figcaption", { text: `Layer ${number}: mean ${signed(away, 1)} σ from noise (grey)` });
+        const caption = make("figcaption", { text: `Layer ${number}: mean ${signed(away, 1)} σ from noise` });
         return make("figure", {}, [caption, svg]);
       }));
     }
