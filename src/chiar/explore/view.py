@@ -11,7 +11,6 @@ from chiar.errors import InputError
 from chiar.explore.loaded import LoadedModel
 from chiar.explore.pieces import Pieces
 from chiar.explore.steering import Steering, moved_thresholds, steered
-from chiar.layers.context import LIGHT_OPERATORS
 from chiar.routing.flops import compare_flops
 from chiar.routing.trace import LayerTrace, RoutingTrace
 
@@ -27,9 +26,10 @@ class TooLong(InputError):
 def encode_text(loaded: LoadedModel, text: str, most: int | None = None) -> list[int]:
     """Token ids, at least one and at most `most` or as many as the model has positions for."""
     try:
-        ids = loaded.codec.encode(text)
+        text.encode()
     except UnicodeEncodeError:
         raise InputError("the text holds half of a surrogate pair, which is no character: remove it.") from None
+    ids = loaded.codec.encode(text)
     if not ids:
         raise InputError("the text is empty: type something to route.")
     bounds = [bound for bound in (most, loaded.most_tokens) if bound is not None]
@@ -102,9 +102,7 @@ def describe_layer(trace: RoutingTrace, layer: LayerTrace) -> dict[str, Any]:
         "number": layer.index + 1,
         "kind": layer.kind,
         "operators": layer.operators,
-        "light": [name in LIGHT_OPERATORS for name in layer.operators],
         "choice": layer.choice_BT[0].tolist(),
-        "weight": numbers(attention_weight(layer)),
         "entropy": first_row(layer.entropy_BT),
         "thresholds": layer.thresholds,
         "gate": first_row(layer.gate_BT),

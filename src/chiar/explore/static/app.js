@@ -5,7 +5,7 @@
   const byId = (id) => document.getElementById(id);
   const text = byId("text"), status = byId("status"), error = byId("error"), panelsRoot = byId("panels");
   const EXAMPLE = "Return the number of items in the list, or raise ValueError if it is empty.";
-  let models = [], limits = {}, panels = [], stream = null;
+  let models = [], limits = {}, panels = [], stream = null, story = "";
 
   async function ask(path, body, signal) {
     const options = body === undefined ? {} :
@@ -129,6 +129,7 @@
     async carryOn() {
       if (!text.value) { text.focus(); return; }
       stream = new AbortController();
+      story = "; writing …";
       complain(null);
       lock(this);
       this.continueButton.textContent = "Stop";
@@ -157,10 +158,11 @@
       lock(null);
       this.continueButton.textContent = "Continue";
       this.continueButton.setAttribute("aria-label", `Continue the text with ${this.about.name}`);
+      story = "";
       if (!view) return;
       for (const live of panels) live.written = live === this ? this.written : null;
       text.value = prompt + written;
-      status.textContent = `${stopped ? "Stopped" : "Wrote"} after ${view.tokens.length - this.written} tokens.`;
+      story = `; ${view.tokens.length - this.written} written${stopped ? ", then stopped" : ""}`;
       for (const live of panels) live.route();
     }
 
@@ -184,7 +186,7 @@
     view.tokens.push(record.token);
     view.layers.forEach((layer, i) => {
       const next = record.layers[i], before = layer.choice.length;
-      for (const name of ["choice", "weight", "entropy", "gate", "probability"]) if (layer[name]) layer[name].push(...next[name]);
+      for (const name of ["choice", "entropy", "gate", "probability"]) if (layer[name]) layer[name].push(...next[name]);
       for (const name of Object.keys(layer.use)) layer.use[name] = (layer.use[name] * before + next.use[name]) / (before + 1);
     });
     const nats = view.tokens.map((token) => token.nats).filter((value) => value !== null);
@@ -211,13 +213,14 @@
   }
 
   function count(tokens) {
-    status.textContent = `${tokens.toLocaleString("en")} of at most ${limits.most_tokens.toLocaleString("en")} tokens`;
+    status.textContent = `${tokens.toLocaleString("en")} of at most ${limits.most_tokens.toLocaleString("en")} tokens${story}`;
   }
 
   let pause = null;
   text.addEventListener("input", () => {
     clearTimeout(pause);
     for (const live of panels) live.written = null;
+    story = "";
     if (!text.value) { complain(null); status.textContent = "Type something to route."; return; }
     pause = setTimeout(() => { for (const live of panels) live.route(); }, 200);
   });

@@ -1,0 +1,102 @@
+"""A report is one file that asks for nothing and shows text as text."""
+
+import json
+import re
+
+import pytest
+from serving import save_model
+
+from chiar.explore.report import as_data, digest, table
+from chiar.load import load_config
+from commands import run
+
+HOSTILE = '</script><script>alert("x")</script> & \u202e \x1b[31m'
+
+
+@pytest.fixture(scope="module")
+def written(folders, tmp_path_factory):
+    out = tmp_path_factory.mktemp("report") / "report.html"
+    code, said = run(
+        *("report", folders[0], "--beside", folders[1], "--prompt", "light and dark", "--prompt", HOSTILE, "--out", out)
+    )
+    assert code == 0 and f"wrote {out}" in said
+    return out
+
+
+def scripts(text):
+    return re.findall(r"<script([^>]*)>(.*?)</script>", text, re.DOTALL)
+
+
+def test_the_views_are_those_of_the_page(written, served):
+    text = written.read_text()
+    data = next(body for attributes, body in scripts(text) if 'id="views"' in attributes)
+    views = json.loads(data)
+    assert len(views) == 2
+    for prompt, pair in zip(["light and dark", HOSTILE], views, strict=True):
+        for number, view in enumerate(pair):
+            assert view == served.post("/api/route", {"model": number, "text": prompt}).json()
+
+
+def test_nothing_comes_from_elsewhere(written):
+    text = written.read_text().replace("http://www.w3.org/2000/svg", "")
+    assert "http:" not in text and "https:" not in text
+    assert not re.search(r'\b(?:src|href)="(?!data:)', text)
+    assert "@import" not in text and "url(" not in text
+
+
+def test_the_policy_allows_exactly_what_is_inside(written):
+    text = written.read_text()
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]
+    run_scripts = [body for attributes, body in scripts(text) if "application/json" not in attributes]
+    assert len(run_scripts) == 2 and all(digest(body) in policy for body in run_scripts)
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
+    assert digest(style) in policy and "unsafe" not in policy
+
+
+def test_text_stays_text(written):
+    text = written.read_text()
+    assert "alert(&quot;x&quot;)" in text and 'alert("x")' not in text
+    assert "\x1b" not in text and "\u202e" not in text
+    assert as_data(["</script><!--"]) == '["\\u003c/script\\u003e\\u003c!--"]'
+    assert "<b>" not in table(["<b>"], [["<b>", "a&b"]])
+
+
+def test_it_holds_configuration_and_flops(written, folders):
+    text = written.read_text()
+    for heading in ("Models", "Counted FLOPs", "Prompt 1", "Prompt 2"):
+        assert f">{heading}</h2>" in text
+    assert "hidden_size" in text and f"{load_config(folders[0] + '/best').hidden_size}" in text
+    assert "attention everywhere" in text and "Training</h2>" not in text and "Evaluation</h2>" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a", "--out", "x.pdf"], "name the file x.html"),
+        (["--prompt", "", "--out", "x.html"], "the text is empty"),
+        (["--prompt", "a", "--out", "x.html", "--evaluation", "none.json"], "there is no file"),
+    ],
+    ids=["pdf", "empty", "no-evaluation"],
+)
+def test_bad_input(folders, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, said = run("report", folders[0], *arguments)
+    assert code == 2 and message in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten(written, folders):
+    before = written.read_text()
+    code, said = run("report", folders[0], "--prompt", "a", "--out", written)
+    assert code == 2 and "exists already" in said and written.read_text() == before
+
+
+def test_the_same_model_twice(folders, tmp_path):
+    code, said = run("report", folders[0], "--beside", folders[0], "--prompt", "a", "--out", tmp_path / "x.html")
+    assert code == 2 and "named twice" in said
+
+
+def test_learned_positions_bound_a_prompt(tmp_path):
+    model = save_model(tmp_path / "model", "v2-tiny", max_position_embeddings=20)
+    code, said = run("report", model, "--prompt", "x" * 21, "--out", tmp_path / "x.html")
+    assert code == 2 and "20 are the most" in said
