@@ -81,7 +81,7 @@ def describe_router(config: Any) -> str:
     if not config.routed_layers:
         return "no routing"
     how = {
-        "entropy": "routed by spectral entropy H > τ",
+        "entropy": "routed by spectral entropy, H\u00a0>\u00a0τ",
         "learned": f"routed by a learned router ({config.routing})",
         "random": f"routed by a random hash of the {config.random_key}",
         "static": "routed by layer, whatever the token",

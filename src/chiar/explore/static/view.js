@@ -18,7 +18,7 @@ const ChiarView = (() => {
 
   const mix = (a, b, share) => a.map((v, i) => Math.round(v + (b[i] - v) * Math.min(Math.max(share, 0), 1)));
   const css = (rgb) => `rgb(${rgb.join(",")})`;
-  const bright = ([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b > 140;
+  const bright = ([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b > 118;  // black on it reads better than white
   const shown = (piece) => piece.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
   const edged = (piece) => shown(piece).replaceAll(" ", "·") || "∅";
   const percent = (value) => `${(100 * value).toFixed(0)}%`;
@@ -44,7 +44,7 @@ const ChiarView = (() => {
 
   function compact(number) {
     for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
-      if (number >= size) return `${(number / size).toPrecision(3)} ${unit}`;
+      if (number >= size) return `${(number / size).toPrecision(3)}${unit}`;
     }
     return String(number);
   }
@@ -87,7 +87,10 @@ const ChiarView = (() => {
     return lines;
   }
 
-  const signed = (value, digits) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}`;
+  function signed(value, digits) {
+    const size = Math.abs(value).toFixed(digits);
+    return Number(size) === 0 ? size : `${value < 0 ? "−" : "+"}${size}`;
+  }
 
   function tokenFacts(view, t) {
     const token = view.tokens[t], lines = [];
@@ -304,8 +307,8 @@ const ChiarView = (() => {
     drawTable() {
       const { view } = this;
       const gated = view.layers.some((layer) => layer.gate), cut = view.layers.some((layer) => layer.thresholds);
-      const head = ["Layer", "Kind", "Light to dark", "f", "mean H", ...(cut ? ["τ"] : []), ...(gated ? ["gate"] : [])];
-      const numeric = new Set(["f", "mean H", "τ", "gate"]);
+      const head = ["Layer", "Kind", "Light to dark", "dark", "mean H", ...(cut ? ["τ"] : []), ...(gated ? ["gate"] : [])];
+      const numeric = new Set(["dark", "mean H", "τ", "gate"]);
       const rows = view.layers.map((layer) => {
         const bar = make("div", { class: "bar", role: "img", "aria-label":
           Object.entries(layer.use).map(([name, value]) => `${name} ${percent(value)}`).join(", ") });
