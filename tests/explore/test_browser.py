@@ -5,9 +5,9 @@ from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
-from chromium import NoBrowser, Watched, chromium
 from serving import save_model, serving
 
+from chromium import NoBrowser, Watched, chromium
 from commands import run
 
 pytestmark = pytest.mark.browser
@@ -218,6 +218,9 @@ def test_a_phone_scrolls_in_one_direction(page):
     assert boxes[1]["y"] > boxes[0]["y"] + boxes[0]["height"]
     assert panel(page).locator(".strip").count() > 1
     assert all(box["width"] <= 360 for box in boxes)
+    panel(page).locator(".cell[data-layer='1']").nth(9).tap()
+    assert "Layer 2" in page.locator(".tip").inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_without_a_run_the_demo_is_offered(watched, tmp_path, monkeypatch):

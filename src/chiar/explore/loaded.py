@@ -92,4 +92,7 @@ def describe_router(config: Any) -> str:
 def open_models(names: list[str], tokenizer: Path | None = None, seed: int = 0) -> list[LoadedModel]:
     if len(set(names)) < len(names):
         raise InputError(f"{names[0]} is named twice: two different models are compared.")
-    return [LoadedModel.open(name, tokenizer, seed) for name in names]
+    models = [LoadedModel.open(name, tokenizer, seed) for name in names]
+    for loaded in models:
+        _ = loaded.null, loaded.about  # before anybody waits for them
+    return models

@@ -57,7 +57,8 @@ class Explorer:
         names = demo_runs()
         if self.models or not names:
             raise Refused(409, "there is no demo run to open here.")
-        self.models = await self.room.answer(request, partial(open_models, names))
+        # In the model's thread, so that of two who ask at once the second finds what the first opened.
+        self.models = await self.room.answer(request, lambda: self.models or open_models(names))
         return await self.describe(request)
 
     async def route(self, request: Request) -> Response:

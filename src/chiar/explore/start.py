@@ -45,8 +45,6 @@ def serve(
     from chiar.explore.server import Explorer, make_app
 
     explorer = Explorer(open_models(names, tokenizer, seed), most_tokens, host)
-    for loaded in explorer.models:
-        _ = loaded.null, loaded.about  # before the first client waits for them
     listening = listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     say(f"the page is at http://{shown}:{listening.getsockname()[1]}/ (Ctrl-C ends it)")

@@ -54,7 +54,7 @@
       const names = { share: "Share to attention", shift: "Threshold shift" };
       this.kind = make("select", { "aria-label": "What the slider moves" },
         this.about.steer.map((kind) => make("option", { value: kind, text: names[kind] })));
-      this.range = make("input", { type: "range", "aria-label": "Move the routes", disabled: "" });
+      this.range = make("input", { type: "range", "aria-label": `Move the routes of ${this.about.name}`, disabled: "" });
       this.value = make("output");
       this.reset = make("button", { type: "button", text: "Reset", disabled: "" });
       this.panel.slot.append(make("div", { class: "steer" }, [this.kind, this.range, this.value, this.reset]));
@@ -129,7 +129,7 @@
     async carryOn() {
       if (!text.value) { text.focus(); return; }
       stream = new AbortController();
-      story = "; writing …";
+      status.textContent = `${this.about.name} is writing; Escape stops it.`;
       complain(null);
       lock(this);
       this.continueButton.textContent = "Stop";
@@ -174,7 +174,6 @@
         this.frame = null;
         if (!stream) return;
         this.panel.update(this.drawn, { written: this.written });
-        count(this.drawn.tokens.length);
       });
     }
   }
