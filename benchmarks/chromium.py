@@ -43,10 +43,15 @@ class Watched:
         self.requests: list[str] = []
         self.problems: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("requestfailed", lambda request: self.problems.append(f"failed: {request.url}"))
+        self.page.on("requestfailed", self.failed)
         self.page.on("console", lambda message: self.problems.append(f"{message.type}: {message.text}"))
         self.page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
         self.page.on("dialog", lambda dialog: (self.problems.append("a dialog opened"), dialog.dismiss()))
+
+    def failed(self, request: Any) -> None:
+        """Chromium often calls a stream aborted that was read to its end; whether it was, the page itself checks."""
+        if not (request.url.endswith("/api/continue") and request.failure == "net::ERR_ABORTED"):
+            self.problems.append(f"failed: {request.failure} {request.url}")
 
     def open(self, url: str) -> Any:
         self.page.goto(url)

@@ -96,7 +96,7 @@ measured. This file asks for nothing outside itself.</footer>
 
 
 def joined_scripts() -> str:
-    return "".join((STATIC / name).read_text(encoding="utf-8") for name in ("view.js", "report.js"))
+    return "".join((STATIC / name).read_text(encoding="utf-8") for name in ("marks.js", "view.js", "report.js"))
 
 
 def digest(text: str) -> str:

@@ -1,7 +1,7 @@
 """The page's server: a few files, and a JSON interface to the models. Everything it sends is of this machine."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from chiar.explore.start import demo_runs, what_to_do
 from chiar.explore.view import TooLong, route_view
 
 STATIC = Path(__file__).parent / "static"
-FILES = {"/": "index.html", **{f"/{name}": name for name in ("style.css", "theme.js", "view.js", "app.js")}}
+FILES = {"/": "index.html", **{f"/{name}": name for name in ("style.css", "theme.js", "marks.js", "view.js", "app.js")}}
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -116,9 +116,13 @@ def answer(record: Mapping[str, Any], status: int = 200, headers: Mapping[str, s
     return Response(json.dumps(record, allow_nan=False), status, headers, "application/json")
 
 
-def file_response(name: str) -> Callable[[Request], Response]:
+def file_response(name: str) -> Callable[[Request], Awaitable[Response]]:
     content, kind = (STATIC / name).read_bytes(), TYPES[Path(name).suffix]
-    return lambda request: Response(content, media_type=kind)
+
+    async def send_file(request: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return send_file
 
 
 def refusal(request: Request, error: Exception) -> Response:

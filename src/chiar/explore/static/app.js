@@ -1,7 +1,8 @@
 "use strict";
 // The live page: what is typed is routed by every model; sliders move a model's routes; a model continues the text.
 (() => {
-  const { Panel, make, heading, percent, signed } = ChiarView;
+  const { Panel, heading } = ChiarView;
+  const { make, mean, percent, share, signed } = ChiarMarks;
   const byId = (id) => document.getElementById(id);
   const text = byId("text"), status = byId("status"), error = byId("error"), panelsRoot = byId("panels");
   const EXAMPLE = "Return the number of items in the list, or raise ValueError if it is empty.";
@@ -24,7 +25,8 @@
 
   function complain(problem) {
     if (problem && problem.name === "AbortError") return;
-    const sentence = !problem ? "" : problem instanceof TypeError ? "The server does not answer: is it still running?" : problem.message;
+    const silent = problem instanceof TypeError;  // fetch's word for no answer
+    const sentence = silent ? "The server does not answer: is it still running?" : problem ? problem.message : "";
     error.textContent = sentence ? sentence[0].toUpperCase() + sentence.slice(1) : "";
     error.hidden = !sentence;
   }
@@ -54,13 +56,14 @@
       const names = { share: "Share to attention", shift: "Threshold shift" };
       this.kind = make("select", { "aria-label": "What the slider moves" },
         this.about.steer.map((kind) => make("option", { value: kind, text: names[kind] })));
-      this.range = make("input", { type: "range", "aria-label": `Move the routes of ${this.about.name}`, disabled: "" });
+      const name = `Move the routes of ${this.about.name}`;
+      this.range = make("input", { type: "range", "aria-label": name, disabled: "" });
       this.value = make("output");
       this.reset = make("button", { type: "button", text: "Reset", disabled: "" });
       this.panel.slot.append(make("div", { class: "steer" }, [this.kind, this.range, this.value, this.reset]));
       this.moved = false;
       this.kind.addEventListener("change", () => this.settle(true));
-      this.range.addEventListener("input", () => { this.moved = true; this.say(); this.route(); });
+      this.range.addEventListener("input", () => { this.moved = true; this.say(); complain(null); this.route(); });
       this.reset.addEventListener("click", () => this.settle(true));
     }
 
@@ -69,8 +72,9 @@
       if (!this.kind) return;
       this.moved = false;
       const shift = this.kind.value === "shift", reach = this.base?.reach ?? 0.1;
-      const dark = this.base ? mean(this.base.layers.filter((l) => l.kind === "routed").map((l) => l.use.attention)) : 0.5;
-      Object.assign(this.range, shift ? { min: -reach * 1.02, max: reach * 1.02, step: reach / 100 } : { min: 0, max: 1, step: 0.01 });
+      const dark = this.base ? share(this.base) : 0.5;
+      const end = shift ? 1.02 * reach : 1;
+      Object.assign(this.range, { min: shift ? -end : 0, max: end, step: shift ? reach / 100 : 0.01 });
       this.range.value = shift ? 0 : dark;
       this.say();
       if (reroute) this.route();
@@ -97,13 +101,12 @@
         do {
           this.again = false;
           if (!text.value || stream) break;
-          const asked = text.value, steer = this.steer, began = performance.now();
+          const asked = text.value, steer = this.steer;
           if (this.base?.asked !== asked) {
             this.base = { ...await this.fetch(asked, null), asked };
             if (!this.moved) this.settle(false);
           }
           const view = steer ? await this.fetch(asked, steer) : this.base;
-          this.took = performance.now() - began;
           if (text.value === asked && !stream) this.show(view, steer ? this.base : null);
         } while (this.again);
       } catch (problem) {
@@ -115,9 +118,7 @@
     }
 
     async fetch(asked, steer) {
-      const response = await ask("api/route", { model: this.index, text: asked, steer });
-      complain(null);
-      return response.json();
+      return (await ask("api/route", { model: this.index, text: asked, steer })).json();
     }
 
     show(view, base) {
@@ -135,7 +136,7 @@
       this.continueButton.textContent = "Stop";
       this.continueButton.setAttribute("aria-label", "Stop writing");
       const prompt = text.value;
-      let written = "", view = null;
+      let written = "", view = null, ended = false;
       try {
         const response = await ask("api/continue", { model: this.index, text: prompt, steer: this.steer,
           tokens: Number(byId("tokens").value), temperature: Number(byId("temperature").value),
@@ -148,8 +149,10 @@
             extend(view, record);
             written = record.text;
           }
+          ended = record.end === true;
           this.draw(view);
         }
+        if (!ended) throw new Error("The server broke off in the middle of the text.");
       } catch (problem) {
         complain(problem);
       }
@@ -166,19 +169,18 @@
       for (const live of panels) live.route();
     }
 
-    // At most once a frame, however fast tokens come.
+    // Not more often than half of the time goes into drawing, however fast tokens come.
     draw(view) {
       this.drawn = view;
-      if (this.frame) return;
-      this.frame = requestAnimationFrame(() => {
-        this.frame = null;
+      this.timer ??= setTimeout(() => {
+        this.timer = null;
         if (!stream) return;
+        const began = performance.now();
         this.panel.update(this.drawn, { written: this.written });
-      });
+        this.cost = performance.now() - began;
+      }, this.cost ?? 0);
     }
   }
-
-  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
   // One more token in a view.
   function extend(view, record) {
@@ -186,7 +188,9 @@
     view.layers.forEach((layer, i) => {
       const next = record.layers[i], before = layer.choice.length;
       for (const name of ["choice", "entropy", "gate", "probability"]) if (layer[name]) layer[name].push(...next[name]);
-      for (const name of Object.keys(layer.use)) layer.use[name] = (layer.use[name] * before + next.use[name]) / (before + 1);
+      for (const name of Object.keys(layer.use)) {
+        layer.use[name] = (layer.use[name] * before + next.use[name]) / (before + 1);
+      }
     });
     const nats = view.tokens.map((token) => token.nats).filter((value) => value !== null);
     view.loss = nats.length ? mean(nats) : null;
@@ -194,12 +198,12 @@
   }
 
   async function* lines(body) {
-    const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+    const reader = body.getReader(), decoder = new TextDecoder();
     let rest = "";
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      const parts = (rest + value).split("\n");
+      const parts = (rest + decoder.decode(value, { stream: true })).split("\n");
       rest = parts.pop();
       for (const part of parts) yield JSON.parse(part);
     }
@@ -212,7 +216,8 @@
   }
 
   function count(tokens) {
-    status.textContent = `${tokens.toLocaleString("en")} of at most ${limits.most_tokens.toLocaleString("en")} tokens${story}`;
+    const [now, most] = [tokens, limits.most_tokens].map((number) => number.toLocaleString("en"));
+    status.textContent = `${now} of at most ${most} tokens${story}`;
   }
 
   let pause = null;
@@ -220,7 +225,8 @@
     clearTimeout(pause);
     for (const live of panels) live.written = null;
     story = "";
-    if (!text.value) { complain(null); status.textContent = "Type something to route."; return; }
+    complain(null);
+    if (!text.value) { status.textContent = "Type something to route."; return; }
     pause = setTimeout(() => { for (const live of panels) live.route(); }, 200);
   });
   text.addEventListener("keydown", (event) => {
@@ -257,5 +263,8 @@
     }
   });
 
-  ask("api/models").then((response) => response.json()).then(begin).catch((problem) => { byId("composer").hidden = false; complain(problem); });
+  ask("api/models").then((response) => response.json()).then(begin).catch((problem) => {
+    byId("composer").hidden = false;
+    complain(problem);
+  });
 })();

@@ -3,8 +3,8 @@
 for (const [number, views] of JSON.parse(document.getElementById("views").textContent).entries()) {
   const place = document.getElementById(`prompt-${number + 1}`);
   for (const view of views) {
-    const root = ChiarView.make("article", { class: "panel", "aria-label": view.model.name },
-      [ChiarView.make("header", {}, [ChiarView.heading(view.model)])]);
+    const root = ChiarMarks.make("article", { class: "panel", "aria-label": view.model.name },
+      [ChiarMarks.make("header", {}, [ChiarView.heading(view.model)])]);
     place.append(root);
     new ChiarView.Panel(root).update(view);
   }

@@ -1,107 +1,11 @@
 "use strict";
-// One routed text on screen, for the live page and for the report. Everything is made by createElement and textContent:
-// text of any origin stays text.
+// One routed text on screen, for the live page and for the report.
 const ChiarView = (() => {
-  // From at the threshold to far from it; all light cells are paler than any dark one.
-  const RAMPS = {
-    spectral: [[255, 247, 205], [250, 205, 50]], temporal: [[247, 250, 210], [205, 220, 60]],
-    skip: [[255, 247, 205], [250, 205, 50]], bypass: [[255, 247, 205], [250, 205, 50]],
-    rbf: [[221, 160, 195], [204, 121, 167]], attention: [[120, 170, 215], [8, 40, 100]],
-  };
-  const NAMES = {
-    spectral: "light: spectral filter", temporal: "light: temporal filter", skip: "light: nothing",
-    bypass: "light: value and output projections", rbf: "between: RBF mixing", attention: "dark: attention",
-  };
-  const LIGHT = [255, 238, 170], DARK = [13, 44, 96];
-  const SVG = "http://www.w3.org/2000/svg";
+  const {
+    DARK, LIGHT, NAMES, RAMPS, bright, compact, css, draw, edged, facts, farthest, make, mean, mix, percent, routed,
+    share, shown, signed, strength, tokenFacts,
+  } = ChiarMarks;
   const LABEL = 96, CHARACTER = 7.3, NARROWEST = 17, LONGEST = 22;
-
-  const mix = (a, b, share) => a.map((v, i) => Math.round(v + (b[i] - v) * Math.min(Math.max(share, 0), 1)));
-  const css = (rgb) => `rgb(${rgb.join(",")})`;
-  const bright = ([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b > 118;  // black on it reads better than white
-  const shown = (piece) => piece.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
-  const edged = (piece) => shown(piece).replaceAll(" ", "·") || "∅";
-  const percent = (value) => `${(100 * value).toFixed(0)}%`;
-  const mean = (values) => values.reduce((sum, v) => sum + v, 0) / values.length;
-
-  function make(name, options = {}, children = []) {
-    const node = document.createElement(name);
-    for (const [key, value] of Object.entries(options)) {
-      if (key === "text") node.textContent = value;
-      else if (key === "class") node.className = value;
-      else node.setAttribute(key, value);
-    }
-    node.append(...children);
-    return node;
-  }
-
-  function draw(name, attributes, text) {
-    const node = document.createElementNS(SVG, name);
-    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-    if (text !== undefined) node.textContent = text;
-    return node;
-  }
-
-  function compact(number) {
-    for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
-      if (number >= size) return `${(number / size).toPrecision(3)}${unit}`;
-    }
-    return String(number);
-  }
-
-  const routed = (view) => view.layers.filter((layer) => layer.kind === "routed");
-  const share = (view) => routed(view).length ? mean(routed(view).map((layer) => layer.use.attention)) : null;
-
-  // H − τ, from the nearest of several thresholds.
-  function gap(layer, t) {
-    if (!layer.thresholds || !layer.entropy) return null;
-    const gaps = layer.thresholds.map((threshold) => layer.entropy[t] - threshold);
-    return gaps.reduce((best, value) => Math.abs(value) < Math.abs(best) ? value : best);
-  }
-
-  function farthest(view) {
-    let most = 0;
-    for (const layer of routed(view)) {
-      for (let t = 0; t < layer.choice.length; t++) most = Math.max(most, Math.abs(gap(layer, t) ?? 0));
-    }
-    return most || 1;
-  }
-
-  // How clear a choice was, 0 to 1.
-  function strength(layer, t, most) {
-    const distance = gap(layer, t);
-    if (distance !== null) return Math.abs(distance) / most;
-    return layer.probability && layer.operators.length === 2 ? Math.abs(2 * layer.probability[t] - 1) : 0.5;
-  }
-
-  function facts(view, layer, t) {
-    const token = view.tokens[t], operator = layer.operators[layer.choice[t]], lines = [];
-    lines.push(`Layer ${layer.number}${layer.kind === "routed" ? "" : " (not routed)"}: ${operator}`);
-    if (layer.entropy) lines.push(`H ${layer.entropy[t].toFixed(4)}`);
-    if (layer.thresholds) {
-      lines.push(`threshold ${layer.thresholds.map((v) => v.toFixed(4)).join(", ")} (H − τ ${signed(gap(layer, t), 4)})`);
-    }
-    if (layer.probability) lines.push(`p of attention ${layer.probability[t].toFixed(3)}`);
-    if (layer.gate) lines.push(`gate ${layer.gate[t].toFixed(3)}`);
-    if (token.nats !== null) lines.push(`loss ${token.nats.toFixed(2)} nats`);
-    return lines;
-  }
-
-  function signed(value, digits) {
-    const size = Math.abs(value).toFixed(digits);
-    return Number(size) === 0 ? size : `${value < 0 ? "−" : "+"}${size}`;
-  }
-
-  function tokenFacts(view, t) {
-    const token = view.tokens[t], lines = [];
-    for (const layer of routed(view)) {
-      const H = layer.entropy ? `, H ${layer.entropy[t].toFixed(3)}` : "";
-      lines.push(`Layer ${layer.number}: ${layer.operators[layer.choice[t]]}${H}`);
-    }
-    if (!lines.length) lines.push("attention in every layer");
-    if (token.nats !== null) lines.push(`loss ${token.nats.toFixed(2)} nats`);
-    return lines;
-  }
 
   // A single tip for the whole page; pointer and keyboard show the same.
   const tip = {
@@ -144,9 +48,10 @@ const ChiarView = (() => {
       this.written = null;
       this.figures = make("dl", { class: "figures" });
       this.slot = make("div");
-      this.words = make("div", { class: "words", role: "group", "aria-label": "Tokens, light to dark by route; arrow keys move" });
+      const named = (name, role, what) => make("div", { class: name, role, "aria-label": `${what}; arrow keys move` });
+      this.words = named("words", "group", "Tokens, light to dark by route");
       this.legend = make("p", { class: "legend" });
-      this.grid = make("div", { class: "grid", role: "grid", "aria-label": "Layers down, tokens across; arrow keys move" });
+      this.grid = named("grid", "grid", "Layers down, tokens across");
       this.cellLegend = make("p", { class: "legend" });
       this.table = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Split of each layer" });
       this.histograms = make("div", { class: "histograms" });
@@ -176,8 +81,10 @@ const ChiarView = (() => {
       }
       roving(this.words, ".token", (here, down, across) =>
         this.words.querySelector(`[data-token="${Number(here.dataset.token) + (across || down * 10)}"]`));
-      roving(this.grid, ".cell", (here, down, across) => this.grid.querySelector(
-        `.cell[data-token="${Number(here.dataset.token) + across}"][data-layer="${Number(here.dataset.layer) + down}"]`));
+      roving(this.grid, ".cell", (here, down, across) => {
+        const token = Number(here.dataset.token) + across, layer = Number(here.dataset.layer) + down;
+        return this.grid.querySelector(`.cell[data-token="${token}"][data-layer="${layer}"]`);
+      });
     }
 
     // `base` is the same text unmoved, for differences; tokens from `written` on are the model's own.
@@ -193,29 +100,33 @@ const ChiarView = (() => {
 
     drawFigures() {
       const { view, base } = this, rows = [];
-      const add = (name, value, detail, change) => rows.push(make("div", {}, [make("dt", { text: name }),
-        make("dd", { text: value }, [...(change ? [make("em", { text: change })] : []), make("small", { text: detail })])]));
+      const add = (name, value, detail, change) => {
+        const below = [...(change ? [make("em", { text: change })] : []), make("small", { text: detail })];
+        rows.push(make("div", {}, [make("dt", { text: name }), make("dd", { text: value }, below)]));
+      };
       const difference = (now, before, digits, unit = "") => {
         if (!base || now === null || before === null || Math.abs(now - before) < 0.5 * 10 ** -digits) return "";
         return `${signed(now - before, digits)}${unit}`;
       };
       const dark = share(view);
       if (dark !== null) {
-        add("Sent to attention", percent(dark), "of tokens, over the routed layers", difference(100 * dark, base && 100 * share(base), 0, " pt"));
+        const change = difference(100 * dark, base && 100 * share(base), 0, " pt");
+        add("Sent to attention", percent(dark), "of tokens, over the routed layers", change);
       }
       add("Loss", view.loss === null ? "–" : view.loss.toFixed(3), view.loss === null ? "one token has none" :
         `nats a token; perplexity ${view.perplexity.toPrecision(3)}`, difference(view.loss, base && base.loss, 3));
-      const saved = view.flops.saved;
-      add("Counted FLOPs", compact(view.flops.model), Math.abs(saved) < 0.0005 ? "a token; attention everywhere" :
-        `a token; ${Math.abs(100 * saved).toFixed(1)}% ${saved > 0 ? "below" : "above"} attention everywhere`,
-      difference(view.flops.model / view.flops.baseline * 100, base && base.flops.model / base.flops.baseline * 100, 1, " pt"));
+      const saved = view.flops.saved, part = (one) => one && one.flops.model / one.flops.baseline * 100;
+      const side = saved > 0 ? "below" : "above", size = Math.abs(100 * saved).toFixed(1);
+      const gap = Math.abs(saved) < 0.0005 ? "" : `${size}% ${side} `;
+      const change = difference(part(view), part(base), 1, " pt");
+      add("Counted FLOPs", compact(view.flops.model), `a token; ${gap}attention everywhere`, change);
       this.figures.replaceChildren(...rows);
     }
 
     drawWords() {
       const { view, written } = this, nodes = [];
       view.tokens.forEach((token, t) => {
-        if (t === written) nodes.push(make("span", { class: "begin", text: "▸", title: "from here on the model writes" }));
+        if (t === written) nodes.push(make("span", { class: "begin", text: "▸", title: "here the model begins" }));
         const colour = mix(LIGHT, DARK, token.dark);
         const node = make("span", { class: "token", dir: "auto", role: "img", "data-token": t, tabindex: t ? -1 : 0,
           "aria-label": `${edged(token.piece)}: ${percent(token.dark)} dark` }, [shown(token.piece) || "∅"]);
@@ -249,7 +160,11 @@ const ChiarView = (() => {
       });
       const room = (piece) => Math.max(NARROWEST, Math.ceil([...piece].length * CHARACTER) + 6);
       let line = [], used = LABEL;
-      const flush = () => { if (line.length) strips.push(this.strip(line, pieces, room, most)); line = []; used = LABEL; };
+      const flush = () => {
+        if (line.length) strips.push(this.strip(line, pieces, room, most));
+        line = [];
+        used = LABEL;
+      };
       pieces.forEach((piece, t) => {
         if (used + room(piece) + 1 > width) flush();
         line.push(t);
@@ -259,7 +174,8 @@ const ChiarView = (() => {
       this.grid.replaceChildren(...strips);
       this.grid.setAttribute("aria-colcount", String(pieces.length));
       this.grid.setAttribute("aria-rowcount", String(view.layers.length));
-      const first = this.grid.querySelector(`.cell[data-layer="${Math.max(0, view.layers.findIndex((l) => l.kind === "routed"))}"]`);
+      const row = Math.max(0, view.layers.findIndex((layer) => layer.kind === "routed"));
+      const first = this.grid.querySelector(`.cell[data-layer="${row}"]`);
       if (first) first.tabIndex = 0;
       this.drawCellLegend();
     }
@@ -275,11 +191,12 @@ const ChiarView = (() => {
         const row = make("div", { role: "row", "aria-rowindex": index + 1 });
         row.style.display = "contents";
         const what = fixed ? `all ${layer.kind}` : `${percent(layer.use.attention)} dark`;
-        row.append(make("span", { class: fixed ? "label fixed" : "label", role: "rowheader", text: `${layer.number}  ${what}` }));
+        const label = { class: fixed ? "label fixed" : "label", role: "rowheader", text: `${layer.number}  ${what}` };
+        row.append(make("span", label));
         for (const t of tokens) {
           const operator = layer.operators[layer.choice[t]];
-          const cell = make("div", { class: "cell", role: "gridcell", tabindex: -1, "data-layer": index, "data-token": t,
-            "aria-label": `${pieces[t]}. ${facts(view, layer, t).join(", ")}` });
+          const cell = make("div", { class: "cell", role: "gridcell", tabindex: -1, "data-layer": index,
+            "data-token": t, "aria-label": `${pieces[t]}. ${facts(view, layer, t).join(", ")}` });
           cell.style.backgroundColor = css(mix(...RAMPS[operator], strength(layer, t, most)));
           if (fixed) cell.classList.add("fixed");
           if (operator === "attention") cell.classList.add("dark");
@@ -295,7 +212,8 @@ const ChiarView = (() => {
       const { view } = this, nodes = [];
       const used = Object.keys(RAMPS).filter((name) => view.layers.some((layer) => layer.operators.includes(name)));
       for (const name of used) {
-        const swatch = make("span", { class: `swatch cell ${name === "attention" ? "dark" : name === "rbf" ? "middle" : ""}` });
+        const mark = { attention: "dark", rbf: "middle" }[name] ?? "";
+        const swatch = make("span", { class: `swatch cell ${mark}` });
         swatch.style.backgroundColor = css(mix(...RAMPS[name], 0.7));
         nodes.push(swatch, make("span", { class: "name", text: NAMES[name] }));
       }
@@ -307,7 +225,8 @@ const ChiarView = (() => {
     drawTable() {
       const { view } = this;
       const gated = view.layers.some((layer) => layer.gate), cut = view.layers.some((layer) => layer.thresholds);
-      const head = ["Layer", "Kind", "Light to dark", "dark", "mean H", ...(cut ? ["τ"] : []), ...(gated ? ["gate"] : [])];
+      const head = ["Layer", "Kind", "Light to dark", "dark", "mean H"];
+      head.push(...(cut ? ["τ"] : []), ...(gated ? ["gate"] : []));
       const numeric = new Set(["dark", "mean H", "τ", "gate"]);
       const rows = view.layers.map((layer) => {
         const bar = make("div", { class: "bar", role: "img", "aria-label":
@@ -340,7 +259,8 @@ const ChiarView = (() => {
         const top = Math.max(...density, ...histogram.null);
         const y = (value) => BASE - value / top * (BASE - 6);
         const at = (bin) => 4 + bin / bins * (WIDE - 8);
-        const steps = (values) => values.map((v, i) => `L${at(i).toFixed(1)} ${y(v).toFixed(1)}L${at(i + 1).toFixed(1)} ${y(v).toFixed(1)}`).join("");
+        const to = (bin, value) => `L${at(bin).toFixed(1)} ${y(value).toFixed(1)}`;
+        const steps = (values) => values.map((value, bin) => to(bin, value) + to(bin + 1, value)).join("");
         const H = layer.entropy, away = (mean(H) - histogram.null_mean) / histogram.null_deviation;
         const svg = draw("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label":
           `Layer ${number}: mean H ${mean(H).toFixed(4)}, white noise ${histogram.null_mean.toFixed(4)}` });
@@ -363,11 +283,10 @@ const ChiarView = (() => {
 
   function heading(about) {
     const notes = about.notes.map((text) => make("p", { class: "note", text }));
-    const kinds = about.kinds.length, width = about.width;
-    return make("div", {}, [make("h2", { text: about.name }),
-      make("p", { class: "about", text: `${compact(about.parameters)} parameters, ${kinds} layers, width ${width}; ${about.router}` }),
-      ...notes]);
+    const size = `${compact(about.parameters)} parameters, ${about.kinds.length} layers, width ${about.width}`;
+    const what = make("p", { class: "about", text: `${size}; ${about.router}` });
+    return make("div", {}, [make("h2", { text: about.name }), what, ...notes]);
   }
 
-  return { Panel, make, heading, percent, signed };
+  return { Panel, heading };
 })();
