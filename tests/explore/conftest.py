@@ -1,5 +1,5 @@
 import pytest
-from serving import save_model, serving
+from page_server import save_model, serving
 
 
 @pytest.fixture(scope="session")

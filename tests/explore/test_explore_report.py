@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from serving import save_model
+from page_server import save_model
 
 from chiar.explore.report import as_data, digest, table
 from chiar.load import load_config

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 import torch
-from serving import save_model, serving
+from page_server import save_model, serving
 
 from chiar.analysis.trace_view import route_text
 from chiar.explore.continuing import Continuation, Wish
@@ -371,41 +371,52 @@ class TestCrowds:
         assert len(begun) == 1
 
 
-class TestKindsOfModels:
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"router": "learned", "routing": "hard"},
-            {"router": "learned", "routing": "soft"},
-            {"router": "random"},
-            {"router": "static"},
-            {"target_fraction": 0.3},
-            {"preset": "v1-tiny"},
-            {"preset": "v2-tiny"},
-            {"gate_pool": "batch"},
-            {"operators": ["temporal", "attention"], "layer_types": ["temporal", "routed", "attention"]},
-            {"operators": ["skip", "attention"], "norm_position": "pre", "keys": "routed", "execution": "sparse"},
-        ],
-        ids=["hard", "soft", "random", "static", "target", "v1", "v2", "batch-gate", "temporal", "skip-sparse"],
-    )
-    def test_each_is_routed_steered_or_explained_and_continued(self, tmp_path, changes):
-        with serving([str(save_model(tmp_path / "model", **changes))], most_tokens=64) as server:
-            about = server.get("/api/models").json()["models"][0]
-            plain = server.post("/api/route", {"text": TEXT})
-            assert plain.status_code == 200
-            assert plain.json()["loss"] > 0
-            assert bool(about["steer"]) != bool(about["unsteerable"])
-            for kind in about["steer"]:
-                steer = {"kind": kind, "value": 0.5 if kind == "share" else 0.01}
-                assert server.post("/api/route", {"text": TEXT, "steer": steer}).status_code == 200
-            lines = lines_of(server.post("/api/continue", {"text": TEXT, "tokens": 5}))
-            assert len(lines) == 7
-            assert "64 are the most" in refused(server.post("/api/route", {"text": "x" * 65}), 413)
+KINDS = {
+    "hard": {"router": "learned", "routing": "hard"},
+    "soft": {"router": "learned", "routing": "soft"},
+    "random": {"router": "random"},
+    "static": {"router": "static"},
+    "target": {"target_fraction": 0.3},
+    "v1": {"preset": "v1-tiny"},
+    "v2": {"preset": "v2-tiny"},
+    "batch-gate": {"gate_pool": "batch"},
+    "temporal": {"operators": ["temporal", "attention"], "layer_types": ["temporal", "routed", "attention"]},
+    "skip-sparse": {
+        "operators": ["skip", "attention"],
+        "norm_position": "pre",
+        "keys": "routed",
+        "execution": "sparse",
+    },
+}
 
-    def test_a_gate_that_sees_the_future_is_explained(self, tmp_path):
-        with serving([str(save_model(tmp_path / "model", gate_pool="batch"))]) as server:
-            notes = server.get("/api/models").json()["models"][0]["notes"]
-            assert any("the gate stays as the text set it" in note for note in notes)
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    """One server with a model of each kind."""
+    place = tmp_path_factory.mktemp("zoo")
+    with serving([str(save_model(place / name, **changes)) for name, changes in KINDS.items()], 64) as server:
+        yield server
+
+
+class TestKindsOfModels:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_each_is_routed_steered_or_explained_and_continued(self, zoo, kind):
+        number = list(KINDS).index(kind)
+        about = zoo.get("/api/models").json()["models"][number]
+        plain = zoo.post("/api/route", {"model": number, "text": TEXT})
+        assert plain.status_code == 200
+        assert plain.json()["loss"] > 0
+        assert bool(about["steer"]) != bool(about["unsteerable"])
+        for way in about["steer"]:
+            steer = {"kind": way, "value": 0.5 if way == "share" else 0.01}
+            assert zoo.post("/api/route", {"model": number, "text": TEXT, "steer": steer}).status_code == 200
+        lines = lines_of(zoo.post("/api/continue", {"model": number, "text": TEXT, "tokens": 5}))
+        assert len(lines) == 7
+        assert "64 are the most" in refused(zoo.post("/api/route", {"model": number, "text": "x" * 65}), 413)
+
+    def test_a_gate_that_sees_the_future_is_explained(self, zoo):
+        notes = zoo.get("/api/models").json()["models"][list(KINDS).index("batch-gate")]["notes"]
+        assert any("the gate stays as the text set it" in note for note in notes)
 
 
 class TestWithoutARun:

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
-from serving import save_model, serving
+from page_server import save_model, serving
 
 from chromium import NoBrowser, Watched, chromium
 from commands import run
