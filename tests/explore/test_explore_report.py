@@ -6,7 +6,9 @@ import re
 import pytest
 from page_server import save_model
 
-from chiar.explore.report import as_data, digest, table
+from chiar.analysis.trace_picture import NAMES, RAMPS
+from chiar.evaluation.report import EvaluationReport, LanguageScores, LayerUse, RoutingUse
+from chiar.explore.report import STATIC, as_data, digest, table
 from chiar.load import load_config
 from commands import run
 
@@ -100,3 +102,39 @@ def test_learned_positions_bound_a_prompt(tmp_path):
     model = save_model(tmp_path / "model", "v2-tiny", max_position_embeddings=20)
     code, said = run("report", model, "--prompt", "x" * 21, "--out", tmp_path / "x.html")
     assert code == 2 and "20 are the most" in said
+
+
+def test_a_run_brings_its_curves_settings_and_evaluation(tmp_path):
+    folder = tmp_path / "run"
+    save_model(folder / "best")
+    config = load_config(str(folder / "best"))
+    settings = {"steps": 20, "batch": 8, "length": 16, "learning_rate": 0.003, "seed": 7}
+    record = {"config": config.to_dict(), "settings": settings, "commit": "abcdef0123456789"}
+    (folder / "run.json").write_text(json.dumps(record))
+    records = [{"step": step, "loss": 5.0 - step / 10, "rate": 1e-3, "use": [[0.4, 0.6]] * 2} for step in (1, 10, 20)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    use = [LayerUse(layer, {"spectral": 0.75, "attention": 0.25}) for layer in config.routed_layers]
+    scores = LanguageScores(tokens=1234, nll=4.321, words=900, lines=30, bytes=5000)
+    evaluated = EvaluationReport(
+        *(str(folder / "best"), str(folder), "corpus", "0" * 64, "test", 16, None, None, 16, "fp32", "cpu"),
+        *(scores, RoutingUse(use, None, None), 1e6, 2e6, 16),
+    )
+    (folder / "evaluation.json").write_text(evaluated.to_json())
+    code, _ = run("report", folder, "--prompt", "light", "--out", tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert code == 0
+    for heading in ("Training", "Evaluation"):
+        assert f">{heading}</h2>" in text
+    assert "<svg" in text and "loss, nats per token" in text and "abcdef012345<" in text
+    assert "1,234" in text and "4.3210" in text and "routes as evaluated" in text
+
+
+def test_the_scripts_have_the_colours_and_names_of_pictures():
+    script = (STATIC / "marks.js").read_text()
+    numbers = r"\[(\d+), (\d+), (\d+)\]"
+    ramps = {
+        name: (tuple(map(int, ends[:3])), tuple(map(int, ends[3:])))
+        for name, *ends in re.findall(rf"(\w+): \[{numbers}, {numbers}\]", script)
+    }
+    assert ramps == RAMPS
+    assert all(f'{name}: "{words}"' in script for name, words in NAMES.items())

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 Model = Annotated[
-    str | None, typer.Argument(metavar="[RUN]", help="A training run (its best model), a model folder, or a preset.")
+    str | None, typer.Argument(metavar="RUN", help="A training run (its best model), a model folder, or a preset.")
 ]
 Beside = Annotated[str | None, typer.Option(metavar="RUN2", help="A second model, shown side by side.")]
 Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")]
@@ -17,7 +17,7 @@ def explore(
     run: Model = None,
     beside: Beside = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8327,
-    host: Annotated[str, typer.Option(help="Address to listen on; another machine can reach 0.0.0.0.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     most_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 1024,
     tokenizer: Tokenizer = None,
     seed: Seed = 0,
