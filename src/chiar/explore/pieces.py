@@ -17,10 +17,14 @@ class Pieces:
 
     def next(self, token: int) -> str:
         """Safe to show; line breaks and tabs are kept."""
+        alone = self.codec.decode([token])
+        if BROKEN not in alone:  # it begins a character, so what waited never was one
+            self.waiting = []
+            return visible(alone or self.codec.pieces([token])[0])
         self.waiting.append(token)
         text = self.codec.decode(self.waiting)
         # No character has more than four bytes: what is still broken then stays so.
         if text.endswith(BROKEN) and len(self.waiting) < 4:
             return PART
         self.waiting = []
-        return visible(text or self.codec.pieces([token])[0])
+        return visible(text)

@@ -44,7 +44,7 @@ const ChiarMarks = (() => {
     for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
       if (number >= size) return `${(number / size).toPrecision(3)}${unit}`;
     }
-    return String(number);
+    return number.toPrecision(3);
   }
 
   const routed = (view) => view.layers.filter((layer) => layer.kind === "routed");

@@ -114,7 +114,7 @@ const ChiarView = (() => {
         add("Sent to attention", percent(dark), "of tokens, over the routed layers", change);
       }
       add("Loss", view.loss === null ? "–" : view.loss.toFixed(3), view.loss === null ? "one token has none" :
-        `nats a token; perplexity ${view.perplexity.toPrecision(3)}`, difference(view.loss, base && base.loss, 3));
+        `nats a token; perplexity ${compact(view.perplexity)}`, difference(view.loss, base && base.loss, 3));
       const saved = view.flops.saved, part = (one) => one && one.flops.model / one.flops.baseline * 100;
       const side = saved > 0 ? "below" : "above", size = Math.abs(100 * saved).toFixed(1);
       const gap = Math.abs(saved) < 0.0005 ? "" : `${size}% ${side} `;
