@@ -20,7 +20,8 @@ def demo_runs() -> list[str]:
 def what_to_do() -> list[dict[str, str]]:
     """Commands that give a run to look at."""
     prepare = "chiar data prepare stdlib --out runs/stdlib"
-    train = "chiar train v3-tiny --data runs/stdlib --out runs/v3 --steps 300 --batch 8 --micro-batch 8 --no-compile"
+    how = "--steps 300 --batch 8 --micro-batch 8 --length 128 --learning-rate 3e-3 --set warmup=30 --no-compile"
+    train = f"chiar train v3-tiny --data runs/stdlib --out runs/v3 {how}"
     return [
         {"why": "Two small models on Python's own documentation, in a minute or two:", "command": "make demo"},
         {"why": "Or a corpus and a model of your own:", "command": f"{prepare}\n{train}"},
