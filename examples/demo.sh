@@ -54,3 +54,4 @@ run chiar generate "$out/v3" --prompt "If the object is" --temperature 0.4 --top
 
 printf '\nIn %s: curves.svg and routing.svg to look at, both runs to go on with. A minute of training shows that\n' "$out"
 echo "everything works; which model is better takes more."
+echo "To see it live: chiar explore $out/v3 --beside $out/baseline"

@@ -13,6 +13,7 @@ from chiar.analysis.theorem_cli import theorem
 from chiar.data.cli import data_app
 from chiar.errors import InputError
 from chiar.evaluation.cli import compare, evaluate
+from chiar.explore.cli import explore, report
 from chiar.extensions import add_plugins, load_plugins
 from chiar.figures.cli import curves, figures_app
 from chiar.generation.cli import generate
@@ -44,6 +45,8 @@ app.command("nulltest")(nulltest)
 app.command("theorem")(theorem)
 app.add_typer(figures_app, name="figures")
 app.command("curves")(curves)
+app.command("explore")(explore)
+app.command("report")(report)
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
 Keys = Annotated[
@@ -239,26 +242,35 @@ def trace(
     text: Annotated[str, typer.Option(help="Text to route.")],
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")] = None,
     json: Json = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a line a token and layer to a new file, - to print.")
+    ] = None,
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the routes to a new .svg file.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")] = 0,
 ) -> None:
     """Route a text and show which operator each token took in each layer."""
+    from chiar.analysis.trace_csv import routing_csv
     from chiar.analysis.trace_picture import draw_routing
     from chiar.analysis.trace_view import route_text, views
     from chiar.folders import check_new, write_new
 
-    if json is not None and str(json) != "-":
-        check_new(json)
+    printed = [name for name, out in (("--json", json), ("--csv", csv)) if str(out) == "-"]
+    if len(printed) == 2:
+        raise InputError("--json - and --csv - would both print: give one of them a file.")
+    for out in (json, csv, picture):
+        if out is not None and str(out) != "-":
+            check_new(out)
     if picture is not None:
         check_svg(picture)
-        check_new(picture)
     routed = route_text(model, text, tokenizer, seed)
     if picture is not None:
         write_new(picture, draw_routing(routed))
-        typer.echo(f"wrote {picture}", err=json is not None)
+        typer.echo(f"wrote {picture}", err=bool(printed))
     if json is not None:
         write_json(json, routed.trace.to_json())
-    if json is None or str(json) != "-":
+    if csv is not None:
+        write_json(csv, routing_csv(routed).rstrip("\n"))
+    if not printed:
         for view in views(routed):
             show(view)
 

@@ -1,0 +1,153 @@
+"""How fast the routing explorer is, as a user meets it: over HTTP, and in Chromium.
+
+    OMP_NUM_THREADS=2 python benchmarks/explore.py [--size 16m] [--tokens 512] [--repeats 9]
+
+A model with random weights and bytes for tokens is served by `chiar explore` in a process of its own. "Interactive" is
+when the page has drawn its first text and the slider can be moved; "re-routed" when a moved slider has redrawn all
+tokens. Without Chromium or playwright the rows of the browser are left out.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from chiar import presets
+from chiar.data.tokenizers import Tokenizer
+from chiar.modeling import ChiarForCausalLM
+from chromium import NoBrowser, Watched, chromium
+
+TEXT = "Light tokens take the cheap filter and dark ones attend to everything before them. "
+MOVED = """value => new Promise(done => {
+  const slider = document.querySelector('input[type=range]'), words = document.querySelector('.words');
+  const redrawn = (_, seen) => { seen.disconnect(); requestAnimationFrame(() => done()); };
+  new MutationObserver(redrawn).observe(words, {childList: true});
+  slider.value = value;
+  slider.dispatchEvent(new Event('input', {bubbles: true}));
+})"""
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--size", choices=("400m", "16m", "tiny"), default="16m")
+    add("--tokens", type=int, default=512)
+    add("--repeats", type=int, default=9)
+    return parser.parse_args(arguments)
+
+
+@contextmanager
+def served(size: str) -> Iterator[str]:
+    """The address of `chiar explore` with such a model."""
+    with tempfile.TemporaryDirectory() as place:
+        torch.manual_seed(0)
+        logging.disable_progress_bar()
+        ChiarForCausalLM(presets.get(f"v3-{size}", gate_pool="causal")).save_pretrained(place)
+        Tokenizer.of_bytes().save(Path(place))
+        program = [sys.executable, "-m", "chiar", "explore", place, "--port", "0"]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            try:
+                assert process.stdout is not None
+                yield process.stdout.readline().split()[4]
+            finally:
+                process.terminate()
+
+
+def ask(url: str, text: str, steer: dict[str, Any] | None) -> None:
+    body = json.dumps({"model": 0, "text": text, "steer": steer}).encode()
+    request = urllib.request.Request(f"{url}api/route", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        json.load(response)
+
+
+def repeated(work: Callable[[int], float | None], repeats: int) -> list[float]:
+    """Milliseconds of each call, or what it measured itself."""
+    found = []
+    for number in range(repeats):
+        began = time.perf_counter()
+        own = work(number)
+        found.append((time.perf_counter() - began) * 1e3 if own is None else own)
+    return found
+
+
+def over_http(url: str, text: str, repeats: int) -> dict[str, list[float]]:
+    ask(url, text, None)
+    return {
+        "route the text (HTTP)": repeated(lambda n: ask(url, text, None), repeats),
+        "route it with another share (HTTP)": repeated(
+            lambda n: ask(url, text, {"kind": "share", "value": (n + 1) / (repeats + 1)}), repeats
+        ),
+    }
+
+
+def in_chromium(url: str, text: str, repeats: int) -> dict[str, list[float]]:
+    with chromium() as browser:
+
+        def load(number: int) -> float:
+            """In a context of its own, so that nothing is cached; making the context is not the page's time."""
+            watched = Watched(browser)
+            began = time.perf_counter()
+            watched.open(url).wait_for_selector("input[type=range]:not([disabled])")
+            took = (time.perf_counter() - began) * 1e3
+            watched.context.close()
+            return took
+
+        loads = repeated(load, repeats)
+        page = Watched(browser).open(url)
+        page.locator("select").select_option("share")
+        with page.expect_response("**/api/route"):
+            page.fill("#text", text)
+        page.wait_for_selector(f".token[data-token='{len(text) - 1}']")
+        page.wait_for_timeout(500)
+        moves = repeated(lambda n: page.evaluate(MOVED, (n + 1) / (repeats + 1)), repeats)
+    return {
+        "first page load to interactive (Chromium)": loads[:1],
+        "later page loads": loads[1:],
+        "slider moved to tokens redrawn": moves,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    text = (TEXT * (options.tokens // len(TEXT) + 1))[: options.tokens]
+    with served(options.size) as url:
+        rows = over_http(url, text, options.repeats)
+        try:
+            rows |= in_chromium(url, text, options.repeats)
+        except NoBrowser as error:
+            print(f"note: {error}", file=sys.stderr)
+    threads, load = os.environ.get("OMP_NUM_THREADS", "all"), os.getloadavg()[0]
+    print(
+        f"v3-{options.size}, {options.tokens} tokens; {machine()}, {threads} threads of {os.cpu_count()} cores, ",
+        end="",
+    )
+    print(f"load average {load:.1f}, torch {torch.__version__}\n")
+    print("| what | median ms | fastest | slowest | n |\n|---|---|---|---|---|")
+    for name, times in rows.items():
+        print(f"| {name} | {statistics.median(times):.0f} | {min(times):.0f} | {max(times):.0f} | {len(times)} |")
+    return 0
+
+
+def machine() -> str:
+    """The processor's own name where the system tells it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

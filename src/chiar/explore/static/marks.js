@@ -1,0 +1,109 @@
+"use strict";
+// Colours, words and nodes that everything on the page is made of. Text is only ever inserted as text.
+const ChiarMarks = (() => {
+  // From at the threshold to far from it; all light cells are paler than any dark one.
+  const RAMPS = {
+    spectral: [[255, 247, 205], [250, 205, 50]], temporal: [[247, 250, 210], [205, 220, 60]],
+    skip: [[255, 247, 205], [250, 205, 50]], bypass: [[255, 247, 205], [250, 205, 50]],
+    rbf: [[221, 160, 195], [204, 121, 167]], attention: [[120, 170, 215], [8, 40, 100]],
+  };
+  const NAMES = {
+    spectral: "light: spectral filter", temporal: "light: temporal filter", skip: "light: nothing",
+    bypass: "light: value and output projections", rbf: "between: RBF mixing", attention: "dark: attention",
+  };
+  const LIGHT = [255, 238, 170], DARK = [13, 44, 96];
+  const SVG = "http://www.w3.org/2000/svg";
+
+  const mix = (a, b, share) => a.map((v, i) => Math.round(v + (b[i] - v) * Math.min(Math.max(share, 0), 1)));
+  const css = (rgb) => `rgb(${rgb.join(",")})`;
+  const bright = ([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b > 118;  // black on it reads better than white
+  const shown = (piece) => piece.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+  const edged = (piece) => shown(piece).replaceAll(" ", "·") || "∅";
+  const percent = (value) => `${(100 * value).toFixed(0)}%`;
+  const mean = (values) => values.reduce((sum, v) => sum + v, 0) / values.length;
+
+  function make(name, options = {}, children = []) {
+    const node = document.createElement(name);
+    for (const [key, value] of Object.entries(options)) {
+      if (key === "text") node.textContent = value;
+      else if (key === "class") node.className = value;
+      else node.setAttribute(key, value);
+    }
+    node.append(...children);
+    return node;
+  }
+
+  function draw(name, attributes, text) {
+    const node = document.createElementNS(SVG, name);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    if (text !== undefined) node.textContent = text;
+    return node;
+  }
+
+  function compact(number) {
+    for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+      if (number >= size) return `${(number / size).toPrecision(3)}${unit}`;
+    }
+    return number.toPrecision(3);
+  }
+
+  const routed = (view) => view.layers.filter((layer) => layer.kind === "routed");
+  const share = (view) => routed(view).length ? mean(routed(view).map((layer) => layer.use.attention)) : null;
+
+  // H − τ, from the nearest of several thresholds.
+  function gap(layer, t) {
+    if (!layer.thresholds || !layer.entropy) return null;
+    const gaps = layer.thresholds.map((threshold) => layer.entropy[t] - threshold);
+    return gaps.reduce((best, value) => Math.abs(value) < Math.abs(best) ? value : best);
+  }
+
+  function farthest(view) {
+    let most = 0;
+    for (const layer of routed(view)) {
+      for (let t = 0; t < layer.choice.length; t++) most = Math.max(most, Math.abs(gap(layer, t) ?? 0));
+    }
+    return most || 1;
+  }
+
+  // How clear a choice was, 0 to 1.
+  function strength(layer, t, most) {
+    const distance = gap(layer, t);
+    if (distance !== null) return Math.abs(distance) / most;
+    return layer.probability && layer.operators.length === 2 ? Math.abs(2 * layer.probability[t] - 1) : 0.5;
+  }
+
+  function facts(view, layer, t) {
+    const token = view.tokens[t], operator = layer.operators[layer.choice[t]], lines = [];
+    lines.push(`Layer ${layer.number}${layer.kind === "routed" ? "" : " (not routed)"}: ${operator}`);
+    if (layer.entropy) lines.push(`H ${layer.entropy[t].toFixed(4)}`);
+    if (layer.thresholds) {
+      const cuts = layer.thresholds.map((value) => value.toFixed(4)).join(", ");
+      lines.push(`threshold ${cuts} (H − τ ${signed(gap(layer, t), 4)})`);
+    }
+    if (layer.probability) lines.push(`p of attention ${layer.probability[t].toFixed(3)}`);
+    if (layer.gate) lines.push(`gate ${layer.gate[t].toFixed(3)}`);
+    if (token.nats !== null) lines.push(`loss ${token.nats.toFixed(2)} nats`);
+    return lines;
+  }
+
+  function signed(value, digits) {
+    const size = Math.abs(value).toFixed(digits);
+    return Number(size) === 0 ? size : `${value < 0 ? "−" : "+"}${size}`;
+  }
+
+  function tokenFacts(view, t) {
+    const token = view.tokens[t], lines = [];
+    for (const layer of routed(view)) {
+      const H = layer.entropy ? `, H ${layer.entropy[t].toFixed(3)}` : "";
+      lines.push(`Layer ${layer.number}: ${layer.operators[layer.choice[t]]}${H}`);
+    }
+    if (!lines.length) lines.push("attention in every layer");
+    if (token.nats !== null) lines.push(`loss ${token.nats.toFixed(2)} nats`);
+    return lines;
+  }
+
+  return {
+    DARK, LIGHT, NAMES, RAMPS, bright, compact, css, draw, edged, facts, farthest, make, mean, mix, percent, routed,
+    share, shown, signed, strength, tokenFacts,
+  };
+})();

@@ -1,0 +1,149 @@
+"""Routers moved while one looks at them: every threshold shifted alike, or a share of the text sent to attention.
+
+Each router is run with a moved parameter of its own, so weights and choices are what such a model would compute.
+Nothing stays moved after a pass.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chiar.errors import InputError, unknown_name
+from chiar.layers.context import TokenContext
+from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, Route
+from chiar.routing.trace import RoutingTrace
+
+SHIFT, SHARE = "shift", "share"
+KINDS = (SHIFT, SHARE)
+
+
+def ways_to_steer(config: Any) -> list[str]:
+    """What can be moved in models of this configuration; nothing where no token's route depends on a number."""
+    if not config.routed_layers or config.router == "static":
+        return []
+    return [SHARE] if config.router == "random" else [SHIFT, SHARE]
+
+
+def why_not(config: Any) -> str | None:
+    """What to tell somebody who looks for a slider."""
+    if not config.routed_layers:
+        return "No layer of this model routes: every token takes the same path, so there is nothing to move."
+    if config.router == "static":
+        return "A static router: whole layers decide, whatever the token, so there is no threshold to move."
+    return None
+
+
+@dataclass
+class Steering:
+    """`shift` is added to every cut. `share` puts each layer's cut where that share of the tokens of the first pass
+    lies above it, and leaves it there: tokens written later are compared with the same numbers."""
+
+    kind: str
+    value: float
+    cuts: dict[int, float] = field(default_factory=dict)
+    """Of each routed layer, once a pass has found it."""
+
+    def check(self, config: Any) -> None:
+        ways = ways_to_steer(config)
+        if not ways:
+            raise InputError(str(why_not(config)))
+        if self.kind not in ways:
+            raise unknown_name("way to steer this model", self.kind, ways)
+        if self.kind == SHARE and not 0.0 <= self.value <= 1.0:
+            raise InputError(f"a share lies between 0 and 1, got {self.value:g}.")
+
+
+class SteeredRouter(nn.Module):
+    """Runs another router with its cut moved."""
+
+    def __init__(self, router: nn.Module, steering: Steering, layer: int) -> None:
+        super().__init__()
+        self.router, self.steering, self.layer = router, steering, layer
+
+    def forward(
+        self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
+    ) -> Route:
+        router, steering, state = self.router, self.steering, context.router_state
+        if isinstance(router, RandomRouter):
+            with changed(router, "fraction", steering.value):
+                return router(x_BTD, entropy_BT, context, forced_BT)
+        assert isinstance(router, EntropyRouter | LearnedRouter)
+        followed = [float(state.threshold)] if router.follows and state is not None else None
+        if isinstance(router, EntropyRouter):
+            assert entropy_BT is not None
+            own, score_BT, ends = followed or list(router.values), entropy_BT, (0.0, 1.0)
+        else:
+            scores_BTK = router.scores(x_BTD, entropy_BT)
+            own, score_BT, ends = followed or [0.0], scores_BTK[..., -1] - scores_BTK[..., :-1].amax(-1), (-1e4, 1e4)
+        if self.layer not in steering.cuts:
+            found = own[-1] + steering.value if steering.kind == SHIFT else cut_at(score_BT, steering.value, ends)
+            steering.cuts[self.layer] = found
+        cut = steering.cuts[self.layer]
+        if state is not None and router.follows:
+            near = replace(state, threshold=torch.full_like(state.threshold, cut))
+            return router(x_BTD, entropy_BT, replace(context, router_state=near), forced_BT)
+        if isinstance(router, LearnedRouter):
+            # A lower logit of attention is a higher cut of its lead.
+            bias_K = router.score.bias.detach().clone()
+            bias_K[-1] -= cut
+            with changed(router.score, "bias", nn.Parameter(bias_K)):
+                return router(x_BTD, entropy_BT, context, forced_BT)
+        values = torch.tensor(moved_cuts(own, cut, steering.kind), dtype=torch.float64, device=x_BTD.device)
+        with changed(router, "thresholds", values):
+            return router(x_BTD, entropy_BT, context, forced_BT)
+
+
+def cut_at(score_BT: Tensor, share: float, ends: tuple[float, float]) -> float:
+    """The number that `share` of the scores, rounded to whole tokens, are above; `ends` are below and above any."""
+    ordered = score_BT.double().flatten().sort().values
+    light = len(ordered) - round(share * len(ordered))
+    if light == 0:
+        return ends[0]
+    return ends[1] if light == len(ordered) else float(ordered[light - 1] + ordered[light]) / 2
+
+
+def moved_cuts(own: list[float], cut: float, kind: str) -> list[float]:
+    """All cuts of a layer, given the one below attention: a shift moves both of two, a share only pushes the other."""
+    lower = [t + cut - own[-1] if kind == SHIFT else min(t, cut) for t in own[:-1]]
+    return [*lower, cut]
+
+
+@contextmanager
+def changed(thing: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(thing, name)
+    setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        setattr(thing, name, before)
+
+
+@contextmanager
+def steered(decoder: Any, steering: Steering | None) -> Iterator[None]:
+    """Passes of `decoder` inside the block are steered. Not for two threads at a time."""
+    if steering is None:
+        yield
+        return
+    steering.check(decoder.config)
+    layers = {index: decoder.layers[index] for index in decoder.config.routed_layers}
+    before = {index: layer.router for index, layer in layers.items()}
+    try:
+        for index, layer in layers.items():
+            layer.router = SteeredRouter(before[index], steering, index)
+        yield
+    finally:
+        for index, layer in layers.items():
+            layer.router = before[index]
+
+
+def moved_thresholds(config: Any, steering: Steering, trace: RoutingTrace) -> None:
+    """Write the cuts in force into a trace of a steered pass, which knows the entropy router alone."""
+    if config.router != "entropy":
+        return
+    for nth, index in enumerate(config.routed_layers):
+        own = list(config.layer_thresholds()[nth])
+        trace.layers[index].thresholds = moved_cuts(own, steering.cuts[index], steering.kind)

@@ -1,0 +1,140 @@
+"""A report is one file that asks for nothing and shows text as text."""
+
+import json
+import re
+
+import pytest
+from page_server import save_model
+
+from chiar.analysis.trace_picture import NAMES, RAMPS
+from chiar.evaluation.report import EvaluationReport, LanguageScores, LayerUse, RoutingUse
+from chiar.explore.report import STATIC, as_data, digest, table
+from chiar.load import load_config
+from commands import run
+
+HOSTILE = '</script><script>alert("x")</script> & \u202e \x1b[31m'
+
+
+@pytest.fixture(scope="module")
+def written(folders, tmp_path_factory):
+    out = tmp_path_factory.mktemp("report") / "report.html"
+    code, said = run(
+        *("report", folders[0], "--beside", folders[1], "--prompt", "light and dark", "--prompt", HOSTILE, "--out", out)
+    )
+    assert code == 0 and f"wrote {out}" in said
+    return out
+
+
+def scripts(text):
+    return re.findall(r"<script([^>]*)>(.*?)</script>", text, re.DOTALL)
+
+
+def test_the_views_are_those_of_the_page(written, served):
+    text = written.read_text()
+    data = next(body for attributes, body in scripts(text) if 'id="views"' in attributes)
+    views = json.loads(data)
+    assert len(views) == 2
+    for prompt, pair in zip(["light and dark", HOSTILE], views, strict=True):
+        for number, view in enumerate(pair):
+            assert view == served.post("/api/route", {"model": number, "text": prompt}).json()
+
+
+def test_nothing_comes_from_elsewhere(written):
+    text = written.read_text().replace("http://www.w3.org/2000/svg", "")
+    assert "http:" not in text and "https:" not in text
+    assert not re.search(r'\b(?:src|href)="(?!data:)', text)
+    assert "@import" not in text and "url(" not in text
+
+
+def test_the_policy_allows_exactly_what_is_inside(written):
+    text = written.read_text()
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]
+    run_scripts = [body for attributes, body in scripts(text) if "application/json" not in attributes]
+    assert len(run_scripts) == 2 and all(digest(body) in policy for body in run_scripts)
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
+    assert digest(style) in policy and "unsafe" not in policy
+
+
+def test_text_stays_text(written):
+    text = written.read_text()
+    assert "alert(&quot;x&quot;)" in text and 'alert("x")' not in text
+    assert "\x1b" not in text and "\u202e" not in text
+    assert as_data(["</script><!--"]) == '["\\u003c/script\\u003e\\u003c!--"]'
+    assert "<b>" not in table(["<b>"], [["<b>", "a&b"]])
+
+
+def test_it_holds_configuration_and_flops(written, folders):
+    text = written.read_text()
+    for heading in ("Models", "Counted FLOPs", "Prompt 1", "Prompt 2"):
+        assert f">{heading}</h2>" in text
+    assert "hidden_size" in text and f"{load_config(folders[0] + '/best').hidden_size}" in text
+    assert "attention everywhere" in text and "Training</h2>" not in text and "Evaluation</h2>" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a", "--out", "x.pdf"], "name the file x.html"),
+        (["--prompt", "", "--out", "x.html"], "the text is empty"),
+        (["--prompt", "a", "--out", "x.html", "--evaluation", "none.json"], "there is no file"),
+    ],
+    ids=["pdf", "empty", "no-evaluation"],
+)
+def test_bad_input(folders, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, said = run("report", folders[0], *arguments)
+    assert code == 2 and message in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten(written, folders):
+    before = written.read_text()
+    code, said = run("report", folders[0], "--prompt", "a", "--out", written)
+    assert code == 2 and "exists already" in said and written.read_text() == before
+
+
+def test_the_same_model_twice(folders, tmp_path):
+    code, said = run("report", folders[0], "--beside", folders[0], "--prompt", "a", "--out", tmp_path / "x.html")
+    assert code == 2 and "named twice" in said
+
+
+def test_learned_positions_bound_a_prompt(tmp_path):
+    model = save_model(tmp_path / "model", "v2-tiny", max_position_embeddings=20)
+    code, said = run("report", model, "--prompt", "x" * 21, "--out", tmp_path / "x.html")
+    assert code == 2 and "20 are the most" in said
+
+
+def test_a_run_brings_its_curves_settings_and_evaluation(tmp_path):
+    folder = tmp_path / "run"
+    save_model(folder / "best")
+    config = load_config(str(folder / "best"))
+    settings = {"steps": 20, "batch": 8, "length": 16, "learning_rate": 0.003, "seed": 7}
+    record = {"config": config.to_dict(), "settings": settings, "commit": "abcdef0123456789"}
+    (folder / "run.json").write_text(json.dumps(record))
+    records = [{"step": step, "loss": 5.0 - step / 10, "rate": 1e-3, "use": [[0.4, 0.6]] * 2} for step in (1, 10, 20)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    use = [LayerUse(layer, {"spectral": 0.75, "attention": 0.25}) for layer in config.routed_layers]
+    scores = LanguageScores(tokens=1234, nll=4.321, words=900, lines=30, bytes=5000)
+    evaluated = EvaluationReport(
+        *(str(folder / "best"), str(folder), "corpus", "0" * 64, "test", 16, None, None, 16, "fp32", "cpu"),
+        *(scores, RoutingUse(use, None, None), 1e6, 2e6, 16),
+    )
+    (folder / "evaluation.json").write_text(evaluated.to_json())
+    code, _ = run("report", folder, "--prompt", "light", "--out", tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert code == 0
+    for heading in ("Training", "Evaluation"):
+        assert f">{heading}</h2>" in text
+    assert "<svg" in text and "loss, nats per token" in text and "abcdef012345<" in text
+    assert "1,234" in text and "4.3210" in text and "routes as evaluated" in text
+
+
+def test_the_scripts_have_the_colours_and_names_of_pictures():
+    script = (STATIC / "marks.js").read_text()
+    numbers = r"\[(\d+), (\d+), (\d+)\]"
+    ramps = {
+        name: (tuple(map(int, ends[:3])), tuple(map(int, ends[3:])))
+        for name, *ends in re.findall(rf"(\w+): \[{numbers}, {numbers}\]", script)
+    }
+    assert ramps == RAMPS
+    assert all(f'{name}: "{words}"' in script for name, words in NAMES.items())

@@ -1,0 +1,129 @@
+"""A moved router does what a model with moved parameters would, and stays as it was afterwards."""
+
+import pytest
+import torch
+
+from chiar.errors import InputError
+from chiar.explore.steering import Steering, cut_at, moved_thresholds, steered, ways_to_steer, why_not
+from chiar.modeling import ChiarForCausalLM
+
+IDS = torch.randint(0, 200, (1, 24), generator=torch.Generator().manual_seed(1))
+SCORED = {
+    "entropy": {"thresholds": 0.8},
+    "entropy-3": {"operators": ["spectral", "rbf", "attention"], "thresholds": [[0.77, 0.82], [0.75, 0.81]]},
+    "hard": {"router": "learned", "routing": "hard"},
+    "hard-3": {"preset": "v1-tiny"},
+    "soft": {"router": "learned", "routing": "soft"},
+    "followed": {"target_fraction": 0.4},
+    "followed-learned": {"router": "learned", "routing": "hard", "target_fraction": 0.4},
+    "scaled": {
+        **{"router": "learned", "routing": "hard", "hard_estimator": "selected", "norm_position": "pre"},
+        "router_scale": "probability",
+    },
+}
+scored = pytest.mark.parametrize("option", SCORED.values(), ids=SCORED.keys())
+
+
+@torch.no_grad()
+def run(model, steering=None):
+    with steered(model.model, steering):
+        output = model(IDS, output_routing=True)
+    return output
+
+
+def fractions(trace):
+    return [trace.attention_fraction(layer) for layer in trace.routed_layers]
+
+
+@scored
+def test_no_shift_changes_nothing(lively, option):
+    model = lively(option)
+    before, still = run(model), run(model, Steering("shift", 0.0))
+    assert torch.equal(before.logits, still.logits)
+
+
+@scored
+def test_a_steered_model_is_left_as_it_was(lively, option):
+    model = lively(option)
+    before, weights = run(model).logits, {name: value.clone() for name, value in model.state_dict().items()}
+    moved = run(model, Steering("share", 0.9)).logits
+    assert (moved - before).abs().max() > 0.01
+    assert torch.equal(run(model).logits, before)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+@scored
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+def test_a_share_is_what_attention_gets(lively, option, share):
+    # A learned router's cut goes through a fp32 bias: a token beside it may fall on either side.
+    assert fractions(run(lively(option), Steering("share", share)).routing) == pytest.approx([share] * 2, abs=1 / 24)
+
+
+@scored
+def test_a_higher_cut_means_less_attention_in_the_first_routed_layer(lively, option):
+    model = lively(option)
+    reach = 0.05 if model.config.router == "entropy" else 1.0
+    low, high = (fractions(run(model, Steering("shift", way * reach)).routing)[0] for way in (-1, 1))
+    assert low > high
+
+
+def test_a_shift_is_a_model_with_other_thresholds(lively):
+    model = lively({"thresholds": [0.79, 0.81]})
+    steering = Steering("shift", 0.013)
+    moved = run(model, steering)
+    moved_thresholds(model.config, steering, moved.routing)
+    model.model.set_thresholds([0.803, 0.823])
+    expected = run(model)
+    assert torch.equal(moved.logits, expected.logits)
+    assert [moved.routing.layers[i].thresholds[0] for i in (1, 2)] == pytest.approx([0.803, 0.823], abs=1e-12)
+
+
+def test_a_shift_of_a_scaled_learned_router_is_a_bias(lively):
+    """Weights follow too, not the choice alone."""
+    model = lively(SCORED["scaled"])
+    moved = run(model, Steering("shift", 0.7)).logits
+    with torch.no_grad():
+        for layer in model.config.routed_layers:
+            model.model.layers[layer].router.score.bias[-1] -= 0.7
+    assert torch.equal(moved, run(model).logits)
+
+
+def test_cuts_found_on_a_text_stay(lively):
+    model, steering = lively({"thresholds": 0.8}), Steering("share", 0.5)
+    run(model, steering)
+    found = dict(steering.cuts)
+    with steered(model.model, steering), torch.no_grad():
+        model(IDS[:, :3])
+    assert steering.cuts == found and len(found) == 2
+
+
+def test_a_random_router_takes_a_share(lively):
+    model = lively({"router": "random"})
+    shares = [sum(fractions(run(model, Steering("share", share)).routing)) for share in (0.0, 0.5, 1.0)]
+    assert shares[0] == 0.0 < shares[1] < shares[2] == 2.0
+    with pytest.raises(InputError, match="way to steer"):
+        run(model, Steering("shift", 0.1))
+
+
+@pytest.mark.parametrize("option", [{"preset": "baseline-tiny"}, {"router": "static"}], ids=["baseline", "static"])
+def test_what_has_no_cut_says_so(lively, option):
+    model = lively(option)
+    assert ways_to_steer(model.config) == []
+    with pytest.raises(InputError) as error:
+        run(model, Steering("share", 0.5))
+    assert str(error.value) == why_not(model.config)
+
+
+def test_an_error_inside_leaves_the_routers(lively):
+    model = lively({"thresholds": 0.8})
+    assert isinstance(model, ChiarForCausalLM)
+    routers = [layer.router for layer in model.model.layers]
+    with pytest.raises(RuntimeError), steered(model.model, Steering("shift", 0.1)):
+        raise RuntimeError
+    assert [layer.router for layer in model.model.layers] == routers
+
+
+def test_where_a_share_cuts():
+    assert cut_at(torch.tensor([[0.1, 0.3, 0.2, 0.4]]), 0.25, (0.0, 1.0)) == pytest.approx(0.35, abs=1e-7)
+    assert cut_at(torch.tensor([[0.1, 0.3]]), 0.0, (0.0, 1.0)) == 1.0
+    assert cut_at(torch.tensor([[0.1, 0.3]]), 1.0, (0.0, 1.0)) == 0.0
