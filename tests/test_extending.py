@@ -11,6 +11,7 @@ import torch
 from chiar import ChiarForCausalLM, extensions, presets, register_operator, register_router
 from chiar.data.shards import Corpus
 from chiar.errors import InputError
+from chiar.explore.steering import ways_to_steer, why_not
 from chiar.layers import sparse
 from chiar.layers.routers import ChoiceRouter
 from chiar.routing.flops import count_flops, operator_shares
@@ -47,9 +48,9 @@ def words(count=24):
     return torch.randint(0, 61, (2, count), generator=torch.Generator().manual_seed(0))
 
 
-def build(**changes):
+def build(vocab_size=61, **changes):
     torch.manual_seed(0)
-    return ChiarForCausalLM(presets.get("v3-tiny", vocab_size=61, dropout=0.0, **changes)).double().eval()
+    return ChiarForCausalLM(presets.get("v3-tiny", vocab_size=vocab_size, dropout=0.0, **changes)).double().eval()
 
 
 def test_the_blocks_are_found():
@@ -136,6 +137,17 @@ def test_the_command_takes_a_plugin(files, tmp_path):
     forget()
     code, output = run("trace", "run/final", "--text", "abc")
     assert code == 2 and "unknown router 'frequent'" in output
+
+
+def test_the_page_shows_them_and_has_nothing_to_move(files):
+    extensions.add_plugins(["words.py", "scale.py"])
+    model = build(256, router="frequent", operators=["scale", "attention"], gate_pool="causal").float()
+    model.save_pretrained("model")
+    code, output = run("report", "model", "--prompt", "abc", "--out", "report.html")
+    assert code == 0, output
+    page = (files / "report.html").read_text()
+    assert '"scale"' in page
+    assert "a router of your own" in why_not(model.config) and ways_to_steer(model.config) == []
 
 
 def test_processes_started_from_here_know_the_plugin(files, monkeypatch):

@@ -6,7 +6,7 @@ import re
 import pytest
 from page_server import save_model
 
-from chiar.analysis.trace_picture import NAMES, RAMPS
+from chiar.analysis.trace_picture import LIGHT, NAMES, RAMPS
 from chiar.evaluation.report import EvaluationReport, LanguageScores, LayerUse, RoutingUse
 from chiar.explore.report import STATIC, as_data, digest, table
 from chiar.load import load_config
@@ -136,5 +136,5 @@ def test_the_scripts_have_the_colours_and_names_of_pictures():
         name: (tuple(map(int, ends[:3])), tuple(map(int, ends[3:])))
         for name, *ends in re.findall(rf"(\w+): \[{numbers}, {numbers}\]", script)
     }
-    assert ramps == RAMPS
+    assert ramps == {"light": LIGHT, **RAMPS}
     assert all(f'{name}: "{words}"' in script for name, words in NAMES.items())

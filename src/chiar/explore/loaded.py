@@ -86,7 +86,7 @@ def describe_router(config: Any) -> str:
         "random": f"routed by a random hash of the {config.random_key}",
         "static": "routed by layer, whatever the token",
     }
-    return how[config.router]
+    return how.get(config.router, f"routed by {config.router}")
 
 
 def open_models(names: list[str], tokenizer: Path | None = None, seed: int = 0) -> list[LoadedModel]:

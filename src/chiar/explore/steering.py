@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from chiar.errors import InputError, unknown_name
+from chiar.extensions import ROUTERS
 from chiar.layers.context import TokenContext
 from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, Route
 from chiar.routing.trace import RoutingTrace
@@ -23,7 +24,7 @@ KINDS = (SHIFT, SHARE)
 
 def ways_to_steer(config: Any) -> list[str]:
     """What can be moved in models of this configuration; nothing where no token's route depends on a number."""
-    if not config.routed_layers or config.router == "static":
+    if why_not(config) is not None:
         return []
     return [SHARE] if config.router == "random" else [SHIFT, SHARE]
 
@@ -34,6 +35,8 @@ def why_not(config: Any) -> str | None:
         return "No layer of this model routes: every token takes the same path, so there is nothing to move."
     if config.router == "static":
         return "A static router: whole layers decide, whatever the token, so there is no threshold to move."
+    if config.router in ROUTERS:
+        return f"{config.router}, a router of your own: the page knows no number of it that could be moved."
     return None
 
 

@@ -3,14 +3,18 @@
 const ChiarMarks = (() => {
   // From at the threshold to far from it; all light cells are paler than any dark one.
   const RAMPS = {
-    spectral: [[255, 247, 205], [250, 205, 50]], temporal: [[247, 250, 210], [205, 220, 60]],
-    skip: [[255, 247, 205], [250, 205, 50]], bypass: [[255, 247, 205], [250, 205, 50]],
+    light: [[255, 247, 205], [250, 205, 50]], temporal: [[247, 250, 210], [205, 220, 60]],
     rbf: [[221, 160, 195], [204, 121, 167]], attention: [[120, 170, 215], [8, 40, 100]],
   };
   const NAMES = {
     spectral: "light: spectral filter", temporal: "light: temporal filter", skip: "light: nothing",
     bypass: "light: value and output projections", rbf: "between: RBF mixing", attention: "dark: attention",
   };
+  const ramp = (operator) => RAMPS[operator] || RAMPS.light;
+  const nameOf = (operator) => NAMES[operator] || `light: ${operator}`;
+  // From light to dark; light operators of one's own are light ones too.
+  const inOrder = (operators) => [...new Set(operators)].sort((a, b) => rank(a) - rank(b));
+  const rank = (operator) => ["rbf", "attention"].indexOf(operator);
   const LIGHT = [255, 238, 170], DARK = [13, 44, 96];
   const SVG = "http://www.w3.org/2000/svg";
 
@@ -103,7 +107,7 @@ const ChiarMarks = (() => {
   }
 
   return {
-    DARK, LIGHT, NAMES, RAMPS, bright, compact, css, draw, edged, facts, farthest, make, mean, mix, percent, routed,
+    DARK, LIGHT, bright, compact, css, draw, edged, facts, farthest, inOrder, make, mean, mix, nameOf, percent, ramp, routed,
     share, shown, signed, strength, tokenFacts,
   };
 })();

@@ -2,7 +2,7 @@
 // One routed text on screen, for the live page and for the report.
 const ChiarView = (() => {
   const {
-    DARK, LIGHT, NAMES, RAMPS, bright, compact, css, draw, edged, facts, farthest, make, mean, mix, percent, routed,
+    DARK, LIGHT, bright, compact, css, draw, edged, facts, farthest, inOrder, make, mean, mix, nameOf, percent, ramp, routed,
     share, shown, signed, strength, tokenFacts,
   } = ChiarMarks;
   const LABEL = 96, CHARACTER = 7.3, NARROWEST = 17, LONGEST = 22;
@@ -197,7 +197,7 @@ const ChiarView = (() => {
           const operator = layer.operators[layer.choice[t]];
           const cell = make("div", { class: "cell", role: "gridcell", tabindex: -1, "data-layer": index,
             "data-token": t, "aria-label": `${pieces[t]}. ${facts(view, layer, t).join(", ")}` });
-          cell.style.backgroundColor = css(mix(...RAMPS[operator], strength(layer, t, most)));
+          cell.style.backgroundColor = css(mix(...ramp(operator), strength(layer, t, most)));
           if (fixed) cell.classList.add("fixed");
           if (operator === "attention") cell.classList.add("dark");
           if (operator === "rbf") cell.classList.add("middle");
@@ -210,12 +210,12 @@ const ChiarView = (() => {
 
     drawCellLegend() {
       const { view } = this, nodes = [];
-      const used = Object.keys(RAMPS).filter((name) => view.layers.some((layer) => layer.operators.includes(name)));
+      const used = inOrder(view.layers.flatMap((layer) => layer.operators));
       for (const name of used) {
         const mark = { attention: "dark", rbf: "middle" }[name] ?? "";
         const swatch = make("span", { class: `swatch cell ${mark}` });
-        swatch.style.backgroundColor = css(mix(...RAMPS[name], 0.7));
-        nodes.push(swatch, make("span", { class: "name", text: NAMES[name] }));
+        swatch.style.backgroundColor = css(mix(...ramp(name), 0.7));
+        nodes.push(swatch, make("span", { class: "name", text: nameOf(name) }));
       }
       if (view.layers.some((layer) => layer.thresholds)) nodes.push("stronger: H farther from its threshold");
       else if (view.layers.some((layer) => layer.probability)) nodes.push("stronger: the router is surer");
@@ -234,7 +234,7 @@ const ChiarView = (() => {
         for (const [name, value] of Object.entries(layer.use)) {
           const part = make("i");
           part.style.width = `${100 * value}%`;
-          part.style.backgroundColor = css(mix(...RAMPS[name], 0.8));
+          part.style.backgroundColor = css(mix(...ramp(name), 0.8));
           bar.append(part);
         }
         const number = (text) => make("td", { class: "number", text });
