@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from chiar import ChiarForCausalLM, extensions, presets, register_operator, register_router
+from chiar.analysis.flop_tables import flop_json
+from chiar.coordinates import to_spectral_coordinates
 from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.explore.steering import ways_to_steer, why_not
 from chiar.layers import sparse
 from chiar.layers.routers import ChoiceRouter
 from chiar.routing.flops import count_flops, operator_shares
+from chiar.training import weights
 from commands import run
 
 ROOT = Path(__file__).parents[1]
@@ -98,6 +101,7 @@ def test_flops_are_what_was_said(files):
     config = presets.get("v3-tiny", router="even", operators=["scale", "attention"])
     counted = count_flops(config, 16, operator_shares(config, 0.25))
     assert counted.part("router") == 7.0 * len(config.routed_layers)
+    assert '"scale": ' in flop_json(config, [16], 0.25, None, None)
     assert counted.part("scale") == 0.75 * config.hidden_size * len(config.routed_layers)
 
 
@@ -150,6 +154,59 @@ def test_the_page_shows_them_and_has_nothing_to_move(files):
     assert "a router of your own" in why_not(model.config) and ways_to_steer(model.config) == []
 
 
+def test_training_begins_with_the_weights_it_sets_and_loading_brings_back_others(files, tmp_path):
+    extensions.add_plugins(["scale.py"])
+    config = presets.get("v3-tiny", vocab_size=61, dropout=0.0, operators=["scale", "attention"], gate_pool="causal")
+    model = weights.build(config, {}, 0).language
+    scales = [layer.operators["scale"].weight for layer in model.model.layers if "scale" in layer.operators]
+    assert len(scales) == 2 and all(torch.equal(w, torch.full_like(w, 0.5)) for w in scales)
+    with torch.no_grad():
+        scales[0].fill_(3.0)
+    model.save_pretrained(tmp_path / "model")
+    again = ChiarForCausalLM.from_pretrained(tmp_path / "model")
+    assert again.state_dict()["model.layers.1.operators.scale.weight"].tolist() == [3.0] * config.hidden_size
+    torch.testing.assert_close(again.eval()(words()).logits, model.eval()(words()).logits)
+
+
+class Unset(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(config.hidden_size))
+
+
+class Unsaved(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.register_buffer("table", torch.ones(3), persistent=False)
+
+
+@pytest.mark.parametrize(("kind", "message"), [(Unset, "reset_parameters"), (Unsaved, "persistent=True")])
+def test_what_could_not_be_drawn_or_loaded_is_refused(kind, message):
+    register_operator("mine", kind)
+    with pytest.raises(InputError, match=message):
+        build(operators=["mine", "attention"])
+
+
+def test_a_rotation_is_refused(files):
+    extensions.add_plugins(["scale.py"])
+    model = build(operators=["scale", "attention"], norm_position="pre", norm="rmsnorm", filter_gamma=False)
+    with pytest.raises(InputError, match="operator of your own"):
+        to_spectral_coordinates(model)
+
+
+def test_plugins_of_one_name_and_with_dataclasses(tmp_path):
+    """Dataclasses look their module up while it is being imported."""
+    for folder in ("a", "b"):
+        path = tmp_path / folder / "mine.py"
+        path.parent.mkdir()
+        path.write_text(
+            "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom chiar import register_router\n"
+            f"@dataclass\nclass Options:\n    share: float = 0.5\nregister_router('{folder}', lambda *_: None)\n"
+        )
+        extensions.add_plugins([str(path)])
+    assert set(extensions.ROUTERS) == {"a", "b"}
+
+
 def test_processes_started_from_here_know_the_plugin(files, monkeypatch):
     extensions.add_plugins(["words.py"])
     forget()
@@ -174,6 +231,7 @@ def test_the_corpus_is_prepared(files, monkeypatch):
         (register_router, "entropy", "own names"),
         (register_operator, "attention", "own names"),
         (register_operator, "routed", "own names"),
+        (register_operator, "ffn", "own names"),
         (register_router, "my router", "letters, digits"),
     ],
 )

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from chiar import extensions
 from chiar.analysis.calibration_report import TOKENIZER_FILES
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, unknown_name
@@ -116,6 +117,12 @@ def check_can_turn(model: nn.Module) -> None:
         raise InputError(
             "a model with temporal filters or the temporal signal has no spectral coordinates: they work on one "
             "feature or direction at a time, which no rotation passes."
+        )
+    own = config.router in extensions.ROUTERS and config.router_reads_state
+    if own or any(name in extensions.OPERATORS for name in config.operators or []):
+        raise InputError(
+            "a model with an operator of your own, or a router of your own that reads states, has no spectral "
+            "coordinates: nobody knows how to rotate its weights."
         )
     for number, layer in enumerate(model.model.layers, 1):  # type: ignore[union-attr,arg-type]
         gamma_D = layer.norms[LIGHT].weight if LIGHT in layer.norms else None

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,38 @@ class OperatorKind:
 
 ROUTERS: dict[str, RouterKind] = {}
 OPERATORS: dict[str, OperatorKind] = {}
+DRAWN = "LayerNorm", "RMSNorm", "Linear", "Embedding"
+"""torch's modules whose weights are drawn as everywhere in the model."""
+
+
+def make_router(config: Any, layer: int) -> Any:
+    return adopted("router", config.router, ROUTERS[config.router].build(config, layer))
+
+
+def make_operator(name: str, config: Any) -> Any:
+    return adopted("operator", name, OPERATORS[name].build(config))
+
+
+def adopted(kind: str, name: str, module: Any) -> Any:
+    """The module, if its weights can be drawn and loaded: models are made without memory and filled later."""
+    for part in module.modules():
+        unsaved = list(part._non_persistent_buffers_set)
+        if unsaved and not hasattr(part, "derive"):
+            raise InputError(
+                f"the {kind} {name!r} has a buffer that is not saved ({unsaved[0]}): register it with persistent=True, "
+                "or make the module a DerivedBuffers (src/chiar/layers/derived.py)."
+            )
+        tensors = [*dict(part.named_parameters(recurse=False)), *dict(part.named_buffers(recurse=False))]
+        own = [tensor for tensor in tensors if tensor not in unsaved]
+        if not own or type(part).__name__ in DRAWN:
+            continue
+        if not hasattr(part, "reset_parameters"):
+            raise InputError(
+                f"the {kind} {name!r} has weights of its own ({own[0]}) and no reset_parameters() that sets their "
+                "first values: define it."
+            )
+        part.sets_own_weights = True
+    return module
 
 
 def register_router(
@@ -69,8 +102,9 @@ def register_operator(name: str, build: Callable[[Any], Any], *, flops: Callable
     give it any selection of them. `flops`: of one token."""
     from chiar.config import LAYER_TYPES
     from chiar.config import OPERATORS as KNOWN
+    from chiar.routing.flops import PARTS
 
-    check_name("operator", name, (*KNOWN, *LAYER_TYPES))
+    check_name("operator", name, (*KNOWN, *LAYER_TYPES, *PARTS))
     OPERATORS[name] = OperatorKind(build, flops)
 
 
@@ -89,12 +123,12 @@ def load_plugins() -> None:
 
 def add_plugins(names: list[str]) -> None:
     """Import these, and let processes that are started from here import them too."""
-    for name in names:
+    full = [str(Path(name).resolve()) if name.endswith(".py") else name for name in names]
+    for name in full:
         if "," in name:
             raise InputError(f"a plugin's name may not have a comma in it, got {name!r}.")
         load_plugin(name)
     known = [name for name in os.environ.get(PLUGINS, "").split(",") if name]
-    full = [str(Path(name).resolve()) if name.endswith(".py") else name for name in names]
     os.environ[PLUGINS] = ",".join([*known, *full])
 
 
@@ -104,14 +138,17 @@ def load_plugin(name: str) -> None:
             importlib.import_module(name)
             return
         path = Path(name).resolve()
-        called = f"chiar_plugin_{path.stem}"
+        called = f"chiar_plugin_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
         if called in sys.modules:
             return
         spec = importlib.util.spec_from_file_location(called, path)
         assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[called] = module
+        sys.modules[called] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[called]
+            raise
     except InputError:
         raise
     except Exception as error:

@@ -51,9 +51,14 @@ class ChiarPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         """N(0, 0.02), biases 0, norms and spectral filters 1, temporal filters the identity or 0; derived buffers are
-        computed again."""
+        computed again. Extensions set weights of their own."""
         std = self.config.initializer_range
-        if isinstance(module, Gate) and self.config.gate_init == "biased":
+        if getattr(module, "sets_own_weights", False):
+            with torch.no_grad():
+                module.reset_parameters()  # type: ignore[operator]
+            if isinstance(module, DerivedBuffers):
+                module.rebuild()
+        elif isinstance(module, Gate) and self.config.gate_init == "biased":
             init.zeros_(module.weight)
             init.constant_(module.bias, self.config.gate_bias)
         elif isinstance(module, nn.Linear):

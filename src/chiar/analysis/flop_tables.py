@@ -5,7 +5,7 @@ import json
 from rich.table import Table
 
 from chiar.config import ChiarConfig
-from chiar.routing.flops import PARTS, TRANSFORMS, Savings, compare_flops, operator_shares, route_costs
+from chiar.routing.flops import TRANSFORMS, Savings, compare_flops, counted_parts, operator_shares, route_costs
 
 PAPER_TOTAL = "35–40%"
 PAPER_ATTENTION = "62.5%"
@@ -61,7 +61,7 @@ def part_table(name: str, setting: str, savings: Savings) -> Table:
         title_justify="left",
         box=None,
     )
-    for part in PARTS:
+    for part in counted_parts():
         ours, theirs = savings.chiar.part(part), savings.baseline.part(part)
         if ours or theirs:
             table.add_row(part, f"{ours / 1e6:,.2f}", f"{theirs / 1e6:,.2f}")
@@ -118,8 +118,8 @@ def flop_json(
             "fraction": fraction,
             "keys": keys or config.keys,
             "light_ffn": is_light(config, light_ffn),
-            "chiar": {part: row["even_odd"].chiar.part(part) for part in PARTS},
-            "baseline": {part: row["even_odd"].baseline.part(part) for part in PARTS},
+            "chiar": {part: row["even_odd"].chiar.part(part) for part in counted_parts()},
+            "baseline": {part: row["even_odd"].baseline.part(part) for part in counted_parts()},
             "chiar_total": row["even_odd"].chiar.total,
             "baseline_total": row["even_odd"].baseline.total,
             "saved": row["even_odd"].total,

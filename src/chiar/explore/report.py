@@ -18,7 +18,7 @@ from chiar.evaluation.report import EvaluationReport, cost_rows, score_rows
 from chiar.explore.loaded import LoadedModel, open_models
 from chiar.explore.view import route_view
 from chiar.folders import check_new, write_new
-from chiar.routing.flops import PARTS, compare_flops, operator_shares
+from chiar.routing.flops import compare_flops, counted_parts, operator_shares
 from chiar.training.run_folder import METRICS, RunFolder
 from chiar.visible import visible
 
@@ -194,7 +194,7 @@ def flop_table(models: list[LoadedModel], measured: list[EvaluationReport]) -> s
     for loaded in models:
         heads += [loaded.name, "attention everywhere"]
     rows: list[list[Any]] = []
-    for part in PARTS:
+    for part in counted_parts():
         counts = [count.part(part) for savings in columns for count in (savings.chiar, savings.baseline)]
         if any(counts):
             rows.append([part, *(f"{count / 1e6:,.3f}" for count in counts)])

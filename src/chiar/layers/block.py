@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chiar import extensions
 from chiar.extensions import OPERATORS
 from chiar.layers.attention import CausalAttention
 from chiar.layers.benefit import attention_benefit, benefit_loss
@@ -47,7 +48,7 @@ def make_norm(config: Any, operator: str | None = None) -> nn.Module:
 
 def make_operator(name: str, config: Any) -> nn.Module:
     if name in OPERATORS:
-        return OPERATORS[name].build(config)
+        return extensions.make_operator(name, config)
     if name == "attention":
         return CausalAttention(config.hidden_size, config.num_attention_heads, config.dropout)
     if name == "rbf":

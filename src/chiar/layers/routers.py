@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chiar import extensions
 from chiar.errors import InputError
-from chiar.extensions import ROUTERS
 from chiar.layers.context import TokenContext
 from chiar.layers.derived import DerivedBuffers, stored_in
 from chiar.ops.hash import uniform_hash
@@ -225,8 +225,8 @@ class StaticRouter(ChoiceRouter):
 
 
 def make_router(config: Any, layer: int) -> nn.Module:
-    if config.router in ROUTERS:
-        return ROUTERS[config.router].build(config, layer)
+    if config.router in extensions.ROUTERS:
+        return extensions.make_router(config, layer)
     operators, nth = len(config.operators), config.routed_layers.index(layer)
     estimator = config.hard_estimator if config.router == "learned" else "selected"
     weighing = Weighing(estimator, config.router_scale, config.anneal)

@@ -171,6 +171,11 @@ def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
     return FlopCount(tuple(costs), length)
 
 
+def counted_parts() -> tuple[str, ...]:
+    """What work is counted under, operators of one's own included."""
+    return *PARTS, *OPERATORS
+
+
 def visible_pairs(length: int, queries: float, keys: float) -> float:
     """Expected causal (query, key) pairs a token: a share of tokens query, a share of tokens are keys, all see self."""
     return queries * (keys * (length - 1) / 2 + 1)
