@@ -1,33 +1,20 @@
-import json
-
 import pytest
 
 from chiar import presets
-from chiar.data.catalog import build_source
-from chiar.data.prepare import prepare
-from chiar.data.tokenizer_choice import TokenizerChoice
 from chiar.training.loop import train
 from chiar.training.settings import TrainSettings
 from commands import run as chiar
-
-WORDS = ["light", "dark", "the", "of", "attention", "entropy", "layer", "gate", "many", "model", "noise"]
+from corpora import labelled_corpus, language_corpus
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    lines = [f"{i} " + " ".join(WORDS[(i * k) % len(WORDS)] for k in range(1, 20)) for i in range(120)]
-    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
-    prepare(build_source([str(folder / "text.jsonl")]), folder / "prepared", TokenizerChoice(kind="bytes"))
-    return folder / "prepared"
+    return language_corpus(tmp_path_factory.mktemp("corpus"), 120)
 
 
 @pytest.fixture(scope="session")
 def labelled(tmp_path_factory, corpus):
-    folder = tmp_path_factory.mktemp("labelled")
-    source = build_source(["listops"], depth=3, arguments=3, examples=(20, 9, 5))
-    prepare(source, folder / "prepared", TokenizerChoice(like=corpus))
-    return folder / "prepared"
+    return labelled_corpus(tmp_path_factory.mktemp("labelled"), corpus, 20, 9, 5)
 
 
 @pytest.fixture(scope="session")

@@ -176,6 +176,7 @@ def test_a_folder_of_something_else_is_left_alone(corpus, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
 
+@pytest.mark.slow
 def test_killed_and_continued_it_gives_the_same_table(ablation, corpus, tmp_path):
     """The process is killed, by its number, while it trains the second row."""
     straight, _ = ablation

@@ -1,12 +1,6 @@
-import json
-
 import pytest
 
-from chiar.data.catalog import build_source
-from chiar.data.prepare import prepare
-from chiar.data.tokenizer_choice import TokenizerChoice
-
-WORDS = ["light", "dark", "token", "filter", "attention", "entropy", "layer", "gate", "route", "model", "noise"]
+from corpora import language_corpus
 
 # Seconds a run. `dense` and `hash` have two seeds, so that differences are paired.
 STUDY = """
@@ -54,11 +48,7 @@ config = { router = "learned", routing = "hard", light_ffn = false }
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A small language corpus of bytes."""
-    folder = tmp_path_factory.mktemp("corpus")
-    lines = [f"{i} " + " ".join(WORDS[(i * k) % len(WORDS)] for k in range(1, 20)) for i in range(200)]
-    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
-    prepare(build_source([str(folder / "text.jsonl")]), folder / "prepared", TokenizerChoice(kind="bytes"))
-    return str(folder / "prepared")
+    return str(language_corpus(tmp_path_factory.mktemp("corpus"), 200))
 
 
 @pytest.fixture(scope="session")

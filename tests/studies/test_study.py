@@ -279,6 +279,7 @@ def at_work(out):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc to see that no process is left")
 def test_killed_and_continued_it_gives_the_same_results(study, corpus, declared, tmp_path):
     """The study is killed, by its number, while it trains two runs at a time; its runs end with it."""

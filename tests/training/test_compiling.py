@@ -21,6 +21,7 @@ def run_without_compiler(arguments, cache):
     return subprocess.run(arguments, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_run_is_the_plain_run(corpus, tmp_path):
     more = ["--set", "dropout=0.1"]
     subprocess.run(command(corpus, tmp_path / "plain", *more), check=True, capture_output=True)

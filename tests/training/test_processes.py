@@ -90,6 +90,7 @@ def test_a_run_goes_on_with_another_number_of_processes(start, parallel, count, 
     assert_close(alone, out)
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_started_again_and_nothing_changes(corpus, tmp_path):
     """torchrun stops the others and starts all again; they go on from the last checkpoint."""
     run(torchrun(2, 0, arguments(corpus, tmp_path / "straight", "ddp", "--steps", "40")))
