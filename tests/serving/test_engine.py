@@ -178,29 +178,26 @@ def test_a_row_without_a_next_token_fails_alone(engine, capfd, temperature):
     assert "not finite" in capfd.readouterr().err
 
 
-def test_rows_that_cannot_be_dropped_do_not_harm_the_next(engine, monkeypatch, capfd):
-    """Half of a cache's layers have lost a row then."""
+def test_rows_that_cannot_be_dropped_do_not_harm_a_newcomer(engine, monkeypatch, capfd):
+    """All layers but the last have lost a row then."""
+    engine.limits = Limits(length=64, rows=4)
+
+    def fail(indices):
+        raise MemoryError("no memory left")
 
     async def run():
-        short, long = Job(request(max_tokens=2)), Job(request(max_tokens=10_000))
-        for job in (short, long):
+        jobs = [Job(request(max_tokens=10_000)) for _ in range(3)]
+        for job in jobs:
             engine.submit(job)
-        assert await answer(short)
-        while engine.batch.cache is None or len(engine.batch.rows) > 1:
+        while len(engine.batch.rows) < 3:
             await asyncio.sleep(0.01)
-
-        def fail(indices):
-            raise MemoryError("no memory left")
-
-        engine.submit(other := Job(request(max_tokens=10_000)))
-        while len(engine.batch.rows) < 2:
-            await asyncio.sleep(0.01)
-        monkeypatch.setattr(engine.batch.cache, "batch_select_indices", fail)
-        other.cancel()
-        with pytest.raises(ApiError):
-            await answer(long)
+        monkeypatch.setattr(engine.batch.cache.layers[-1], "batch_select_indices", fail)
+        jobs[0].cancel()
         engine.submit(last := Job(request(max_tokens=3)))
         assert await answer(last)
+        for job in jobs[1:]:
+            with pytest.raises(ApiError, match="failed"):
+                await answer(job)
 
     asyncio.run(run())
     assert "no memory left" in capfd.readouterr().err
