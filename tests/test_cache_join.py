@@ -82,3 +82,16 @@ def test_caches_of_different_models(lively):
     _, other = begin(lively({"meta_router": False}), PROMPTS[1])
     with pytest.raises(InputError, match="different models"):
         one.join(other, 1, 1)
+
+
+def test_a_join_that_fails_changes_nothing(lively):
+    model = lively({"keys": "routed"})
+    seen, tokens = alone(model, PROMPTS[0])
+    _, cache = begin(model, PROMPTS[0])
+    _, other = begin(model, PROMPTS[1])
+    other.layers[-1].state["unknown"] = torch.zeros(1)  # the layers before it can be joined
+    with pytest.raises(InputError, match="different models"):
+        cache.join(other, 1, 1)
+    for n, token in enumerate(tokens):
+        logits = step(model, cache, [token], [len(PROMPTS[0]) + n])[0]
+        torch.testing.assert_close(logits, seen[n + 1], atol=0, rtol=0)

@@ -10,6 +10,9 @@ from transformers.cache_utils import DynamicLayer
 from chiar.errors import InputError
 from chiar.layers.ragged import RaggedStore, Shelf, may_write
 
+Joined = tuple[dict[str, RaggedStore], dict[str, Tensor]]
+"""The stores and named tensors of a layer."""
+
 
 class LayerState(DynamicLayer):
     """What one layer keeps: a ragged store of keys for each operator that has keys, and named tensors (gate sums), all
@@ -68,14 +71,19 @@ class LayerState(DynamicLayer):
         for name, value in list(self.state.items()):
             self.put(name, value.repeat_interleave(repeats, dim=0))
 
-    def join(self, other: "LayerState", rows: int, more: int) -> None:
+    def joined(self, other: "LayerState", rows: int, more: int) -> Joined:
         """The `more` rows of another state behind these `rows`; what either of them never stored is empty there."""
-        for name in dict.fromkeys([*self.stores, *other.stores]):
-            self.ragged(name).join(other.ragged(name), rows, more)
         if self.state.keys() != other.state.keys():
             raise InputError("caches of different models cannot be joined.")
-        for name, value in other.state.items():
-            self.put(name, torch.cat([self.state[name], value]))
+        names = dict.fromkeys([*self.stores, *other.stores])
+        stores = {name: self.ragged(name).joined(other.ragged(name), rows, more) for name in names}
+        return stores, {name: torch.cat([self.state[name], value]) for name, value in other.state.items()}
+
+    def replace(self, joined: Joined) -> None:
+        stores, self.state = joined
+        for name, store in stores.items():
+            self.stores[name].replace(store)
+        self.shelf.moves += 1
 
     def crop(self, *_: Any) -> None:
         raise NotImplementedError("a CHIAR cache cannot be cropped: its causal gate keeps sums, not tokens")
@@ -110,9 +118,10 @@ class ChiarCache(Cache):
 
     def join(self, other: "ChiarCache", rows: int, more: int) -> None:
         """Go on with the `more` rows of another cache behind these `rows`. Lengths stay each row's own: whoever decodes
-        them together gives `position_ids`, and no mask."""
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine.join(theirs, rows, more)
+        them together gives `position_ids`, and no mask. Where memory runs out, nothing has changed."""
+        joined = [mine.joined(theirs, rows, more) for mine, theirs in zip(self.layers, other.layers, strict=True)]
+        for layer, new in zip(self.layers, joined, strict=True):
+            layer.replace(new)
         self.seen = max(self.seen, other.seen)
 
     def reset(self) -> None:

@@ -5,7 +5,7 @@ import torch
 from evaluated import tiny_model
 
 from chiar.errors import InputError
-from chiar.evaluation.continuations import Pair, continue_texts, fit, score_continuations
+from chiar.evaluation.continuations import Pair, StopAtText, continue_texts, fit, score_continuations
 from chiar.generation.stream import Sampling
 from chiar.tokens import TextCodec
 
@@ -56,3 +56,9 @@ def test_texts_end_at_a_stop_text(batch_size):
     stop = whole[0][3:5]
     stopped = continue_texts(model, BYTES, prompts, [stop, "never this"], settings, batch_size)
     assert stopped == [text.split(stop)[0] for text in whole]
+
+
+def test_tokens_that_show_nothing_hide_no_stop_text():
+    rows = torch.tensor([[120, 97, 256, 256, 256, 98], [97, 99, 256, 256, 256, 98]])
+    assert StopAtText(BYTES, ["ab"], 1)(rows, None).tolist() == [True, False]
+    assert StopAtText(BYTES, ["ab"], 2)(rows, None).tolist() == [False, False]

@@ -4,14 +4,20 @@ import json
 import math
 import sys
 
+import huggingface_hub
 import pytest
 import torch
 from evaluated import LENGTH, language_corpus, save, tiny_model
 
+from chiar.evaluation.continuations import continue_texts
+from chiar.evaluation.downstream import OFFLINE, stay_offline
 from chiar.evaluation.perplexity import measure_perplexity, windows
+from chiar.generation.stream import Sampling
+from chiar.tokens import TextCodec
 from commands import run
 
 END = 256
+BYTES = TextCodec(None, None)
 TEXTS = ["light and dark tokens", "naïve 漢 filters of attention, and more than one window of them", "x"]
 QUESTIONS = [
     {"question": "light or", "choices": ["dark", "noise"], "answer": 0},
@@ -43,7 +49,7 @@ dataset_kwargs: {data_files: {test: questions.jsonl}}
 output_type: generate_until
 test_split: test
 doc_to_text: "{{question}}"
-doc_to_target: "{{choices[answer]}}"
+doc_to_target: "{{written}}"
 generation_kwargs: {until: ["\\n"], max_gen_toks: 8, do_sample: false}
 metric_list: [{metric: exact_match}]
 """
@@ -72,17 +78,43 @@ def test_what_cannot_be_asked_for(options, message):
     assert message in output
 
 
+def test_nothing_is_downloaded_though_the_hub_was_imported_before(monkeypatch):
+    """As with `chiar --plugin`, whose file may import transformers."""
+    for name in OFFLINE:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    stay_offline()
+    assert huggingface_hub.is_offline_mode()
+    with pytest.raises(huggingface_hub.errors.OfflineModeIsEnabled):
+        huggingface_hub.HfApi().dataset_info("some/dataset")
+
+
+def test_no_data_is_downloaded_though_datasets_was_imported_before(harness, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    for name in OFFLINE:
+        monkeypatch.setenv(name, "0")
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setattr(datasets.config, name, False)
+    stay_offline()
+    assert datasets.config.HF_HUB_OFFLINE and datasets.config.HF_DATASETS_OFFLINE
+    with pytest.raises(ConnectionError, match=r"(?i)offline"):
+        datasets.load_dataset("some/dataset")
+
+
 @pytest.fixture(scope="module")
 def harness():
     return pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra: harness)")
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory, harness):
+def tasks(tmp_path_factory, harness, model):
+    """In the writing task the model is right once: there the answer is what it writes."""
     folder = tmp_path_factory.mktemp("tasks")
+    answers = [written(model, QUESTIONS[0]["question"].encode(), 8), "no", "nor this"]
+    questions = [{**question, "written": answer} for question, answer in zip(QUESTIONS, answers, strict=True)]
     for name, text in (("text", ROLLING), ("choice", CHOICE), ("writing", WRITING)):
         (folder / f"{name}.yaml").write_text(text)
-    for name, lines in (("texts", [{"text": text} for text in TEXTS]), ("questions", QUESTIONS)):
+    for name, lines in (("texts", [{"text": text} for text in TEXTS]), ("questions", questions)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     return folder
 
@@ -111,6 +143,12 @@ def evaluated(folder, tasks, tmp_path, names, *options):
     return {(score["task"], score["metric"]): score["value"] for score in report["scores"]}, report, output
 
 
+def written(model, prompt, new):
+    """What the model writes behind a prompt, up to a line's end."""
+    settings = Sampling().configuration(model, new)
+    return continue_texts(model, BYTES, [list(prompt)], ["\n"], settings, 1)[0]
+
+
 def nats(model, ids, first=1):
     """log p of ids[first:], each from all before it, in one pass."""
     with torch.no_grad():
@@ -121,7 +159,6 @@ def nats(model, ids, first=1):
 def test_the_adapter_agrees_with_our_evaluation(harness, corpus, model):
     """The blocks of `chiar eval`, scored by the adapter: the same losses."""
     from chiar.evaluation.lm_eval_model import ChiarLM
-    from chiar.tokens import TextCodec
 
     split = corpus.split("test")
     scores, _ = measure_perplexity(model, corpus, split, length=LENGTH, stride=None, batch_size=4)
@@ -130,7 +167,7 @@ def test_the_adapter_agrees_with_our_evaluation(harness, corpus, model):
     for window in windows(split.tokens - 1, LENGTH, LENGTH):
         read = ids[window.start : window.start + window.inputs + 1]
         requests.append((("", ""), read[:1], read[1:]))
-    adapter = ChiarLM(model, TextCodec(None, None), LENGTH, batch_size=3)
+    adapter = ChiarLM(model, BYTES, LENGTH, batch_size=3)
     total = -sum(score for score, _ in adapter._loglikelihood_tokens(requests, disable_tqdm=True))
     assert total / scores.tokens == pytest.approx(scores.nll, abs=1e-6)
     assert adapter.cut == 0
@@ -161,8 +198,39 @@ def test_choices_and_writing(folder, tasks, tmp_path, model):
         scores = [nats(model, [*context, *b" ", *choice.encode()], len(context)) for choice in question["choices"]]
         right += scores.index(max(scores)) == question["answer"]
     assert figures["mine_choice", "acc"] == pytest.approx(right / len(QUESTIONS))
-    assert figures["mine_writing", "exact_match"] == 0.0  # random weights do not write these words
     assert report["scores"][0]["documents"] == len(QUESTIONS)
+    assert figures["mine_writing", "exact_match"] == pytest.approx(1 / len(QUESTIONS))
+    assert report["remarks"] == []
+
+
+@pytest.mark.parametrize(
+    ("length", "wanted", "rooms", "cut", "short"),
+    [
+        (32, 8, [8, 8, 8], 1, 0),
+        (32, 24, [24, 18, 8], 1, 2),
+        (32, 256, [24, 18, 8], 1, 3),
+        (64, None, [56, 50, 22], 0, 3),
+        (2, 256, [1, 1, 1], 3, 3),
+    ],
+)
+def test_a_prompt_keeps_what_it_can(harness, model, length, wanted, rooms, cut, short):
+    """Three prompts of 8, 14 and 42 tokens, each with room of its own."""
+    from lm_eval.api.instance import Instance
+
+    from chiar.evaluation.lm_eval_model import ChiarLM
+
+    adapter, texts = ChiarLM(model, BYTES, length, batch_size=2), [TEXTS[0][:8], TEXTS[0][:14], TEXTS[0] * 2]
+    asked = {"until": ["\n"], **({} if wanted is None else {"max_gen_toks": wanted})}
+    requests = [Instance("generate_until", {}, (text, asked), number) for number, text in enumerate(texts)]
+    expected = [written(model, text.encode()[-(length - new) :], new) for text, new in zip(texts, rooms, strict=True)]
+    assert adapter.generate_until(requests, disable_tqdm=True) == expected
+    assert (adapter.cut, adapter.short) == (cut, short)
+
+
+def test_no_room_to_write(folder, tasks, harness):
+    code, output = run("eval", folder, "--harness", "mine_writing", "--harness-path", tasks, "--length", 1)
+    assert code == 2
+    assert "no room behind a prompt" in output
 
 
 def test_remarks(tmp_path, tasks, corpus):

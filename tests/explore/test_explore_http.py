@@ -193,7 +193,9 @@ class TestHostileText:
     def test_wrong_fields(self, served, fields):
         refused(served.post("/api/route", {"text": TEXT, **fields}), 400)
 
-    @pytest.mark.parametrize("fields", [{"tokens": 0}, {"tokens": 1000}, {"temperature": -1}, {"seed": -1}], ids=str)
+    @pytest.mark.parametrize(
+        "fields", [{"tokens": 0}, {"tokens": 1000}, {"temperature": -1}, {"temperature": 10**400}, {"seed": -1}]
+    )
     def test_wrong_wishes(self, served, fields):
         refused(served.post("/api/continue", {"text": TEXT, **fields}), 400)
 
@@ -224,8 +226,9 @@ def lines_of(response):
 
 
 class TestContinuing:
-    def test_greedy_tokens_are_those_of_generate(self, served):
-        wish = {"text": TEXT, "tokens": 12, "temperature": 0}
+    @pytest.mark.parametrize("temperature", [0, 1e-45])
+    def test_greedy_tokens_are_those_of_generate(self, served, temperature):
+        wish = {"text": TEXT, "tokens": 12, "temperature": temperature}
         first, *tokens, last = lines_of(served.post("/api/continue", wish))
         assert len(first["view"]["tokens"]) == len(TEXT) and last == {"end": True}
         loaded = served.explorer.models[0]

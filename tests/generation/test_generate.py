@@ -73,6 +73,12 @@ def test_a_trained_vocabulary(tmp_path):
     assert output == visible(expected(folder, "dark 漢 tokens", max_new_tokens=30)[2]) + "\n"
 
 
+def test_a_temperature_of_nearly_zero_is_greedy(folder):
+    greedy = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 8)
+    assert greedy[0] == 0
+    assert generate(folder, "--prompt", PROMPT, "--max-new-tokens", 8, "--temperature", 1e-45)[:2] == greedy[:2]
+
+
 def test_sampling_is_seeded_and_keeps_all_tokens_unless_told(folder):
     drawn = [generate(folder, "--prompt", PROMPT, "--temperature", 1.5, "--seed", seed)[1] for seed in (3, 3, 4)]
     assert drawn[0] == drawn[1] != drawn[2]

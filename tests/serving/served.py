@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -47,6 +48,13 @@ class Served:
         answer = connection.getresponse()
         assert answer.status == 200
         return connection, answer
+
+    def begin_request(self) -> socket.socket:
+        """A connection with a request whose body does not end."""
+        line = socket.create_connection(("127.0.0.1", self.port))
+        head = ["POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json"]
+        line.sendall("\r\n".join([*head, "content-length: 99", "", '{"prompt"']).encode())
+        return line
 
     def metric(self, name) -> float:
         found = re.search(rf"^chiar_{re.escape(name)} (\S+)$", self.ask("GET", "/metrics")[2], re.MULTILINE)

@@ -1,15 +1,22 @@
 """The engine's thread goes on, whatever happens to a request."""
 
 import asyncio
+import math
+import threading
+from collections import deque
 
 import pytest
+import torch
 
 from chiar.load import load_model
+from chiar.serving.app import Watch
+from chiar.serving.batch import SCORED
 from chiar.serving.engine import Engine
 from chiar.serving.job import Job
 from chiar.serving.limits import Limits
 from chiar.serving.metrics import Metrics
-from chiar.serving.problems import ApiError
+from chiar.serving.pieces import Piece
+from chiar.serving.problems import ApiError, stopping
 from chiar.serving.requests import CompletionRequest, Prompt
 from chiar.tokens import TextCodec
 
@@ -128,3 +135,139 @@ def test_the_end_of_text_ends_a_text(engine):
         assert (last.finish, ended.completion_tokens) == ("stop", 1)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-30, 1e-6])
+def test_a_temperature_of_nearly_zero_is_greedy(engine, temperature):
+    async def run():
+        jobs = [Job(request(max_tokens=6, temperature=t, top_p=p)) for t, p in [(0.0, 1.0), (temperature, 0.9)]]
+        for job in jobs:
+            engine.submit(job)
+        greedy, nearly = [await answer(job) for job in jobs]
+        assert greedy == nearly != ""
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_next_token_fails_alone(engine, capfd, temperature):
+    """Its logits become NaN behind its own third token."""
+    head, expected = engine.batch.model.lm_head, []
+
+    def spoil(module, arguments, logits):
+        for number, row in enumerate(engine.batch.rows if len(logits.shape) == 3 else []):
+            if row.job.request.seed == 7 and row.stored == 6:
+                logits[number] = math.nan
+        return logits
+
+    async def run():
+        good = Job(request(max_tokens=30))
+        engine.submit(good)
+        expected.append(await answer(good))
+        hook = head.register_forward_hook(spoil)
+        good, bad = Job(request(max_tokens=30)), Job(request(max_tokens=30, seed=7, temperature=temperature))
+        for job in (bad, good):
+            engine.submit(job)
+        with pytest.raises(ApiError) as caught:
+            await answer(bad)
+        assert caught.value.status == 500
+        assert await answer(good) == expected[0]
+        hook.remove()
+
+    asyncio.run(run())
+    assert "not finite" in capfd.readouterr().err
+
+
+def test_rows_that_cannot_be_dropped_do_not_harm_a_newcomer(engine, monkeypatch, capfd):
+    """All layers but the last have lost a row then."""
+    engine.limits = Limits(length=64, rows=4)
+
+    def fail(indices):
+        raise MemoryError("no memory left")
+
+    async def run():
+        jobs = [Job(request(max_tokens=10_000)) for _ in range(3)]
+        for job in jobs:
+            engine.submit(job)
+        while len(engine.batch.rows) < 3:
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(engine.batch.cache.layers[-1], "batch_select_indices", fail)
+        jobs[0].cancel()
+        engine.submit(last := Job(request(max_tokens=3)))
+        assert await answer(last)
+        for job in jobs[1:]:
+            with pytest.raises(ApiError, match="failed"):
+                await answer(job)
+
+    asyncio.run(run())
+    assert "no memory left" in capfd.readouterr().err
+
+
+def test_the_logits_of_a_long_prompt_are_made_in_parts(engine):
+    rows = []
+    engine.batch.model.lm_head.register_forward_hook(lambda module, given, made: rows.append(len(given[0])))
+
+    async def run():
+        text = "light and dark " * 40
+        engine.submit(job := Job(request(text, max_tokens=0, echo=True, logprobs=1)))
+        pieces = [piece async for piece in job.pieces()]
+        scores = pieces[0].tokens
+        ids = torch.tensor([list(text.encode())])
+        with torch.no_grad():
+            expected = engine.batch.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        assert [token.id for token in scores] == ids[0].tolist()
+        torch.testing.assert_close(torch.tensor([token.logprob for token in scores[1:]]), expected)
+
+    asyncio.run(run())
+    assert rows[:3] == [SCORED, SCORED, 600 - 1 - 2 * SCORED]
+
+
+def test_a_request_that_is_just_let_in_counts(folder):
+    """Whoever looks while it goes from waiting to running is made to wait."""
+    model = load_model(str(folder))[0]
+    engine = Engine(model, TextCodec(None, None), Limits(length=64), Metrics(model.config.operators))
+    seen: list[bool] = []
+    look = threading.Thread(target=lambda: seen.append(engine.is_idle))
+
+    class Watched(deque):
+        def popleft(self):
+            job = super().popleft()
+            look.start()
+            look.join(0.2)
+            return job
+
+    async def run():
+        engine.waiting = Watched()
+        engine.submit(Job(request()))
+        assert engine.admit()
+
+    asyncio.run(run())
+    look.join()
+    assert seen == [False]
+
+
+def test_a_choice_that_ends_after_its_request_failed(folder):
+    async def run():
+        metrics, job = Metrics([]), Job(request())
+
+        async def stays():
+            await asyncio.sleep(60)
+
+        async with Watch(stays, job, metrics):
+            job.fail(stopping())
+            job.send(Piece(0, "", [], "length"))
+        assert job.is_over and not job.cancelled
+        assert metrics.sums["clients_gone"] == 0
+
+    asyncio.run(run())
+
+
+def test_who_is_sent_away_is_told_how_long_a_completion_takes():
+    metrics = Metrics([])
+    assert metrics.typical_seconds() == 1
+    for _ in range(2):
+        metrics.count_request("/v1/completions", 200, 7.5)
+    for status in (200, 404):
+        metrics.count_request("/v1/models", status, 0.001)
+    metrics.count_request("/v1/completions", 429, 100.0)
+    assert metrics.typical_seconds() == 8

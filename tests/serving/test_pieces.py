@@ -41,6 +41,32 @@ def test_characters_are_whole_and_remains_are_shown():
     assert [len(piece.tokens) for piece in pieces] == [2, 1]
 
 
+HALF = "漢".encode()
+
+
+def test_bytes_that_are_no_character_are_shown_at_once():
+    """All but what may still become one."""
+    broken = [HALF[:1] * 3 + HALF, b"\x80" * 9 + b"a", b"\xf0\x9f\x98" + HALF, b"\xff\xf0\x9f" * 4, HALF[:2] * 9]
+    for data in broken:
+        writer, shown = Writer(0, BYTES, ()), 0
+        for seen, byte in enumerate(data, 1):
+            piece = writer.add(TokenScore(byte))
+            shown += len(piece.tokens) if piece else 0
+            assert seen - shown <= 3, (data, seen)
+        assert "".join(piece.text for piece in write(data)) == data.decode("utf-8", "replace")
+
+
+@given(st.lists(st.sampled_from([0x61, 0x80, 0xBC, *HALF, *"😀é".encode(), 0xFF]), max_size=24))
+def test_pieces_of_any_bytes_add_up(data):
+    assert "".join(piece.text for piece in write(data)) == bytes(data).decode("utf-8", "replace")
+
+
+def test_a_character_with_tokens_between_that_show_nothing():
+    first, second, third = HALF
+    assert "".join(piece.text for piece in write([first, 256, second, 256, 256, third, 97])) == "漢a"
+    assert len(write([first, *[256] * 40])) > 1  # it is not waited for for ever
+
+
 def test_every_token_comes_with_a_piece():
     assert write(b"abc", ["bx"]) == [
         Piece(0, "a", [TokenScore(97)]),

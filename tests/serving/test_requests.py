@@ -47,7 +47,7 @@ def test_fields_that_ask_for_nothing():
         "max_tokens": [0, -1, 1.5, "5", True, 10**30],
         "n": [0, 5, "1", 1.0],
         "best_of": [2],
-        "temperature": [-0.1, 2.1, "1", True, float("inf"), [1]],
+        "temperature": [-0.1, 2.1, "1", True, float("inf"), float("nan"), 10**400, [1]],
         "top_p": [0, 1.1, "x"],
         "stop": ["", ["a"] * 5, [1], "x" * 257, {}],
         "seed": [1.5, 2**63, "1"],
@@ -86,6 +86,11 @@ def test_more_texts_than_a_request_may_ask_for():
     assert parse(prompt=["a", "b"], n=2).rows == 4
     with pytest.raises(ApiError, match="more than the 4"):
         parse(prompt=["a", "b"], n=3)
+
+
+def test_texts_are_counted_before_they_are_read():
+    with pytest.raises(ApiError, match="more than the 4"):
+        parse(prompt=["\ud800"] * 5)
 
 
 def test_another_model():

@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 import torch
+from served import serving
 from typer.testing import CliRunner
 
 from chiar.cli import app
 from chiar.load import load_model
+from chiar.serving.limits import Limits
 from chiar.visible import visible
 
 PROMPTS = ["light and dark", "漢字 filter", "x"]
@@ -31,6 +33,15 @@ def generated(folder, prompt, *options):
 
 def shown(prompt, text):
     return visible(prompt + text) + "\n"
+
+
+def read_now(line):
+    """What the server has said so far, left to be read again."""
+    line.setblocking(False)
+    try:
+        return line.recv(1000, socket.MSG_PEEK)
+    except BlockingIOError:
+        return b""
 
 
 def wait_for(condition, seconds=20):
@@ -207,10 +218,37 @@ def test_a_client_that_leaves_ends_its_text(server, client):
 
 def test_a_client_that_leaves_amid_its_request(server):
     gone = server.metric('requests_total{status="499"}')
-    with socket.create_connection(("127.0.0.1", server.port)) as line:
-        head = ["POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", "content-length: 99"]
-        line.sendall("\r\n".join([*head, "", '{"prompt"']).encode())
+    server.begin_request().close()
     wait_for(lambda: server.metric('requests_total{status="499"}') == gone + 1)
+
+
+def test_connections_are_bounded(folder):
+    """Each of these holds a part of a body."""
+    limits = Limits(length=0, rows=1, waiting=1)
+    with serving(folder, "--rows", limits.rows, "--waiting", limits.waiting) as server:
+        lines = [server.begin_request()]
+        assert server.ask("GET", "/health")[0] == 200
+        lines += [server.begin_request() for _ in range(limits.connections)]
+        wait_for(lambda: b" 503 " in read_now(lines[-1]))
+        assert read_now(lines[0]) == b""  # who came in time is still listened to
+        for line in lines:
+            line.close()
+        wait_for(lambda: server.ask("GET", "/health")[0] == 200)
+        assert server.post({"prompt": "abc", "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "", "[::1", "localhost.evil.example"])
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/health"])
+def test_a_strangers_name_is_refused(server, host, path):
+    """A page of his could read the answers otherwise: to the browser they come from his name."""
+    status, _, text = server.ask("GET", path, host=host)
+    assert status == 421
+    assert '"code": "wrong_host"' in text
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "[::1]:8000", "192.168.0.7"])
+def test_names_that_lead_here(server, host):
+    assert server.ask("GET", "/v1/models", host=host)[0] == 200
 
 
 def test_health_and_metrics(server):

@@ -9,6 +9,8 @@ import openai
 import pytest
 from served import serving
 
+from chiar.serving.server import FAREWELL
+
 KEY = {"authorization": "Bearer sesame"}
 GRACE = 3.0
 
@@ -24,7 +26,8 @@ def test_sigterm_while_texts_are_written(folder):
             server.client(key="wrong").models.list()
         client = server.client(key="sesame")
         assert client.models.list().data[0].id == "named"
-        assert server.ask("GET", "/health")[0] == 200  # open to those who only look after the process
+        for path in ("/health", "/metrics"):  # open to those who only look after the process
+            assert server.ask("GET", path, host="any.name.example")[0] == 200
         endless, answer = server.open_stream(**KEY)
         chunks = iter(
             client.completions.create(model="named", prompt="dark", max_tokens=200, temperature=0, stream=True)
@@ -45,3 +48,16 @@ def test_sigterm_while_texts_are_written(folder):
         endless.close()
         assert server.process.wait(timeout=GRACE + 15) == 0
         assert time.monotonic() - began >= GRACE
+
+
+def test_a_second_signal_waits_for_no_client(folder):
+    with serving(folder) as server:
+        connection, _ = server.open_stream()  # nobody reads it
+        server.process.send_signal(signal.SIGTERM)
+        while server.ask("GET", "/health")[0] != 503:
+            time.sleep(0.05)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(timeout=20)
+        assert time.monotonic() - began < FAREWELL - 1
+        connection.close()

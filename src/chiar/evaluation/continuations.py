@@ -110,12 +110,26 @@ class StopAtText(StoppingCriteria):
     def __init__(self, codec: TextCodec, stops: list[str], prompt: int) -> None:
         self.codec, self.stops, self.prompt = codec, stops, prompt
         self.reach = max(len(stop.encode()) for stop in stops) + 1
-        """Tokens that a stop text may lie in: each is a byte at least."""
+        """Tokens that a stop text may lie in, not counting those that show nothing: the others are a byte at least."""
+        self.known: dict[int, bool] = {}
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        texts = (self.codec.decode(row[-self.reach :]) for row in input_ids[:, self.prompt :].tolist())
+        texts = (self.codec.decode(self.tail(row)) for row in input_ids[:, self.prompt :].tolist())
         done = [any(stop in text for stop in self.stops) for text in texts]
         return torch.tensor(done, device=input_ids.device)
+
+    def tail(self, ids: list[int]) -> list[int]:
+        """The end of these, with `reach` tokens that show something."""
+        shown, start = 0, len(ids)
+        while start and shown < self.reach:
+            start -= 1
+            shown += self.shows(ids[start])
+        return ids[start:]
+
+    def shows(self, token: int) -> bool:
+        if token not in self.known:
+            self.known[token] = bool(self.codec.decode([token]))
+        return self.known[token]
 
 
 @torch.no_grad()

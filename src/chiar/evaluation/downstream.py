@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 from contextlib import chdir, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -56,8 +57,13 @@ class DownstreamReport:
 
 
 def stay_offline() -> None:
-    """Before anything of Hugging Face is imported: tasks then read what is on this machine, or fail."""
+    """Tasks then read what is on this machine, or fail. Modules read the environment when they are imported, and a
+    plugin may have imported them already."""
     os.environ |= dict.fromkeys(OFFLINE, "1")
+    for module in map(sys.modules.get, ("huggingface_hub.constants", "datasets.config", "evaluate.config")):
+        for name in OFFLINE:
+            if hasattr(module, name):
+                setattr(module, name, True)
 
 
 def run_tasks(
@@ -130,7 +136,7 @@ def run_tasks(
         precision=precision,
         device=describe_device(target),
         scores=scores,
-        remarks=[*fixed, *explain(config, adapter.cut, length, rows)],
+        remarks=[*fixed, *explain(config, adapter.cut, adapter.short, length, rows)],
     )
 
 
@@ -189,7 +195,7 @@ def finite(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def explain(config: Any, cut: int, length: int, rows: int | None) -> list[str]:
+def explain(config: Any, cut: int, short: int, length: int, rows: int | None) -> list[str]:
     remarks = []
     pool = config.gate_pool if config.meta_router else "causal"
     if pool != "causal":
@@ -198,7 +204,9 @@ def explain(config: Any, cut: int, length: int, rows: int | None) -> list[str]:
             "of a causal model."
         )
     if cut:
-        remarks.append(f"{cut} contexts were longer than {length} tokens and lost their beginning.")
+        remarks.append(f"{cut} contexts were longer than the room left of {length} tokens and lost their beginning.")
+    if short:
+        remarks.append(f"{short} texts had less room of {length} tokens than their task allows them to take.")
     if rows is not None:
         remarks.append(f"only the first {rows} documents of each task were read.")
     return remarks

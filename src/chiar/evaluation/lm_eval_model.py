@@ -21,7 +21,8 @@ DEFAULT_TOKENS = 256
 
 
 class ChiarLM(TemplateLM):
-    """`length` is what the model reads at once; longer contexts lose their beginning (`cut` counts them)."""
+    """`length` is what the model reads at once; longer contexts lose their beginning (`cut` counts them), and
+    `short` counts texts that have less room than their task allows them."""
 
     def __init__(
         self, model: Any, codec: TextCodec, length: int, batch_size: int = 16, precision: str = "fp32"
@@ -29,7 +30,7 @@ class ChiarLM(TemplateLM):
         super().__init__()
         self.model, self.codec, self.length = model, codec, length
         self.batch_size, self.precision = batch_size, precision
-        self.cut = 0
+        self.cut = self.short = 0
         self.asked = False
         """Whether any task got as far as asking the model."""
         self._device = model.device
@@ -95,17 +96,34 @@ class ChiarLM(TemplateLM):
         unknown = set(asked) - SUPPORTED
         if unknown:
             raise InputError(f"a task asks for {sorted(unknown)[0]!r} of generated text, which is not supported.")
+        if self.length < 2:
+            raise InputError("a task writes text, and a --length of 1 leaves no room behind a prompt: raise it.")
         until = asked.get("until") or []
-        new = min(int(asked.get("max_gen_toks", DEFAULT_TOKENS)), self.length - 1)
-        sampling = Sampling(new)
-        if asked.get("do_sample"):
-            sampling = Sampling(new, asked.get("temperature", 1.0), asked.get("top_k"), asked.get("top_p"))
-        settings = sampling.configuration(self.model, new)
-        prompts = [self.tok_encode(context) or [self.end] for context in contexts]
-        self.cut += sum(len(prompt) > self.length - new for prompt in prompts)
-        prompts = [prompt[-(self.length - new) :] for prompt in prompts]
         stops = [until] if isinstance(until, str) else list(until)
-        return continue_texts(self.model, self.codec, prompts, stops, settings, self.batch_size)
+        sampling = Sampling()
+        if asked.get("do_sample"):
+            sampling = Sampling(
+                temperature=asked.get("temperature", 1.0), top_k=asked.get("top_k"), top_p=asked.get("top_p")
+            )
+        prompts = [self.tok_encode(context) or [self.end] for context in contexts]
+        together = defaultdict(list)
+        for number, prompt in enumerate(prompts):
+            together[self.room(prompt, int(asked.get("max_gen_toks", DEFAULT_TOKENS)))].append(number)
+        written: dict[int, str] = {}
+        for new, numbers in together.items():
+            fitted = [prompts[n][-(self.length - new) :] for n in numbers]
+            settings = sampling.configuration(self.model, new)
+            texts = continue_texts(self.model, self.codec, fitted, stops, settings, self.batch_size)
+            written |= dict(zip(numbers, texts, strict=True))
+        return [written[number] for number in range(len(contexts))]
+
+    def room(self, prompt: list[int], wanted: int) -> int:
+        """How many tokens may be written behind a prompt: what it leaves, but a quarter of the length at least, for
+        which it loses its beginning."""
+        new = min(wanted, max(self.length - len(prompt), self.length // 4, 1))
+        self.cut += len(prompt) > self.length - new
+        self.short += new < wanted
+        return new
 
     def fitted(self, pair: Pair) -> Pair:
         short = fit(pair, self.length)

@@ -1,6 +1,6 @@
 """What a client asked for, checked field by field; each mistake is one sentence."""
 
-import math
+import sys
 from typing import Any
 
 from chiar.explore.continuing import Wish
@@ -52,4 +52,4 @@ def is_whole(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -12,12 +12,13 @@ from chiar.explore.loaded import LoadedModel
 from chiar.explore.pieces import Pieces
 from chiar.explore.steering import Steering, moved_thresholds, steered
 from chiar.explore.view import describe_layer, describe_tokens, describe_view, encode_text, token_nats
+from chiar.generation.stream import GREEDY_BELOW
 from chiar.routing.trace import RoutingTrace
 
 
 @dataclass(frozen=True)
 class Wish:
-    """How a text is continued; a temperature of 0 takes the likeliest token."""
+    """How a text is continued; a temperature of 0, or nearly so, takes the likeliest token."""
 
     tokens: int = 40
     temperature: float = 0.7
@@ -74,7 +75,7 @@ class Continuation:
 
     def choose(self) -> tuple[int, float]:
         assert self.logits_V is not None
-        if self.wish.temperature == 0:
+        if self.wish.temperature < GREEDY_BELOW:
             chosen = int(self.logits_V.argmax())
         else:
             p_V = (self.logits_V / self.wish.temperature).softmax(-1)

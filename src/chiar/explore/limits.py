@@ -1,16 +1,16 @@
 """What a client may ask of a small server: how long a text, how many at once, by which name."""
 
 import asyncio
-import ipaddress
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect, Request
+
+from chiar.hosts import is_called_rightly
 
 MOST_BYTES = 20_000
 """Of a text, as UTF-8."""
@@ -106,25 +106,10 @@ async def read_json(request: Request) -> dict[str, Any]:
 
 
 def check_origin(request: Request, name: str) -> None:
-    """Refuse pages of other sites. A name that leads here may be a stranger's (DNS rebinding); a number cannot be.
-
-    `name` is what the server was told to listen on.
-    """
+    """Refuse pages of other sites. `name` is what the server was told to listen on."""
     host = request.headers.get("host", "")
-    try:
-        called = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        called = ""
-    if called not in ("localhost", name) and not is_number(called):
+    if not is_called_rightly(host, name):
         raise Refused(421, "this server answers to localhost and to IP addresses only.")
     origin = request.headers.get("origin")
     if origin is not None and origin != f"{request.url.scheme}://{host}":
         raise Refused(403, "another site's page may not ask this server.")
-
-
-def is_number(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -20,11 +20,16 @@ from chiar.tokens import TextCodec
 from chiar.visible import visible
 
 GATES = ("prefill", "refuse")
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: logits divided by it would leave the numbers there are."""
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+MOST_WAITING = 16
+"""Tokens held back for one character. It has four bytes at most; the rest are tokens that show nothing."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Greedy while temperature, top_k and top_p are None; a temperature of 0 is greedy too."""
+    """Greedy while temperature, top_k and top_p are None, and at a temperature of 0 or nearly so."""
 
     max_new_tokens: int = 64
     temperature: float | None = None
@@ -35,7 +40,8 @@ class Sampling:
     def configuration(self, model: Any, room: int) -> GenerationConfig:
         """What transformers is told. Its own default would keep the 50 likeliest tokens only."""
         chosen: dict[str, Any] = {"max_new_tokens": room, "do_sample": False}
-        if self.temperature != 0 and (self.temperature, self.top_k, self.top_p) != (None, None, None):
+        greedy = self.temperature is not None and self.temperature < GREEDY_BELOW
+        if not greedy and (self.temperature, self.top_k, self.top_p) != (None, None, None):
             if self.top_p == 0:
                 raise InputError("--top-p must be above 0: no token would be left to sample.")
             chosen |= {"do_sample": True, "temperature": 1.0 if self.temperature is None else self.temperature}
@@ -60,13 +66,28 @@ class TokenStreamer(BaseStreamer):
         for token, dark in zip(tokens, self.reader.read(tokens) if self.reader else [0.0] * len(tokens), strict=True):
             self.waiting.append(token)
             self.darkness.append(dark)
-            if not self.codec.decode(self.waiting).endswith("\N{REPLACEMENT CHARACTER}"):
-                self.end()
+            self.release(self.count_settled())
+
+    def count_settled(self) -> int:
+        """How many of the tokens that wait have their text, whatever follows: a character lacks a byte of its up to
+        four, so it began in the last three tokens, at a place where the text falls into two."""
+        waiting, decode = self.waiting, self.codec.decode
+        text = decode(waiting)
+        if not text.endswith(BROKEN) or len(waiting) > MOST_WAITING:
+            return len(waiting)
+        for start in range(len(waiting) - 1, max(0, len(waiting) - 4), -1):
+            last = decode(waiting[start:])
+            if last and decode(waiting[:start]) + last == text:
+                return start
+        return 0
+
+    def release(self, count: int) -> None:
+        if count:
+            self.write(self.codec.decode(self.waiting[:count]), sum(self.darkness[:count]) / count)
+            self.waiting, self.darkness = self.waiting[count:], self.darkness[count:]
 
     def end(self) -> None:
-        if self.waiting:
-            self.write(self.codec.decode(self.waiting), sum(self.darkness) / len(self.darkness))
-            self.waiting, self.darkness = [], []
+        self.release(len(self.waiting))
 
 
 def stream_text(

@@ -148,22 +148,28 @@ class RaggedStore:
             self.parts = {name: part.repeat_interleave(repeats, dim=0) for name, part in self.parts.items()}
             self.shelf.moves += 1
 
-    def join(self, other: "RaggedStore", rows: int, more: int) -> None:
+    def joined(self, other: "RaggedStore", rows: int, more: int) -> "RaggedStore":
         """The `more` rows of another store behind these `rows`. Where nothing was ever offered they are empty."""
+        made = RaggedStore(self.shelf)
         if other.length_B is None:
             if self.length_B is None:
-                return
+                return made
             other.begin({name: part[:1, :, :0].expand(more, -1, -1, -1) for name, part in self.parts.items()})
         if self.length_B is None:
             self.begin({name: part[:1, :, :0].expand(rows, -1, -1, -1) for name, part in other.parts.items()})
         assert self.length_B is not None and other.length_B is not None
-        self.length_B = torch.cat([self.length_B, other.length_B])
-        self.capacity, self.most = max(self.capacity, other.capacity), max(self.most, other.most)
+        made.length_B = torch.cat([self.length_B, other.length_B])
+        made.capacity, made.most = max(self.capacity, other.capacity), max(self.most, other.most)
 
         def alike(part: Tensor) -> Tensor:
-            return F.pad(part, (0, 0, 0, self.capacity - part.shape[2]))
+            return F.pad(part, (0, 0, 0, made.capacity - part.shape[2]))
 
-        self.parts = {name: torch.cat([alike(part), alike(other.parts[name])]) for name, part in self.parts.items()}
+        made.parts = {name: torch.cat([alike(part), alike(other.parts[name])]) for name, part in self.parts.items()}
+        return made
+
+    def replace(self, other: "RaggedStore") -> None:
+        """Hold what another store holds."""
+        self.parts, self.length_B, self.most, self.capacity = other.parts, other.length_B, other.most, other.capacity
         self.shelf.moves += 1
 
     def writable(self, stored: Tensor, differentiable: bool = False) -> Tensor:

@@ -14,11 +14,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from chiar.hosts import is_called_rightly
 from chiar.serving.answers import Answer, event, to_json
 from chiar.serving.engine import Engine
 from chiar.serving.job import Job
 from chiar.serving.limits import Limits
-from chiar.serving.metrics import Metrics
+from chiar.serving.metrics import COMPLETIONS, Metrics
 from chiar.serving.problems import ApiError, stopping
 from chiar.serving.requests import parse_request, read_json
 from chiar.tokens import TextCodec
@@ -38,6 +39,8 @@ class Service:
     engine: Engine
     metrics: Metrics
     api_key: str | None = None
+    host: str | None = None
+    """What it listens on, where it answers to no other name; None: it answers to any."""
     created: int = field(default_factory=lambda: int(time.time()))
     reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     """Long texts are encoded aside, so that the others' streams go on."""
@@ -46,7 +49,7 @@ class Service:
 def make_app(service: Service) -> Starlette:
     app = Starlette(
         routes=[
-            Route("/v1/completions", complete, methods=["POST"]),
+            Route(COMPLETIONS, complete, methods=["POST"]),
             Route("/v1/chat/completions", refuse_chat, methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", show_model),
@@ -61,14 +64,17 @@ def make_app(service: Service) -> Starlette:
 
 
 class Front:
-    """Before every endpoint under /v1: the key, then the count of what was answered."""
+    """Before every endpoint: the name it was called by; before those under /v1 also the key, then the count of what was
+    answered."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self.find_problem(scope) if scope["type"] == "http" else None
+        answer = self.app if problem is None else problem_response(problem)
         if scope["type"] != "http" or not scope["path"].startswith("/v1"):
-            await self.app(scope, receive, send)
+            await answer(scope, receive, send)
             return
         status, began = 500, time.monotonic()
 
@@ -79,16 +85,22 @@ class Front:
             await send(message)
 
         try:
-            answer = self.app if self.may_enter(scope) else problem_response(wrong_key())
             await answer(scope, receive, watched)
         finally:
-            self.service.metrics.count_request(status, time.monotonic() - began)
+            self.service.metrics.count_request(scope["path"], status, time.monotonic() - began)
 
-    def may_enter(self, scope: Scope) -> bool:
-        if self.service.api_key is None:
-            return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, b"Bearer " + self.service.api_key.encode())
+    def find_problem(self, scope: Scope) -> ApiError | None:
+        host, key, headers = self.service.host, self.service.api_key, dict(scope["headers"])
+        if host is not None and not is_called_rightly(headers.get(b"host", b"").decode("latin-1"), host):
+            return wrong_host()
+        if key is None or not scope["path"].startswith("/v1"):
+            return None
+        given = headers.get(b"authorization", b"")
+        return None if hmac.compare_digest(given, b"Bearer " + key.encode()) else wrong_key()
+
+
+def wrong_host() -> ApiError:
+    return ApiError(421, "without a key this server answers to localhost and to IP addresses only.", code="wrong_host")
 
 
 def wrong_key() -> ApiError:
@@ -156,7 +168,7 @@ class Watch:
 
     async def __aexit__(self, *_: object) -> None:
         self.task.cancel()
-        if self.job.left:
+        if self.job.left and not self.job.failed:
             self.job.cancelled = True
             self.metrics.add("clients_gone")
         self.metrics.add("prompt_tokens", sum(len(prompt.ids) for prompt in self.job.request.prompts))

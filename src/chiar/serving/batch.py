@@ -10,8 +10,11 @@ from chiar.cache import ChiarCache
 from chiar.serving.job import Job
 from chiar.serving.pieces import Piece, TokenScore, Writer
 from chiar.serving.requests import Prompt
-from chiar.serving.sampling import Sampler, choose, score
+from chiar.serving.sampling import Sampler, find_likeliest, score
 from chiar.tokens import TextCodec
+
+SCORED = 256
+"""Tokens of a prompt whose logits are there at the same time."""
 
 
 class Row:
@@ -56,8 +59,15 @@ class Batch:
     """Prompts are read one by one, so that a text is the same whoever else is served: the paper's gate is a mean over
     all rows read together. Decoding then needs no padding: keys are stored by each row's own length."""
 
-    def __init__(self, model: Any, codec: TextCodec, note_routes: Callable[[Any], None]) -> None:
-        self.model, self.codec, self.note_routes = model, codec, note_routes
+    def __init__(
+        self,
+        model: Any,
+        codec: TextCodec,
+        note_routes: Callable[[Any], None],
+        give_up: Callable[[list[Job], Exception], None],
+    ) -> None:
+        """`give_up` is told which requests failed, where others go on."""
+        self.model, self.codec, self.note_routes, self.give_up = model, codec, note_routes, give_up
         ends = model.config.eos_token_id
         self.ends: set[int] = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
         self.rows: list[Row] = []
@@ -85,9 +95,7 @@ class Batch:
             for row in rows:
                 row.finish("length")
             return
-        logits_V = model.lm_head(states_TD[-1])
-        for row, token in zip(rows, choose(logits_V.expand(len(rows), -1), [r.sampler for r in rows]), strict=True):
-            row.take(token, self.ends)
+        self.extend(rows, model.lm_head(states_TD[-1]).expand(len(rows), -1))
         if len(rows) > 1:
             cache.batch_repeat_interleave(len(rows))
         self.join(cache, rows)
@@ -112,14 +120,23 @@ class Batch:
         positions_B1 = torch.tensor([[row.stored] for row in rows], device=device)
         self.cache.seen = max(row.stored for row in rows)
         output = self.model(ids_B1, past_key_values=self.cache, position_ids=positions_B1)
-        chosen = choose(output.logits[:, -1], [row.sampler for row in rows])
-        for row, token in zip(rows, chosen, strict=True):
-            if not row.is_over:
-                row.stored += 1
-                row.take(token, self.ends)
+        for row in rows:
+            row.stored += not row.is_over  # positions may end where the row did
+        self.extend(rows, output.logits[:, -1])
+
+    def extend(self, rows: list[Row], logits_BV: Tensor) -> None:
+        """The next token of each row; where there is none, that row's request fails alone."""
+        logits_BV = logits_BV.float()
+        for row, logits_V, likeliest in zip(rows, logits_BV, find_likeliest(logits_BV), strict=True):
+            if row.is_over:
+                continue
+            try:
+                row.take(row.sampler.choose(logits_V, likeliest), self.ends)
+            except Exception as error:
+                self.give_up([row.job], error)
 
     def drop(self) -> None:
-        """Let go of the rows that are over."""
+        """Let go of the rows that are over. Where that fails half-way the cache is of no use to any of its rows."""
         kept = [number for number, row in enumerate(self.rows) if not row.is_over]
         if len(kept) == len(self.rows):
             return
@@ -127,7 +144,10 @@ class Batch:
         if not kept:
             self.cache = None
         elif self.cache is not None:
-            self.cache.batch_select_indices(torch.tensor(kept, device=self.model.device))
+            try:
+                self.cache.batch_select_indices(torch.tensor(kept, device=self.model.device))
+            except Exception as error:
+                self.give_up([row.job for row in self.clear()], error)
 
     def clear(self) -> list[Row]:
         """Forget everything; the rows that were being written."""
@@ -138,4 +158,9 @@ class Batch:
         """Nobody asks for a prompt's tokens without their log-probabilities."""
         if logprobs is None:
             return []
-        return [TokenScore(prompt.ids[0]), *score(self.model.lm_head(states_TD[:-1]), prompt.ids[1:], logprobs)]
+        scores = [TokenScore(prompt.ids[0])]
+        for start in range(0, len(prompt.ids) - 1, SCORED):
+            targets = prompt.ids[start + 1 : start + 1 + SCORED]
+            logits_TV = self.model.lm_head(states_TD[start : start + len(targets)])
+            scores += score(logits_TV, targets, logprobs)
+        return scores

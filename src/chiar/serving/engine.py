@@ -18,7 +18,7 @@ from chiar.tokens import TextCodec
 class Engine:
     def __init__(self, model: Any, codec: TextCodec, limits: Limits, metrics: Metrics) -> None:
         self.limits, self.metrics = limits, metrics
-        self.batch = Batch(model, codec, metrics.count_routes)
+        self.batch = Batch(model, codec, metrics.count_routes, self.give_up)
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         self.unread: deque[tuple[Job, int]] = deque()
@@ -54,7 +54,8 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not self.count_waiting() and not self.count_running()
+        with self.change:  # a request is let in under this lock: no look may fall between leaving and coming
+            return not self.count_waiting() and not self.count_running()
 
     def close(self) -> None:
         """Take nothing new; what waits and runs goes on."""

@@ -15,14 +15,14 @@ class Job:
         self.loop = asyncio.get_running_loop()
         self.queue: asyncio.Queue[Piece | ApiError | None] = asyncio.Queue()
         self.left = request.rows
-        """Choices that are not finished."""
-        self.cancelled = False
-        """Nobody reads any more; the engine drops it before its next step."""
+        """Choices that are not finished; the engine's thread alone counts them."""
+        self.failed = self.cancelled = False
+        """Cancelled: nobody reads any more. The engine drops either before its next step."""
         self.completion_tokens = 0
 
     @property
     def is_over(self) -> bool:
-        return self.cancelled or not self.left
+        return self.failed or self.cancelled or not self.left
 
     def send(self, item: Piece | ApiError | None) -> None:
         """From any thread."""
@@ -34,7 +34,7 @@ class Job:
             self.cancelled = True
 
     def fail(self, error: ApiError) -> None:
-        self.left = 0
+        self.failed = True
         self.send(error)
 
     def cancel(self) -> None:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+SPARE = 64
+"""Connections beyond those that are served or wait."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -17,3 +20,9 @@ class Limits:
     """Time a client has to send them."""
     grace: float = 30.0
     """Seconds that running requests get to finish when the server is told to stop."""
+
+    @property
+    def connections(self) -> int:
+        """Open at the same time: those who are served and who wait, and some who send their request, are told to come
+        back or look at /metrics. Each may hold a body."""
+        return self.rows + self.waiting + SPARE

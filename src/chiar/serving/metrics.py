@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+COMPLETIONS = "/v1/completions"
 COUNTERS = {
     "prompt_tokens": "Tokens of prompts that were answered.",
     "completion_tokens": "Tokens written.",
@@ -24,15 +25,20 @@ class Metrics:
         self.sums = dict.fromkeys(COUNTERS, 0.0)
         self.statuses: Counter[int] = Counter()
         self.routed: Counter[str] = Counter()
+        self.completions, self.completion_seconds = 0, 0.0
+        """Completions that were answered, and how long they took."""
 
     def add(self, name: str, amount: float = 1.0) -> None:
         with self.lock:
             self.sums[name] += amount
 
-    def count_request(self, status: int, seconds: float) -> None:
+    def count_request(self, path: str, status: int, seconds: float) -> None:
         with self.lock:
             self.statuses[status] += 1
             self.sums["request_seconds"] += seconds
+            if path == COMPLETIONS and status == 200:
+                self.completions += 1
+                self.completion_seconds += seconds
 
     def count_routes(self, routes: Any) -> None:
         """Which operators the routed layers sent the tokens of a prompt to."""
@@ -44,10 +50,9 @@ class Metrics:
                     self.routed[name] += count
 
     def typical_seconds(self) -> int:
-        """What a request takes on average, for clients that are sent away: from one second to a minute."""
+        """What a completion takes on average, for clients that are sent away: from one second to a minute."""
         with self.lock:
-            answered = self.statuses[200]
-            return min(60, max(1, math.ceil(self.sums["request_seconds"] / answered))) if answered else 1
+            return min(60, max(1, math.ceil(self.completion_seconds / max(1, self.completions))))
 
     def text(self, gauges: Mapping[str, tuple[float, str]]) -> str:
         """`gauges`: what is now, with its meaning."""

@@ -1,7 +1,6 @@
 """A completion request: every field checked, nothing ignored that would change the text."""
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,11 +85,14 @@ def parse_request(
     n = whole(fields, "n", 1, 1, limits.rows)
     if fields.get("best_of") not in (None, n):
         raise wrong("best_of", "best_of is not supported: leave it out, or equal to n.", "unsupported_parameter")
-    prompts = read_prompts(fields.get("prompt"), codec, vocabulary)
-    if len(prompts) * n > limits.rows:
+    given = list_prompts(fields.get("prompt"))
+    if len(given) * n > limits.rows:  # before they are encoded, which takes time
         raise wrong(
-            "prompt", f"{len(prompts)} prompts × n = {n} are more than the {limits.rows} texts a request may ask for."
+            "prompt", f"{len(given)} prompts × n = {n} are more than the {limits.rows} texts a request may ask for."
         )
+    prompts = [read_prompt(one, codec, vocabulary) for one in given]
+    if not all(prompt.ids for prompt in prompts):
+        raise wrong("prompt", "the prompt is empty: give it at least a word to continue.")
     echo = flag(fields, "echo")
     options = fields.get("stream_options")
     if options is not None and (not isinstance(options, dict) or set(options) - {"include_usage"}):
@@ -110,15 +112,11 @@ def parse_request(
     )
 
 
-def read_prompts(given: Any, codec: TextCodec, vocabulary: int) -> list[Prompt]:
-    """Text, token ids, or a list of either."""
+def list_prompts(given: Any) -> list[Any]:
+    """`given` is text, token ids, or a list of either."""
     if given is None:
         raise wrong("prompt", "prompt is missing: give it text to continue.")
-    several = isinstance(given, list) and bool(given) and not is_whole(given[0])
-    prompts = [read_prompt(one, codec, vocabulary) for one in (given if several else [given])]
-    if not all(prompt.ids for prompt in prompts):
-        raise wrong("prompt", "the prompt is empty: give it at least a word to continue.")
-    return prompts
+    return given if isinstance(given, list) and given and not is_whole(given[0]) else [given]
 
 
 def read_prompt(given: Any, codec: TextCodec, vocabulary: int) -> Prompt:
@@ -186,8 +184,8 @@ def number(fields: dict[str, Any], name: str, default: float, least: float, most
     value = fields.get(name)
     if value is None:
         return default
-    real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not real or not least <= value <= most:
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    if not real or not least <= value <= most:  # nor is NaN between anything
         raise wrong(name, f"{name} must be a number from {least:g} to {most:g}.")
     return float(value)
 

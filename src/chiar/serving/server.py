@@ -13,6 +13,7 @@ import uvicorn
 from chiar.errors import InputError, unknown_name
 from chiar.evaluation.harness import choose_device
 from chiar.generation.stream import GATES
+from chiar.hosts import is_loopback
 from chiar.load import load_model, resolve_model
 from chiar.serving.app import Service, make_app
 from chiar.serving.engine import Engine
@@ -20,7 +21,6 @@ from chiar.serving.limits import Limits
 from chiar.serving.metrics import Metrics
 from chiar.tokens import TextCodec
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 FAREWELL = 3.0
 """Seconds for last answers to be read, and for the engine's last step."""
 
@@ -36,7 +36,7 @@ class Address:
 
 class Server(uvicorn.Server):
     """Told to stop, it takes nothing new (503), lets what it has finish within the grace time, and goes. Told twice, it
-    goes at once."""
+    goes after the token it is at."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -46,6 +46,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.draining or not self.started:
             super().handle_exit(sig, frame)
+            self.force_exit = self.draining  # wait for no client
         self.draining = True
         self.service.engine.closed = True  # one word: a signal may come while the lock is held
 
@@ -80,7 +81,9 @@ def serve(
 ) -> None:
     """Blocks. `note` is told what an operator should know, `ready` the address."""
     service = load_service(name, limits, max_length, served_name, api_key, gate, fast, tokenizer, device, note)
-    if api_key is None and address.host not in LOOPBACK:
+    if api_key is None and is_loopback(address.host):
+        service.host = address.host
+    elif api_key is None:
         note(f"anybody who reaches {address.host} can use the model: set --api-key.")
     with bind(address) as listener:
         host = f"[{address.host}]" if ":" in address.host else address.host
@@ -91,6 +94,7 @@ def serve(
             ws="none",
             lifespan="off",
             server_header=False,
+            limit_concurrency=limits.connections,
             timeout_graceful_shutdown=int(FAREWELL),
         )
         service.engine.start()
