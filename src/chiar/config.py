@@ -311,13 +311,17 @@ class ChiarConfig(PreTrainedConfig):
             if name == "router":
                 allowed = (*allowed, *extensions.ROUTERS)
             if getattr(self, name) not in allowed:
-                raise unknown_name(name, getattr(self, name), allowed)
+                own = (
+                    "A router of your own? Import it first, or give its file with --plugin." if name == "router" else ""
+                )
+                raise unknown_name(name, getattr(self, name), allowed, own)
         for kind in self.layer_types:
             if kind not in LAYER_TYPES:
                 raise unknown_name("layer type", kind, LAYER_TYPES)
         for operator in self.operators:
             if operator not in (*OPERATORS, *extensions.OPERATORS):
-                raise unknown_name("operator", operator, (*OPERATORS, *extensions.OPERATORS))
+                own = "An operator of your own? Import it first, or give its file with --plugin."
+                raise unknown_name("operator", operator, (*OPERATORS, *extensions.OPERATORS), own)
         self._check_sizes()
         self._check_routing()
         check_router_options(self)

@@ -22,9 +22,9 @@ def refuse_misspelt(kind: str, received: Iterable[str], allowed: Iterable[str]) 
             raise InputError(f"unknown {kind} {name!r}. Did you mean {close[0]!r}?")
 
 
-def unknown_name(kind: str, received: object, allowed: Iterable[str]) -> InputError:
-    """`kind` 'received' is unknown: the nearest valid name, then all of them."""
+def unknown_name(kind: str, received: object, allowed: Iterable[str], more: str = "") -> InputError:
+    """`kind` 'received' is unknown: the nearest valid name, then all of them, then what else may be wrong."""
     names = list(allowed)
     nearest = get_close_matches(str(received), names, n=1, cutoff=0.4)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    return InputError(f"unknown {kind} {received!r}.{hint} Allowed: {', '.join(names)}.")
+    return InputError(f"unknown {kind} {received!r}.{hint} Allowed: {', '.join(names)}.{more and ' ' + more}")

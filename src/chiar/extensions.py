@@ -138,6 +138,8 @@ def load_plugin(name: str) -> None:
             importlib.import_module(name)
             return
         path = Path(name).resolve()
+        if not path.is_file():
+            raise InputError(f"there is no plugin {name}.")
         called = f"chiar_plugin_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
         if called in sys.modules:
             return

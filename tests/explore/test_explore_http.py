@@ -49,6 +49,7 @@ class TestFiles:
     def test_errors_have_the_headers_too(self, served):
         assert served.get("/nothing").headers["x-content-type-options"] == "nosniff"
         assert served.get("/../../etc/passwd").status_code == 404
+        assert "Not Found" in served.get("/api/nope").json()["error"]
         assert served.get("/static/..%2f..%2fserver.py").status_code == 404
 
     def test_no_outside_host_is_named(self, served):

@@ -38,6 +38,8 @@ class LoadedModel:
                 f"Its gate pools over the {config.gate_pool}, later tokens included; while it continues a text the "
                 "gate stays as the text set it."
             )
+        if found is not None:
+            notes.append(f"Trained on {config.max_position_embeddings:,} tokens in a row: beyond that it guesses.")
         if config.routing == "soft":
             notes.append("Soft routing: both paths run for every token and are blended; the darker one is marked.")
         if config.target_fraction is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -133,6 +134,12 @@ def refusal(request: Request, error: Exception) -> Response:
     return answer({"error": str(error)}, 413 if isinstance(error, TooLong) else 400)
 
 
+def unknown(request: Request, error: Exception) -> Response:
+    """No such address, or another way of asking for it."""
+    assert isinstance(error, HTTPException)
+    return answer({"error": f"{request.method} {request.url.path}: {error.detail}."}, error.status_code)
+
+
 def gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
 
@@ -167,5 +174,5 @@ def make_app(explorer: Explorer) -> ASGIApp:
         Route("/api/route", explorer.route, methods=["POST"]),
         Route("/api/continue", explorer.carry_on, methods=["POST"]),
     ]
-    handlers: dict[Any, Any] = {Refused: refusal, InputError: refusal, ClientDisconnect: gone}
+    handlers: dict[Any, Any] = {Refused: refusal, InputError: refusal, ClientDisconnect: gone, HTTPException: unknown}
     return Guarded(Starlette(routes=routes, exception_handlers=handlers), explorer.host)

@@ -25,7 +25,7 @@ def what_to_do() -> list[dict[str, str]]:
     return [
         {"why": "Two small models on Python's own documentation, in a minute or two:", "command": "make demo"},
         {"why": "Or a corpus and a model of your own:", "command": f"{prepare}\n{train}"},
-        {"why": "Then open it, alone or beside another:", "command": "chiar explore runs/v3 --beside runs/baseline"},
+        {"why": "Then open it (with --beside, another next to it):", "command": "chiar explore runs/v3"},
         {"why": "Without any training, random weights show the mechanism:", "command": "chiar explore v3-tiny"},
     ]
 

@@ -143,9 +143,10 @@ const ChiarView = (() => {
         step.style.backgroundColor = css(mix(LIGHT, DARK, dark));
         return step;
       }));
-      const meaning = routed(view).length ? "dark, underlined: the share of routed layers that chose attention"
-        : "dark, underlined: no layer routes, every token takes attention everywhere";
-      this.legend.replaceChildren("light", ramp, meaning);
+      const meaning = routed(view).length ? "Darker, and underlined: more of the routed layers chose attention."
+        : "No layer routes: every token takes attention everywhere.";
+      const scale = make("span", { class: "scale" }, ["light", ramp, "dark"]);
+      this.legend.replaceChildren(scale, make("span", { text: meaning }));
     }
 
     // Tokens wrap like text, each as wide as its piece, with all layers below it.
