@@ -4,7 +4,7 @@ from chiar import presets
 from chiar.training.loop import train
 from chiar.training.settings import TrainSettings
 from commands import run as chiar
-from corpora import labelled_corpus, language_corpus
+from small_corpora import labelled_corpus, language_corpus
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@ import pytest
 from chiar.data.catalog import build_source
 from chiar.data.prepare import prepare
 from chiar.data.tokenizer_choice import TokenizerChoice
-from corpora import WORDS, labelled_corpus, language_corpus
+from small_corpora import WORDS, labelled_corpus, language_corpus
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 import pytest
 
-from corpora import language_corpus
+from small_corpora import language_corpus
 
 # Seconds a run. `dense` and `hash` have two seeds, so that differences are paired.
 STUDY = """

@@ -2,7 +2,7 @@ import pytest
 
 from chiar import presets
 from chiar.training.settings import TrainSettings
-from corpora import labelled_corpus, language_corpus
+from small_corpora import labelled_corpus, language_corpus
 
 
 @pytest.fixture(scope="session")
