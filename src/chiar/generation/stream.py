@@ -90,6 +90,24 @@ class TokenStreamer(BaseStreamer):
         self.release(len(self.waiting))
 
 
+def open_writer(
+    name: str, gate: str, fast: bool | None, device: str, note: Callable[[str], None]
+) -> tuple[Any, Path | None]:
+    """A model that is to write, where it runs, and the folder it came from; `note` is told what it is."""
+    if gate not in GATES:
+        raise unknown_name("gate", gate, GATES)
+    folder, run = resolve_model(name)
+    model, found = load_model(folder)
+    model.to(choose_device(device))
+    if model.device.type == "cuda" if fast is None else fast:
+        model.enable_fast_decoding()
+    if run is not None:
+        note(f"{run} is a training run: its best model writes.")
+    elif found is None:
+        note(f"{name} is a preset with random weights: what it writes means nothing.")
+    return model, found
+
+
 def stream_text(
     name: str,
     prompt: str,
@@ -104,18 +122,8 @@ def stream_text(
 ) -> None:
     """Prompt and continuation on standard output; `note` is told what a reader should know. `fast`: decode through the
     fixed step (chiar.decoding), None where there is a GPU."""
-    if gate not in GATES:
-        raise unknown_name("gate", gate, GATES)
-    folder, run = resolve_model(name)
-    model, found = load_model(folder)
-    model.to(choose_device(device))
-    if model.device.type == "cuda" if fast is None else fast:
-        model.enable_fast_decoding()
+    model, found = open_writer(name, gate, fast, device, note)
     config = model.config
-    if run is not None:
-        note(f"{run} is a training run: its best model writes.")
-    elif found is None:
-        note(f"{name} is a preset with random weights: what it writes means nothing.")
     codec = TextCodec.open(config, found, tokenizer)
     ids = torch.tensor([codec.encode(prompt)], device=model.device, dtype=torch.int64)
     if not ids.numel():

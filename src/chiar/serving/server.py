@@ -10,11 +10,9 @@ from types import FrameType
 
 import uvicorn
 
-from chiar.errors import InputError, unknown_name
-from chiar.evaluation.harness import choose_device
-from chiar.generation.stream import GATES
+from chiar.errors import InputError
+from chiar.generation.stream import open_writer
 from chiar.hosts import is_loopback
-from chiar.load import load_model, resolve_model
 from chiar.serving.app import Service, make_app
 from chiar.serving.engine import Engine
 from chiar.serving.limits import Limits
@@ -118,18 +116,8 @@ def load_service(
     device: str,
     note: Note,
 ) -> Service:
-    if gate not in GATES:
-        raise unknown_name("gate", gate, GATES)
-    folder, run = resolve_model(name)
-    model, found = load_model(folder)
-    model.to(choose_device(device))
-    if model.device.type == "cuda" if fast is None else fast:
-        model.enable_fast_decoding()
+    model, found = open_writer(name, gate, fast, device, note)
     config = model.config
-    if run is not None:
-        note(f"{run} is a training run: its best model is served.")
-    elif found is None:
-        note(f"{name} is a preset with random weights: what it writes means nothing.")
     if config.meta_router and config.gate_pool != "causal":
         config.gate_generation = gate
         model.model.check_gate_can_generate()
