@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,7 +50,6 @@ def evaluate(
     from rich.console import Console
     from rich.progress import Progress
 
-    from chiar.cli import show, write_json
     from chiar.evaluation.harness import evaluate as run_evaluation
     from chiar.evaluation.report import report_tables
     from chiar.folders import check_new
@@ -71,10 +70,17 @@ def evaluate(
             device=device,
             progress=lambda done, total: bar.update(task, advance=done, total=total),
         )
+    publish(report, report_tables(report), json)
+
+
+def publish(report: Any, tables: list[Any], json: Path | None) -> None:
+    """On the screen, and as JSON where that is asked for; alone where it is printed."""
+    from chiar.cli import show, write_json
+
     if json is None or str(json) != "-":
         if report.run is not None:
             typer.echo(f"{report.run} is a training run: its best model is evaluated.")
-        for table in report_tables(report):
+        for table in tables:
             typer.echo(table) if isinstance(table, str) else show(table)
     if json is not None:
         write_json(json, report.to_json())

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import typer
-
 from chiar.errors import InputError
 
 
@@ -53,7 +51,7 @@ def evaluate_downstream(
     os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
-    from chiar.cli import show, write_json
+    from chiar.evaluation.cli import publish
     from chiar.folders import check_new
 
     if json is not None and str(json) != "-":
@@ -72,10 +70,4 @@ def evaluate_downstream(
         precision=precision,
         device=device,
     )
-    if json is None or str(json) != "-":
-        if report.run is not None:
-            typer.echo(f"{report.run} is a training run: its best model is evaluated.")
-        for table in downstream_tables(report):
-            typer.echo(table) if isinstance(table, str) else show(table)
-    if json is not None:
-        write_json(json, report.to_json())
+    publish(report, downstream_tables(report), json)

@@ -1,9 +1,10 @@
 """`chiar generate`. Heavy imports happen inside the verb."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from chiar.generation.options import Device, Fast, Gate, Tokenizer
 
 
 def generate(
@@ -19,16 +20,10 @@ def generate(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
     routes: Annotated[bool, typer.Option("--routes", help="Show how light or dark each token was routed.")] = False,
-    gate: Annotated[
-        str,
-        typer.Option(metavar="prefill|refuse", help="A gate that sees the future: freeze it at the prompt, or stop."),
-    ] = "prefill",
-    fast: Annotated[
-        bool | None,
-        typer.Option("--fast/--no-fast", help="Decode by a fixed step, on a GPU a captured one. Default: on a GPU."),
-    ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")] = None,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")] = "auto",
+    gate: Gate = "prefill",
+    fast: Fast = None,
+    tokenizer: Tokenizer = None,
+    device: Device = "auto",
 ) -> None:
     """Continue a text, shown as it is produced. Greedy unless a sampling option is given."""
     from chiar.generation.stream import Sampling, stream_text

@@ -1,9 +1,10 @@
 """`chiar serve`. Heavy imports happen inside the verb."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from chiar.generation.options import Device, Fast, Gate, Tokenizer
 
 
 def serve(
@@ -23,16 +24,10 @@ def serve(
     grace: Annotated[
         float, typer.Option(min=0.0, help="Seconds for running requests to finish when told to stop.")
     ] = 30.0,
-    gate: Annotated[
-        str,
-        typer.Option(metavar="prefill|refuse", help="A gate that sees the future: freeze it at each prompt, or stop."),
-    ] = "prefill",
-    fast: Annotated[
-        bool | None,
-        typer.Option("--fast/--no-fast", help="Decode by a fixed step, on a GPU a captured one. Default: on a GPU."),
-    ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")] = None,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")] = "auto",
+    gate: Gate = "prefill",
+    fast: Fast = None,
+    tokenizer: Tokenizer = None,
+    device: Device = "auto",
 ) -> None:
     """Serve a model over HTTP as OpenAI's completions, with streaming, limits, /health and /metrics."""
     from chiar.data.optional import optional_module
