@@ -31,6 +31,9 @@ OPTIONS = {
     "dtrnet": {**HARD, "operators": ["bypass", "attention"], "keys": "routed", "router_hidden": 8},
     "bypass": {"operators": ["bypass", "attention"], "light_ffn": False},
     "skip": {"operators": ["skip", "attention"]},
+    "turns": {**HARD, "turns": 2, "router_scale": "probability", "keys": "routed", "light_ffn": False},
+    "turns by entropy": {"turns": 2},
+    "settled": {**HARD, "target_fraction": 0.4, "settle": 0.5},
 }
 """What can be computed sparsely in training too."""
 ANNEALED = {

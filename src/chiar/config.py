@@ -92,6 +92,11 @@ class ChiarConfig(PreTrainedConfig):
     target_fraction: float | list[float] | None = None
     """f that a layer holds, one for all routed layers or one each: in training its threshold follows the
     (1 − f)-quantile of the scores (H, or the learned router's logit difference); in evaluation it stays."""
+    settle: float = 0.0
+    """Share of training over which f falls from 1 to the target_fraction: layers learn from all tokens first."""
+    turns: int = 0
+    """G: routed layers, G in a row, take turns, and every token has attention in exactly one of them, so f is 1/G.
+    0: each layer chooses without the others."""
     entropy_gradient: str = "none"
     """straight_through: gradients reach x through H, by p = sigmoid((H − τ)/(temperature·σ)) of the chosen operator."""
     router_temperature: float = 1.0
@@ -216,6 +221,10 @@ class ChiarConfig(PreTrainedConfig):
             self.router = "learned" if self.routing in ("hard", "soft") else "entropy"
         if self.routing is None:
             self.routing = ROUTINGS_OF_ROUTER.get(self.router, ("threshold",))[0]
+        if self.turns > 1 and self.router == "random":
+            self.random_fraction = 1 / self.turns
+        elif self.turns > 1 and self.target_fraction is None:
+            self.target_fraction = 1 / self.turns
         if self.meta_router is None:
             self.meta_router = self.positions == "rope" and self.layer_types[:1] in ([kind] for kind in LIGHT_LAYERS)
         if self.router == "static" and self.static_operators is None:
@@ -363,7 +372,7 @@ class ChiarConfig(PreTrainedConfig):
         if self.positions == "rope" and self.head_size % 2:
             raise InputError(f"RoPE rotates pairs of features: the head size {self.head_size} must be even.")
         self._check_temporal_sizes()
-        for name in ("dropout", "random_fraction", "gate_skip_below", "anneal"):
+        for name in ("dropout", "random_fraction", "gate_skip_below", "anneal", "settle"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value <= 1.0:
                 raise InputError(f"{name} must lie between 0 and 1, got {value!r}.")

@@ -18,6 +18,7 @@ from chiar.inputs import check_routes, check_tokens, place_tokens
 from chiar.layers.attention import compute_rotary_tables
 from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.meta_router import MetaRouter
+from chiar.layers.turns import Turns
 
 Rope = tuple[Tensor, Tensor]
 logger = logging.get_logger(__name__)
@@ -42,12 +43,9 @@ class Inputs:
         else:
             self.real_B1.copy_(real_B1)
         numbers = [n for n, layer in enumerate(self.routed_layers) if layer in routes]
-        if len(numbers) == len(self.routed_layers) and numbers:
-            torch.stack([routes[layer] for layer in self.routed_layers], out=self.routes_NB1)  # one copy, not many
-        else:
-            for n in numbers:
-                self.routes_NB1[n].copy_(routes[self.routed_layers[n]])
         self.forced = {self.routed_layers[n]: self.routes_NB1[n] for n in numbers}
+        if numbers:  # one kernel, not one for each layer
+            torch._foreach_copy_(list(self.forced.values()), [routes[layer] for layer in self.forced])
 
 
 class Captured:
@@ -182,14 +180,17 @@ class FastDecoder:
             room_is_made=True,
         )
         more_B1D, contexts = None, model.layer_contexts(context)
+        turns = Turns(model.config.turns, model.config.routed_layers)
         with many_graphs() if self.compile else nullcontext():
             for i, (layer, memory) in enumerate(zip(model.layers, cache.layers, strict=True)):
                 if self.compile:
                     expect_growth(memory)
                 gate = model.meta_router if i == 0 else None
-                x_B1D, more_B1D, _ = self.run_layer(
-                    layer, gate, x_B1D, more_B1D, contexts[i], memory, inputs.forced.get(i)
+                x_B1D, more_B1D, _, choice_B1 = self.run_layer(
+                    layer, gate, x_B1D, more_B1D, turns.context(i, contexts[i]), memory, inputs.forced.get(i)
                 )
+                if choice_B1 is not None:
+                    turns.took(i, choice_B1)
         return self.leave(model.norm, language.lm_head, x_B1D, more_B1D)
 
 
@@ -234,23 +235,25 @@ def run_layer(
     context: TokenContext,
     memory: LayerMemory,
     forced_B1: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A layer's output, and the H its router read: returned, so that forced routes do not let a compiler drop it.
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """A layer's output, the H its router read (returned, so that forced routes do not let a compiler drop it), and
+    its choice where layers take turns.
 
     Compiled, states go from layer to layer as two summands where they are a sum: adding them is then no kernel of its
     own, but part of the next layer's norm.
     """
     x_B1D = add(x_B1D, more_B1D)
     done = layer(x_B1D, context, memory, forced_B1)
+    beside = done.entropy_BT, None if context.turn is None else done.route.choice_BT
     if gate is None and done.summands is not None and torch.compiler.is_compiling():
-        return *done.summands, done.entropy_BT
+        return *done.summands, *beside
     if gate is None:
-        return done.y_BTD, None, done.entropy_BT
+        return done.y_BTD, None, *beside
     gate_B11 = gate(x_B1D, context, memory).to(x_B1D.dtype)
     light_B1D, rest_B1D = gate_B11 * done.y_BTD, (1 - gate_B11) * x_B1D
     if done.summands is not None and torch.compiler.is_compiling():
-        return light_B1D, rest_B1D, done.entropy_BT
-    return light_B1D + rest_B1D, None, done.entropy_BT
+        return light_B1D, rest_B1D, *beside
+    return light_B1D + rest_B1D, None, *beside
 
 
 def add(x_B1D: Tensor, more_B1D: Tensor | None) -> Tensor:

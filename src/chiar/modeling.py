@@ -34,6 +34,7 @@ from chiar.layers.routers import EntropyRouter, Route
 from chiar.layers.sparse import sparse_pays
 from chiar.layers.spectral import SpectralBasis, SpectralFilter
 from chiar.layers.temporal import TemporalFilter
+from chiar.layers.turns import Turns
 from chiar.outputs import ChiarModelOutput, ChiarOutput
 from chiar.routing.budget import budget_loss
 from chiar.routing.collapse import collapse_loss
@@ -207,24 +208,26 @@ class ChiarModel(ChiarPreTrainedModel):
             raise InputError("attention weights are only kept with attn_implementation='eager'.")
         hidden_states, attentions, routes, traces = [], [], [], []
         gate_BT1 = None
-        contexts = self.layer_contexts(context)
+        contexts, turns = self.layer_contexts(context), Turns(config.turns, config.routed_layers)
         for i, layer in enumerate(self.layers):
             if keep_hidden:
                 hidden_states.append(x_BTD)
             memory = None if past_key_values is None else past_key_values.layers[i]
             forced_BT = None if forced_routes is None else forced_routes.get(i)
             run = self._run_gated if i == 0 and self.meta_router is not None else self._run
-            done = run(layer, x_BTD, contexts[i], memory, forced_BT)
+            done = run(layer, x_BTD, turns.context(i, contexts[i]), memory, forced_BT)
             x_BTD = done.y_BTD
             gate_BT1 = done.gate_BT1 if i == 0 else gate_BT1
             if keep_attentions:
                 attentions.append(done.attention_weights)
             if done.route is not None:
                 routes.append(done.route)
+                turns.took(i, done.route.choice_BT)
             if output_routing:
                 traces.append(trace_layer(i, layer, done, contexts[i].router_state))
         if self.router_state is not None and self.training:
-            self.router_state.follow([r.score_BT for r in routes if r.score_BT is not None], context.real_BT)
+            scores = [(r.score_BT, r.counted_BT) for r in routes if r.score_BT is not None]
+            self.router_state.follow([score_BT for score_BT, _ in scores], [counted_BT for _, counted_BT in scores])
         x_BTD = self.norm(x_BTD)
         if keep_hidden:
             hidden_states.append(x_BTD)

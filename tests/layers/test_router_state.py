@@ -28,7 +28,7 @@ def stream(steps, rows=8, tokens=64, seed=0):
 def test_a_stream_is_split_as_asked():
     state = follower()
     for scores in stream(100):
-        state.follow(scores, None)
+        state.follow(scores)
     fresh = list(stream(40, seed=1))
     for n, fraction in enumerate(FRACTIONS):
         found = torch.stack([scores[n] > state.threshold_L[n] for scores in fresh]).float().mean()
@@ -39,14 +39,14 @@ def test_a_stream_is_split_as_asked():
 def test_a_stream_that_moves_is_followed():
     state = follower()
     for n, scores in enumerate(stream(120)):
-        state.follow([score + 0.5 * (n >= 60) for score in scores], None)
+        state.follow([score + 0.5 * (n >= 60) for score in scores])
     assert (state.threshold_L > 1.4).all()
 
 
 def test_the_first_batch_sets_the_threshold_exactly():
     state = follower([0.25, 0.5])
     scores = torch.arange(101.0).view(1, 101)
-    state.follow([scores, scores + 1000], None)
+    state.follow([scores, scores + 1000])
     assert state.threshold_L.tolist() == pytest.approx([75.0, 1050.0])
 
 
@@ -55,25 +55,25 @@ def test_the_spread_is_a_standard_deviation_that_outliers_do_not_move():
     for _ in range(50):
         scores = 3 + 0.02 * torch.randn(8, 512, generator=generator)
         scores[0, :20] = -100.0
-        state.follow([scores], None)
+        state.follow([scores])
     assert float(state.spread_L[0]) == pytest.approx(0.02, rel=0.05)
 
 
 def test_padding_is_not_counted():
     state, padded = follower([0.5]), follower([0.5])
     scores, real = torch.arange(60.0).view(2, 30), torch.ones(2, 30, dtype=torch.bool)
-    state.follow([scores[:, :20]], None)
+    state.follow([scores[:, :20]])
     real[:, 20:] = False
-    padded.follow([torch.where(real, scores, float("nan"))], real)
+    padded.follow([torch.where(real, scores, float("nan"))], [real])
     assert torch.equal(state.threshold_L, padded.threshold_L) and torch.equal(state.spread_L, padded.spread_L)
     before = {name: value.clone() for name, value in padded.state_dict().items()}
-    padded.follow([scores], torch.zeros_like(real))
+    padded.follow([scores], [torch.zeros_like(real)])
     assert all(torch.equal(value, before[name]) for name, value in padded.state_dict().items()), "nothing was real"
 
 
 def test_a_large_batch_is_sampled_from_all_positions():
     state, tokens = follower([0.5]), 8 * SAMPLE
-    state.follow([torch.arange(float(tokens)).view(64, -1)], None)
+    state.follow([torch.arange(float(tokens)).view(64, -1)])
     assert float(state.threshold_L[0]) == pytest.approx(tokens / 2, rel=0.01)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from chiar import extensions
 from chiar.layers.ragged import RaggedStore
 from chiar.layers.router_state import LayerState
+from chiar.layers.turns import Turn
 from chiar.ops.transform import Transform
 
 LIGHT_OPERATORS = ("spectral", "temporal", "skip", "bypass")
@@ -53,6 +54,8 @@ class TokenContext:
     """Compute H of every layer's input, also where no router reads it."""
     router_state: LayerState | None = None
     """Of the layer at hand, where its router has one."""
+    turn: Turn | None = None
+    """Of the layer at hand, where layers take turns."""
 
 
 def visible_keys(key_BS: Tensor, queries: int) -> Tensor:

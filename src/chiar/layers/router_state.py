@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from chiar.layers.derived import DerivedBuffers, stored_in
+from chiar.layers.turns import shares
 from chiar.ops.white_noise import white_noise_entropy
 
 SAMPLE = 4096
@@ -47,7 +48,10 @@ class RouterState(DerivedBuffers):
     def __init__(self, config: Any) -> None:
         super().__init__()
         layers = len(config.routed_layers)
-        self.fractions: list[float] = config.layer_fractions() or [0.5] * layers
+        own = config.layer_fractions() or [0.5] * layers
+        self.fractions: list[float] = shares(config.turns, layers) if config.turns else own
+        """Of the tokens a layer chooses among, at the end of training."""
+        self.settle: float = config.settle
         self.first = white_noise_entropy(config.hidden_size) if config.router == "entropy" else (0.0, 1.0)
         """Threshold and spread before the first pass."""
         dtype = stored_in(torch.get_default_dtype())
@@ -58,6 +62,10 @@ class RouterState(DerivedBuffers):
     def derive(self) -> dict[str, Tensor]:
         shares_L = 1 - torch.tensor(self.fractions, dtype=torch.float64)
         return {"shares_3L": torch.stack([torch.full_like(shares_L, LOW), shares_L, torch.full_like(shares_L, HIGH)])}
+
+    def shares_now(self) -> list[Tensor]:
+        low_L, share_L, high_L = self.shares_3L
+        return [low_L, share_L * (self.progress / self.settle).clamp(max=1.0) if self.settle else share_L, high_L]
 
     def initial(self) -> dict[str, Tensor]:
         threshold, spread = self.first
@@ -78,23 +86,26 @@ class RouterState(DerivedBuffers):
         return [LayerState(values[n], values[layers + n], values[-1]) for n in range(layers)]
 
     @torch.no_grad()
-    def follow(self, scores: list[Tensor], real_BT: Tensor | None) -> None:
-        """Take note of the (B, T) scores of each routed layer in one training pass."""
+    def follow(self, scores: list[Tensor], counted: list[Tensor | None] | None = None) -> None:
+        """Take note of the (B, T) scores of each routed layer in one training pass, of those that count."""
         tokens = scores[0].numel()
         step = (tokens // SAMPLE) | 1  # odd: an even one could keep meeting the same positions of a row
         scores_LN = torch.stack([score_BT.detach().flatten()[::step] for score_BT in scores]).to(self.threshold_L.dtype)
-        count = scores_LN.new_full((), scores_LN.shape[1])
-        if real_BT is not None:
-            real_N = real_BT.flatten()[::step]
-            scores_LN, count = torch.where(real_N, scores_LN, torch.inf), real_N.sum().to(count.dtype)
+        count_L = scores_LN.new_full((len(scores),), scores_LN.shape[1])
+        if counted is not None and any(counted_BT is not None for counted_BT in counted):
+            masks = [
+                torch.ones_like(s, dtype=torch.bool) if c is None else c for s, c in zip(scores, counted, strict=True)
+            ]
+            counts_LN = torch.stack([mask_BT.flatten()[::step] for mask_BT in masks])
+            scores_LN, count_L = torch.where(counts_LN, scores_LN, torch.inf), counts_LN.sum(1).to(count_L.dtype)
         sorted_LN = scores_LN.sort(1).values
-        low_L, threshold_L, high_L = (quantile(sorted_LN, count, share_L) for share_L in self.shares_3L)
+        low_L, threshold_L, high_L = (quantile(sorted_LN, count_L, share_L) for share_L in self.shares_now())
         spread_L = ((high_L - low_L) / 2).clamp_min(1e-6)
         rate = (1 / (self.updates + 1)).clamp_min(RATE)
         for average_L, now_L in ((self.threshold_L, threshold_L), (self.spread_L, spread_L)):
-            # Where nothing was real there is no quantile either.
-            average_L.copy_(torch.where(count > 0, average_L + rate * (now_L - average_L), average_L))
-        self.updates.add_(count > 0)
+            # Where nothing counts there is no quantile either.
+            average_L.copy_(torch.where(count_L > 0, average_L + rate * (now_L - average_L), average_L))
+        self.updates.add_(count_L[0] > 0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = {name: getattr(self, name) for name in self.initial()}
@@ -117,10 +128,10 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def quantile(sorted_LN: Tensor, count: Tensor, share_L: Tensor) -> Tensor:
+def quantile(sorted_LN: Tensor, count_L: Tensor, share_L: Tensor) -> Tensor:
     """Of the first `count` of each row, linear between neighbours."""
-    place_L = share_L * (count - 1).clamp_min(0)
+    place_L = share_L * (count_L - 1).clamp_min(0)
     below_L1 = place_L.floor().long()[:, None]
-    above_L1 = torch.minimum(below_L1 + 1, (count.long() - 1).clamp_min(0))
+    above_L1 = torch.minimum(below_L1 + 1, (count_L.long() - 1).clamp_min(0)[:, None])
     low_L, high_L = (sorted_LN.gather(1, index_L1)[:, 0] for index_L1 in (below_L1, above_L1))
     return low_L + (place_L - place_L.floor()) * (high_L - low_L)

@@ -11,6 +11,7 @@ from chiar import extensions
 from chiar.errors import InputError
 from chiar.layers.context import TokenContext
 from chiar.layers.derived import DerivedBuffers, stored_in
+from chiar.layers.turns import counted_tokens, shares
 from chiar.ops.hash import uniform_hash
 
 
@@ -26,6 +27,8 @@ class Route:
     """The learned router's softmax, or the entropy router's p where it has gradients."""
     score_BT: Tensor | None = None
     """What was compared with the threshold, for whoever follows its quantiles."""
+    counted_BT: Tensor | None = None
+    """Tokens among which was chosen: not padding, nor those whose turn is over; None: all."""
     benefit_loss: Tensor | None = None
     """How far the score is from what attention did, in training where that is asked for."""
 
@@ -49,20 +52,24 @@ class ChoiceRouter(nn.Module):
     def forward(
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
     ) -> Route:
-        choice_BT = self.choose(x_BTD, entropy_BT, context) if forced_BT is None else forced_BT
+        choice_BT = in_turn(self.choose(x_BTD, entropy_BT, context), context) if forced_BT is None else forced_BT
         return Route(choice_BT, one_hot(choice_BT, self.operators))
 
 
-def without_common_shift(score_BT: Tensor, real_BT: Tensor | None) -> Tensor:
+def in_turn(choice_BT: Tensor, context: TokenContext) -> Tensor:
+    return choice_BT if context.turn is None else context.turn.choice(choice_BT)
+
+
+def without_common_shift(score_BT: Tensor, counted_BT: Tensor | None) -> Tensor:
     """The same scores, but no gradient moves all of them alike.
 
     Where a threshold follows them such a move changes no choice. Yet every layer wants more attention, so the scores
     would climb for ever, with the threshold behind them and the fraction too high.
     """
-    if real_BT is None:
+    if counted_BT is None:
         mean = score_BT.mean()
     else:
-        mean = torch.where(real_BT, score_BT, 0).sum() / real_BT.sum().clamp_min(1)
+        mean = torch.where(counted_BT, score_BT, 0).sum() / counted_BT.sum().clamp_min(1)
     return score_BT - (mean - mean.detach())
 
 
@@ -128,16 +135,21 @@ class EntropyRouter(DerivedBuffers):
         if self.follows:
             assert state is not None
             thresholds = state.threshold[None]
-        choice_BT = (entropy_BT[..., None] > thresholds).sum(-1) if forced_BT is None else forced_BT
+        above_BT, counted_BT = (
+            (entropy_BT[..., None] > thresholds).sum(-1),
+            counted_tokens(context.real_BT, context.turn),
+        )
+        choice_BT = in_turn(above_BT, context) if forced_BT is None else forced_BT
         if self.weighing is None:
-            return Route(choice_BT, one_hot(choice_BT, thresholds.shape[0] + 1), score_BT=entropy_BT)
+            weights_BTK = one_hot(choice_BT, thresholds.shape[0] + 1)
+            return Route(choice_BT, weights_BTK, score_BT=entropy_BT, counted_BT=counted_BT)
         assert state is not None
         if self.follows and self.training:
-            entropy_BT = without_common_shift(entropy_BT, context.real_BT)
+            entropy_BT = without_common_shift(entropy_BT, counted_BT)
         score_BT = (entropy_BT - thresholds[0]) / (self.temperature * state.spread)
         log_p_BTK = torch.stack([F.logsigmoid(-score_BT), F.logsigmoid(score_BT)], dim=-1)
         weights_BTK = self.weighing(log_p_BTK, choice_BT, state.progress if self.training else None)
-        return Route(choice_BT, weights_BTK, log_p_BTK.exp(), score_BT=entropy_BT)
+        return Route(choice_BT, weights_BTK, log_p_BTK.exp(), score_BT=entropy_BT, counted_BT=counted_BT)
 
 
 class LearnedRouter(nn.Module):
@@ -178,19 +190,20 @@ class LearnedRouter(nn.Module):
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
     ) -> Route:
         scores_BTK, state = self.scores(x_BTD, entropy_BT), context.router_state
-        lead_BT = scores_BTK[..., -1] - scores_BTK[..., 0]
+        lead_BT, counted_BT = scores_BTK[..., -1] - scores_BTK[..., 0], counted_tokens(context.real_BT, context.turn)
         if self.follows:
             assert state is not None
             if self.training:
-                lead_BT = without_common_shift(lead_BT, context.real_BT)
+                lead_BT = without_common_shift(lead_BT, counted_BT)
             scores_BTK = torch.stack([torch.zeros_like(lead_BT), lead_BT - state.threshold], dim=-1)
         log_p_BTK = scores_BTK.log_softmax(-1)
         p_BTK = log_p_BTK.exp()
-        choice_BT = p_BTK.argmax(-1) if forced_BT is None else forced_BT
+        choice_BT = in_turn(p_BTK.argmax(-1), context) if forced_BT is None else forced_BT
         if self.routing == "soft":
             return Route(choice_BT, p_BTK, p_BTK)
         progress = state.progress if state is not None and self.training else None
-        return Route(choice_BT, self.weighing(log_p_BTK, choice_BT, progress), p_BTK, score_BT=lead_BT)
+        weights_BTK = self.weighing(log_p_BTK, choice_BT, progress)
+        return Route(choice_BT, weights_BTK, p_BTK, score_BT=lead_BT, counted_BT=counted_BT)
 
 
 class RandomRouter(ChoiceRouter):
@@ -250,5 +263,7 @@ def make_router(config: Any, layer: int) -> nn.Module:
             config.follows_quantile,
         )
     if config.router == "random":
-        return RandomRouter(layer, operators, config.random_key, config.random_fraction, config.router_seed)
+        turns = config.turns
+        fraction = shares(turns, len(config.routed_layers))[nth] if turns else config.random_fraction
+        return RandomRouter(layer, operators, config.random_key, fraction, config.router_seed)
     return StaticRouter(operators, config.operators.index(config.static_operators[nth]))

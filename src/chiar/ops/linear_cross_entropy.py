@@ -16,7 +16,7 @@ from chiar.ops.packed_attention import triton_takes
 
 REDUCTIONS = ("mean", "sum", "none")
 IMPLEMENTATIONS = ("auto", "torch", "triton")
-CHUNK_ROWS = 4096
+CHUNK_ROWS = 3072
 # 50257 is odd: rows of logits that begin at odd places slow down every product and every load.
 COLUMN_MULTIPLE = 16
 

@@ -40,6 +40,7 @@ def check_router_options(config: Any) -> None:
             f"benefit_weight={config.benefit_weight} needs routing='hard' and two operators, got "
             f"routing={config.routing!r} and operators={config.operators}."
         )
+    check_turns(config, two)
     check_fraction(config, two)
     check_light_operator(config)
     if config.router_scale == "probability":
@@ -54,9 +55,12 @@ def check_router_options(config: Any) -> None:
 
 def check_fraction(config: Any, two: bool) -> None:
     if config.target_fraction is None:
-        if config.budget_weight:
-            raise InputError(f"budget_weight={config.budget_weight} needs a target_fraction to aim at.")
+        for name in ("budget_weight", "settle"):
+            if getattr(config, name):
+                raise InputError(f"{name}={getattr(config, name)} needs a target_fraction to aim at.")
         return
+    if config.settle and (config.turns or config.budget_weight):
+        raise InputError(f"settle={config.settle} needs thresholds that follow an f: set turns and budget_weight to 0.")
     if config.router not in ("entropy", "learned") or config.routing == "soft" or not two:
         raise InputError(
             "target_fraction needs two operators and the entropy router or a hard learned one, got "
@@ -69,6 +73,25 @@ def check_fraction(config: Any, two: bool) -> None:
         raise InputError(f"target_fraction has {len(fractions)} entries for {count} routed layers.")
     if not all(0.0 < fraction < 1.0 for fraction in fractions):
         raise InputError(f"target_fraction must lie strictly between 0 and 1, got {config.target_fraction!r}.")
+
+
+def check_turns(config: Any, two: bool) -> None:
+    turns, count = config.turns, len(config.routed_layers)
+    if turns == 0:
+        return
+    if turns < 2 or count % turns:
+        raise InputError(f"turns={turns} must be 0, or 2 or more and divide the {count} routed layers.")
+    if config.router not in ("entropy", "learned", "random") or config.routing == "soft" or not two:
+        raise InputError(
+            "turns needs two operators and the entropy, random or hard learned router, got "
+            f"router={config.router!r}, routing={config.routing!r} and operators={config.operators}."
+        )
+    if config.budget_weight:
+        raise InputError(f"budget_weight={config.budget_weight} has nothing to hold: under turns f is 1/{turns}.")
+    if config.router == "random":
+        return
+    if any(abs(fraction - 1 / turns) > 1e-9 for fraction in config.layer_fractions() or ()):
+        raise InputError(f"turns={turns} makes f 1/{turns}: leave target_fraction={config.target_fraction} out.")
 
 
 def check_light_operator(config: Any) -> None:

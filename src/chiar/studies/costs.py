@@ -9,11 +9,15 @@ from chiar.training.utilisation import training_flops
 
 def count_costs(config: ChiarConfig, length: int, shares: Shares) -> dict[str, float]:
     """Forward: the layers, the output projection (logits) and both together. Training: with the backward pass, where a
-    router that learns from every operator's output runs all of them on all tokens."""
+    router that learns from every operator's output runs all of them on all tokens, and where f settles from 1 its mean
+    over training counts."""
     count = count_flops(config, length, shares)
     logits = count.part("logits")
     trained, trained_shares = config, shares
-    if config.routed_layers and not config.can_run_sparse:
+    if config.settle:
+        before = [share["attention"] for share in shares]
+        trained_shares = operator_shares(config, [f + (1 - f) * config.settle / 2 for f in before])
+    if config.routed_layers and (config.trains_densely or not config.can_run_sparse):
         trained = deepcopy(config)
         trained.routing = "soft"
         trained_shares = operator_shares(trained)

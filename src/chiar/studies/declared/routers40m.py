@@ -26,6 +26,10 @@ TIME, EVERYWHERE = {"operators": ["temporal", "attention"]}, {"temporal_everywhe
 TEMPORAL = {**HALF, "signal": "temporal", "entropy_dc_weight": 0.0}
 F30 = {"target_fraction": 0.3}
 SANDWICH = {"layer_types": ["attention"] * 2 + ["routed"] * 9 + ["attention"], "target_fraction": 1 / 3}
+SANDWICH_ALL = {**SANDWICH, "target_fraction": 0.27}
+THIRDS = {"layer_types": SANDWICH["layer_types"], "turns": 3}
+FIFTHS = {"layer_types": ["attention"] + ["routed"] * 10 + ["attention"], "turns": 5}
+IN_TURN = {"router": "learned", "routing": "hard", "hard_estimator": "selected", "router_scale": "probability"}
 DEEPER = {"target_fraction": [0.2 + 0.6 * layer / (LAYERS - 1) for layer in range(LAYERS)]}
 
 
@@ -109,6 +113,25 @@ STUDY = Study(
         control("static-time", "static choice, light path along time", STATIC, TIME),
         control("static-time-lean", "whole block off, filter along time in every layer", STATIC, LEAN, EVERYWHERE),
         control("hash-time-lean", "random hash, filter along time in every layer", HASH, *SLIM, EVERYWHERE),
+        control(
+            "thirds-hash-time", "one of three layers by a hash, filter along time", HASH, THIRDS, *SLIM, EVERYWHERE
+        ),
+        candidate("thirds-time", "one of three layers, learned, filter along time", IN_TURN, THIRDS, *SLIM, EVERYWHERE),
+        candidate("halves-time", "one of two layers, learned", IN_TURN, {"turns": 2}, *SLIM, EVERYWHERE),
+        candidate("fifths-time", "one of five layers, learned", IN_TURN, FIFTHS, *SLIM, EVERYWHERE),
+        candidate("thirds-time-all", "one of three layers, learned, all keys", IN_TURN, THIRDS, LEAN, EVERYWHERE),
+        candidate(
+            "thirds-entropy-time",
+            "one of three layers by entropy with gradients",
+            GRADIENT,
+            P,
+            THIRDS,
+            *SLIM,
+            EVERYWHERE,
+        ),
+        candidate(
+            "sandwich-time-all", "f = 0.27 between full layers, all keys", SCALED, EVERYWHERE, LEAN, SANDWICH_ALL
+        ),
         candidate("learned-keys", "learned linear, routed keys", LEARNED, FEW_KEYS),
         candidate("learned-keys-lean", "learned linear, routed keys, no light FFN", LEARNED, FEW_KEYS, LEAN),
         candidate("learned-all-lean", "learned linear, all keys, no light FFN", LEARNED, LEAN),
