@@ -1,4 +1,4 @@
-"""The paper's models by name."""
+"""The paper's models by name, and v4, which is ours."""
 
 from typing import Any
 
@@ -13,16 +13,36 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 # Settings of any transformers model that are not stored as fields.
 GENERAL_FIELDS = ("num_labels", "attn_implementation", "output_attentions")
-FAMILIES = ("baseline", "v1", "v2", "v3")
+FAMILIES = ("baseline", "v1", "v2", "v3", "v4")
 # The paper trained v1 and v2 at 16M only; v2's learned positions and v1's RBF were dropped before scaling up.
 NAMES = (
     *(f"{family}-tiny" for family in FAMILIES),
     *(f"{family}-16m" for family in FAMILIES),
     "baseline-400m",
     "v3-400m",
+    "v4-400m",
     "baseline-1b",
     "v3-1b",
+    "v4-1b",
 )
+# docs/v4.md says why.
+V4: dict[str, Any] = {
+    "norm": "rmsnorm",
+    "norm_position": "pre",
+    "basis": "identity",
+    "filter_gamma": False,
+    "temporal_everywhere": True,
+    "router": "learned",
+    "routing": "hard",
+    "hard_estimator": "selected",
+    "router_scale": "probability",
+    "target_fraction": 1 / 3,
+    "keys": "routed",
+    "light_ffn": False,
+    "meta_router": False,
+    "dropout": 0.0,
+    "execution": "auto",
+}
 
 
 def _family(family: str, layers: int) -> dict[str, Any]:
@@ -32,6 +52,8 @@ def _family(family: str, layers: int) -> dict[str, Any]:
         return {"operators": ["spectral", "rbf", "attention"], "positions": "learned", "router": "learned"}
     if family == "v2":
         return {"positions": "learned"}
+    if family == "v4":
+        return {**V4, "layer_types": ["attention", "attention", *["routed"] * (layers - 3), "attention"]}
     return {}
 
 
@@ -54,6 +76,6 @@ def get(name: str, **changes: Any) -> ChiarConfig:
         fields.pop("router", None)
     if "layer_types" in changes and "num_hidden_layers" not in changes:
         fields.pop("num_hidden_layers")
-    if "num_hidden_layers" in changes and family == "baseline" and "layer_types" not in changes:
+    if "num_hidden_layers" in changes and family in ("baseline", "v4") and "layer_types" not in changes:
         fields.update(_family(family, changes["num_hidden_layers"]))
     return ChiarConfig(**{**fields, **changes})

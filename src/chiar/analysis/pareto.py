@@ -1,10 +1,13 @@
 """Loss against cost as self-contained SVG: every variant a mark, its seeds small, the frontier a line."""
 
 from dataclasses import dataclass, field
+from math import inf
+from statistics import median
 
 from chiar.analysis.chart import COLOURS, Axes, document, label, shorten, spread
 
 LEFT, RIGHT, WIDTH, TOP, HEIGHT, GAP, ENTRY = 76, 250, 860, 60, 320, 84, 17
+MANY = 9
 # Controls are hollow squares, everything else filled circles: told apart without colour.
 CONTROL, OTHER = COLOURS[6], COLOURS[0]
 
@@ -36,11 +39,18 @@ def frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
+def lid(heights: list[float]) -> float:
+    """Up to here marks are drawn to scale: of many, a few that lost by far would press the others into one line."""
+    if len(heights) < MANY or not (distance := median(heights) - min(heights)):
+        return inf
+    return min(heights) + 4 * distance
+
+
 def draw_scatters(title: str, panels: list[Scatter]) -> str:
     """The panels one above the other, each with the names of its marks beside it."""
     parts, top = [label(WIDTH / 2, 28, shorten(title, 90), size=16, weight="700")], float(TOP)
     for panel in panels:
-        height = max(HEIGHT, ENTRY * (len(panel.marks) + 4))
+        height = max(HEIGHT, ENTRY * (len(panel.marks) + 5))
         parts += draw_scatter(panel, top, height)
         top += height + GAP
     return document(WIDTH, top, title, parts)
@@ -48,8 +58,9 @@ def draw_scatters(title: str, panels: list[Scatter]) -> str:
 
 def draw_scatter(panel: Scatter, top: float, height: float) -> list[str]:
     right, bottom = WIDTH - RIGHT, top + height
+    highest = lid([mark.y for mark in panel.marks])
     points = [point for mark in panel.marks for point in ((mark.x, mark.y), *mark.seeds)]
-    ranges = spread([x for x, _ in points]), spread([y for _, y in points])
+    ranges = spread([x for x, _ in points]), spread([y for _, y in points if y <= highest])
     axes = Axes(LEFT, right, top, bottom, *ranges)
     across, up = axes.across, axes.up
     parts = [label(LEFT, top - 10, panel.title, anchor="start", size=13, weight="600"), *axes.draw()]
@@ -58,12 +69,19 @@ def draw_scatter(panel: Scatter, top: float, height: float) -> list[str]:
     line = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in best)
     parts.append(f'<polyline class="frontier" points="{line}" fill="none" stroke="#d55e00" stroke-width="1.6"/>')
     for mark in panel.marks:
-        parts += [shape("seed", mark.role, across(x), up(y), 2.2) for x, y in mark.seeds if len(mark.seeds) > 1]
-    taken: list[tuple[float, float]] = []
+        seeds = mark.seeds if len(mark.seeds) > 1 else []
+        parts += [shape("seed", mark.role, across(x), up(y), 2.2) for x, y in seeds if y <= highest]
+    taken = [(across(mark.x), up(min(mark.y, highest)) + 4) for mark in panel.marks]
     for mark in panel.marks:
-        x, y = across(mark.x), up(mark.y)
+        outside = mark.y > highest
+        x, y = across(mark.x), top if outside else up(mark.y)
         parts.append(shape("mean", mark.role, x, y, 5))
-        parts.append(label(*free_place(x + 8, y - 6, taken), str(mark.number), size=10, anchor="start"))
+        place = free_place(x, y + 4, taken, (top, bottom - 2))
+        if abs(place[1] - y) > 16:
+            parts.append(
+                f'<path d="M{x:.1f} {y:.1f} L{place[0] - 1:g} {place[1] - 4:g}" stroke="#999999" stroke-width="0.6"/>'
+            )
+        parts.append(label(*place, str(mark.number), size=10, anchor="start"))
     return parts + legend(panel, right + 18, top, best)
 
 
@@ -74,26 +92,32 @@ def shape(kind: str, role: str, x: float, y: float, size: float) -> str:
     return f'<circle class="{kind} candidate" cx="{x:.1f}" cy="{y:.1f}" r="{size:g}" fill="{OTHER}"/>'
 
 
-def free_place(x: float, y: float, taken: list[tuple[float, float]]) -> tuple[float, float]:
-    """Where no earlier number stands; a few lines lower where one does."""
-    for _ in range(12):
-        if all(abs(x - other) > 14 or abs(y - above) > 9 for other, above in taken):
-            break
-        y += 10
-    taken.append((x, y))
-    return round(x, 1), round(y, 1)
+def free_place(
+    x: float, y: float, taken: list[tuple[float, float]], between: tuple[float, float]
+) -> tuple[float, float]:
+    """A number's place beside its mark, where neither a mark nor an earlier number stands: right or left of it, else
+    some lines above or below, but inside the axes."""
+    lines = [sign * 10 * n for n in range(24) for sign in (-1, 1)]
+    places = [(x + side, y + line) for line in lines for side in (8, -20) if between[0] <= y + line <= between[1]]
+    free = [p for p in places if all(abs(p[0] - a) > 13 or abs(p[1] - b) > 9 for a, b in taken if (a, b) != (x, y))]
+    place = (free or places or [(x + 8, y)])[0]
+    taken.append(place)
+    return round(place[0], 1), round(place[1], 1)
 
 
 def legend(panel: Scatter, x: float, top: float, best: list[tuple[float, float]]) -> list[str]:
-    parts = []
+    parts, highest = [], lid([mark.y for mark in panel.marks])
     for place, mark in enumerate(panel.marks):
+        name = f"{mark.number} {mark.name}" + (f" ↑{mark.y:.2f}" if mark.y > highest else "")
         y = top + 6 + ENTRY * place
         weight = "700" if (mark.x, mark.y) in best else "400"
         parts.append(shape("key", mark.role, x, y, 4))
-        parts.append(label(x + 10, y + 4, shorten(f"{mark.number} {mark.name}", 32), 11, "start", weight))
+        parts.append(label(x + 10, y + 4, shorten(name, 32), 11, "start", weight))
     y = top + 12 + ENTRY * len(panel.marks)
     parts.append(f'<path d="M{x - 6:g} {y:g} h16" stroke="#d55e00" stroke-width="1.6"/>')
     parts.append(label(x + 16, y + 4, "frontier, names in bold", 11, "start"))
     parts.append(label(x - 6, y + 4 + ENTRY, "square: control, circle: candidate", 11, "start"))
     parts.append(label(x - 6, y + 4 + 2 * ENTRY, "small marks: single seeds", 11, "start"))
+    if any(mark.y > highest for mark in panel.marks):
+        parts.append(label(x - 6, y + 4 + 3 * ENTRY, "↑ above the picture", 11, "start"))
     return parts
