@@ -33,6 +33,8 @@ OPTIONS = {
     "skip": {"operators": ["skip", "attention"]},
     "turns": {**HARD, "turns": 2, "router_scale": "probability", "keys": "routed", "light_ffn": False},
     "turns by entropy": {"turns": 2},
+    "together": {**HARD, "together": 2, "router_scale": "probability", "target_fraction": 0.4, "light_ffn": False},
+    "together by entropy": {**STRAIGHT, "together": 2, "target_fraction": 0.4, "keys": "routed"},
     "settled": {**HARD, "target_fraction": 0.4, "settle": 0.5},
 }
 """What can be computed sparsely in training too."""

@@ -88,6 +88,8 @@ def transcribed_options(model):
         temperature=config.router_temperature,
         scale=config.router_scale,
         reads=config.router_reads,
+        turns=config.turns,
+        together=config.together,
     )
 
 
@@ -102,6 +104,7 @@ def check_same(preset="v3-tiny", padding=None, forced=False, seed=3, **fields):
     model, ids = random_model(config, seed=seed), token_ids(ROWS, TOKENS)
     mask = None if padding is None else padding_mask(padding, ROWS, TOKENS)
     if model.model.router_state is not None:
+        model.model.set_progress(1.0)
         model.train()(token_ids(16, 16, seed=5))  # so that thresholds lie among the scores
         model.eval()
     routes = mixed_routes(config, ROWS, TOKENS) if forced else None

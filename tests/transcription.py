@@ -36,6 +36,8 @@ class Options:
     temperature: float = 1.0
     scale: str = "one"
     reads: str = "state_and_entropy"
+    turns: int = 0
+    together: int = 0
 
 
 def dct_basis(width):
@@ -330,9 +332,20 @@ def forward(
             for b in range(rows):
                 for t in range(tokens):
                     override = int(forced[layer][b, t]) if forced and layer in forced else None
+                    place = len(choices) % max(options.turns, options.together, 1)
+                    group = [choices[other][b, t] for other in list(choices)[len(choices) - place :]]
+                    if override is None and options.turns and place:
+                        # Once a group: not again, and at the last opportunity in any case.
+                        override = 0 if any(group) else (1 if place == options.turns - 1 else None)
                     raw_weight_D = weights.get(f"{layer}.entropy_weights")
                     entropy_BT[b, t] = spectral_entropy(x_BTD[b, t], basis, options, raw_weight_D)
                     token = (x_BTD[b, t], entropy_BT[b, t], override)
+                    if options.together and place:
+                        leader = list(choices)[-place]
+                        choice_BT[b, t], gates_BTK[b, t] = choices[leader][b, t], blends[leader][b, t]
+                        if override is not None:
+                            choice_BT[b, t], gates_BTK[b, t] = override, np.eye(2)[override]
+                        continue
                     choice_BT[b, t], gates_BTK[b, t] = choose(*token, layer, weights, options)
             entropies[layer], choices[layer], blends[layer] = entropy_BT, choice_BT, gates_BTK
         y_BTD = np.zeros(x_BTD.shape)

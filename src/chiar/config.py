@@ -97,6 +97,8 @@ class ChiarConfig(PreTrainedConfig):
     turns: int = 0
     """G: routed layers, G in a row, take turns, and every token has attention in exactly one of them, so f is 1/G.
     0: each layer chooses without the others."""
+    together: int = 0
+    """G: routed layers, G in a row, send the same tokens to attention: the first of them chooses. 0: each chooses."""
     entropy_gradient: str = "none"
     """straight_through: gradients reach x through H, by p = sigmoid((H − τ)/(temperature·σ)) of the chosen operator."""
     router_temperature: float = 1.0

@@ -17,8 +17,9 @@ from chiar.errors import first_line
 from chiar.inputs import check_routes, check_tokens, place_tokens
 from chiar.layers.attention import compute_rotary_tables
 from chiar.layers.context import LayerMemory, TokenContext
+from chiar.layers.groups import Groups
 from chiar.layers.meta_router import MetaRouter
-from chiar.layers.turns import Turns
+from chiar.layers.routers import Route
 
 Rope = tuple[Tensor, Tensor]
 logger = logging.get_logger(__name__)
@@ -180,17 +181,17 @@ class FastDecoder:
             room_is_made=True,
         )
         more_B1D, contexts = None, model.layer_contexts(context)
-        turns = Turns(model.config.turns, model.config.routed_layers)
+        groups = Groups(model.config)
         with many_graphs() if self.compile else nullcontext():
             for i, (layer, memory) in enumerate(zip(model.layers, cache.layers, strict=True)):
                 if self.compile:
                     expect_growth(memory)
                 gate = model.meta_router if i == 0 else None
-                x_B1D, more_B1D, _, choice_B1 = self.run_layer(
-                    layer, gate, x_B1D, more_B1D, turns.context(i, contexts[i]), memory, inputs.forced.get(i)
+                x_B1D, more_B1D, _, *chosen = self.run_layer(
+                    layer, gate, x_B1D, more_B1D, groups.context(i, contexts[i]), memory, inputs.forced.get(i)
                 )
-                if choice_B1 is not None:
-                    turns.took(i, choice_B1)
+                if chosen[0] is not None:
+                    groups.took(i, Route(*chosen))
         return self.leave(model.norm, language.lm_head, x_B1D, more_B1D)
 
 
@@ -235,16 +236,18 @@ def run_layer(
     context: TokenContext,
     memory: LayerMemory,
     forced_B1: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """A layer's output, the H its router read (returned, so that forced routes do not let a compiler drop it), and
-    its choice where layers take turns.
+    its choice and weights where others of a group are told of them.
 
     Compiled, states go from layer to layer as two summands where they are a sum: adding them is then no kernel of its
     own, but part of the next layer's norm.
     """
     x_B1D = add(x_B1D, more_B1D)
     done = layer(x_B1D, context, memory, forced_B1)
-    beside = done.entropy_BT, None if context.turn is None else done.route.choice_BT
+    beside = done.entropy_BT, None, None
+    if layer.in_group:
+        beside = done.entropy_BT, done.route.choice_BT, done.route.weights_BTK
     if gate is None and done.summands is not None and torch.compiler.is_compiling():
         return *done.summands, *beside
     if gate is None:

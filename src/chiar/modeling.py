@@ -26,6 +26,7 @@ from chiar.inputs import check_routes, check_tokens, make_context
 from chiar.layers.block import Block, LayerOutput, make_norm
 from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.derived import DerivedBuffers
+from chiar.layers.groups import Groups
 from chiar.layers.light import SpectralWeights
 from chiar.layers.meta_router import Gate, MetaRouter
 from chiar.layers.rbf import RBFMixing
@@ -34,7 +35,6 @@ from chiar.layers.routers import EntropyRouter, Route
 from chiar.layers.sparse import sparse_pays
 from chiar.layers.spectral import SpectralBasis, SpectralFilter
 from chiar.layers.temporal import TemporalFilter
-from chiar.layers.turns import Turns
 from chiar.outputs import ChiarModelOutput, ChiarOutput
 from chiar.routing.budget import budget_loss
 from chiar.routing.collapse import collapse_loss
@@ -208,21 +208,21 @@ class ChiarModel(ChiarPreTrainedModel):
             raise InputError("attention weights are only kept with attn_implementation='eager'.")
         hidden_states, attentions, routes, traces = [], [], [], []
         gate_BT1 = None
-        contexts, turns = self.layer_contexts(context), Turns(config.turns, config.routed_layers)
+        contexts, groups = self.layer_contexts(context), Groups(config)
         for i, layer in enumerate(self.layers):
             if keep_hidden:
                 hidden_states.append(x_BTD)
             memory = None if past_key_values is None else past_key_values.layers[i]
             forced_BT = None if forced_routes is None else forced_routes.get(i)
             run = self._run_gated if i == 0 and self.meta_router is not None else self._run
-            done = run(layer, x_BTD, turns.context(i, contexts[i]), memory, forced_BT)
+            done = run(layer, x_BTD, groups.context(i, contexts[i]), memory, forced_BT)
             x_BTD = done.y_BTD
             gate_BT1 = done.gate_BT1 if i == 0 else gate_BT1
             if keep_attentions:
                 attentions.append(done.attention_weights)
             if done.route is not None:
                 routes.append(done.route)
-                turns.took(i, done.route.choice_BT)
+                groups.took(i, done.route)
             if output_routing:
                 traces.append(trace_layer(i, layer, done, contexts[i].router_state))
         if self.router_state is not None and self.training:

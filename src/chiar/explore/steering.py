@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from chiar.errors import InputError, unknown_name
 from chiar.extensions import ROUTERS
 from chiar.layers.context import TokenContext
+from chiar.layers.groups import leads
 from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, Route
 from chiar.routing.trace import RoutingTrace
 
@@ -35,6 +36,8 @@ def why_not(config: Any) -> str | None:
         return "No layer of this model routes: every token takes the same path, so there is nothing to move."
     if config.router == "static":
         return "A static router: whole layers decide, whatever the token, so there is no threshold to move."
+    if config.turns:
+        return f"Layers take turns: every token has attention in one of {config.turns}, wherever a threshold lies."
     if config.router in ROUTERS:
         return f"{config.router}, a router of your own: the page knows no number of it that could be moved."
     return None
@@ -132,7 +135,8 @@ def steered(decoder: Any, steering: Steering | None) -> Iterator[None]:
         yield
         return
     steering.check(decoder.config)
-    layers = {index: decoder.layers[index] for index in decoder.config.routed_layers}
+    config = decoder.config
+    layers = {index: decoder.layers[index] for index in config.routed_layers if leads(config, index)}
     before = {index: layer.router for index, layer in layers.items()}
     try:
         for index, layer in layers.items():

@@ -16,6 +16,7 @@ from chiar.extensions import OPERATORS
 from chiar.layers.attention import CausalAttention
 from chiar.layers.benefit import attention_benefit, benefit_loss
 from chiar.layers.context import LayerMemory, TokenContext, is_light
+from chiar.layers.groups import leads
 from chiar.layers.light import Bypass, Skip, SpectralWeights
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import Route, make_router
@@ -124,10 +125,13 @@ class Block(nn.Module):
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)
         self.ffn_norm = make_norm(config)
         self.router = make_router(config, index) if self.kind == "routed" else None
-        self.router_reads_entropy, self.router_reads_state = config.router_reads_entropy, config.router_reads_state
+        chooses = self.kind == "routed" and leads(config, index)
+        self.in_group = self.kind == "routed" and bool(config.turns or config.together)
+        self.router_reads_entropy = chooses and config.router_reads_entropy
+        self.router_reads_state = chooses and config.router_reads_state
         self.weights_have_gradient = config.weights_have_gradient
         self.measures_benefit = config.benefit_weight > 0
-        weighted = self.kind == "routed" and config.entropy_weights == "learned"
+        weighted = chooses and config.entropy_weights == "learned"
         self.entropy_weights = SpectralWeights(config.hidden_size) if weighted else None
         self.everywhere = make_sublayer(config) if config.temporal_everywhere else None
         self.signal = make_signal(config) if config.signal == "temporal" else None

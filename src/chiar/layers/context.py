@@ -1,15 +1,15 @@
 """What every layer of one forward pass shares."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from chiar import extensions
+from chiar.layers.groups import Turn
 from chiar.layers.ragged import RaggedStore
 from chiar.layers.router_state import LayerState
-from chiar.layers.turns import Turn
 from chiar.ops.transform import Transform
 
 LIGHT_OPERATORS = ("spectral", "temporal", "skip", "bypass")
@@ -56,6 +56,8 @@ class TokenContext:
     """Of the layer at hand, where its router has one."""
     turn: Turn | None = None
     """Of the layer at hand, where layers take turns."""
+    led: Any = None
+    """The route the layer at hand shares with one before it, where layers go together."""
 
 
 def visible_keys(key_BS: Tensor, queries: int) -> Tensor:

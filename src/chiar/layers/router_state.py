@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from chiar.layers.derived import DerivedBuffers, stored_in
-from chiar.layers.turns import shares
+from chiar.layers.groups import shares
 from chiar.ops.white_noise import white_noise_entropy
 
 SAMPLE = 4096

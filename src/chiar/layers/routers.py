@@ -1,6 +1,6 @@
 """Routers: which operator each token of a routed layer goes to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from chiar import extensions
 from chiar.errors import InputError
 from chiar.layers.context import TokenContext
 from chiar.layers.derived import DerivedBuffers, stored_in
-from chiar.layers.turns import counted_tokens, shares
+from chiar.layers.groups import counted_tokens, leads, shares
 from chiar.ops.hash import uniform_hash
 
 
@@ -237,7 +237,20 @@ class StaticRouter(ChoiceRouter):
         return torch.full(x_BTD.shape[:2], self.operator, device=x_BTD.device)
 
 
+class LedRouter(nn.Module):
+    """Does what the first layer of its group did."""
+
+    def forward(
+        self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
+    ) -> Route:
+        if forced_BT is None:
+            return context.led
+        return replace(context.led, choice_BT=forced_BT, weights_BTK=one_hot(forced_BT, 2))
+
+
 def make_router(config: Any, layer: int) -> nn.Module:
+    if not leads(config, layer):
+        return LedRouter()
     if config.router in extensions.ROUTERS:
         return extensions.make_router(config, layer)
     operators, nth = len(config.operators), config.routed_layers.index(layer)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from chiar.config import CHOICES, ChiarConfig
 from chiar.errors import InputError, unknown_name
 from chiar.extensions import OPERATORS, ROUTERS
+from chiar.layers.groups import leads
 
 PARTS = ("router", "spectral", "temporal", "bypass", "rbf", "projections", "scores", "ffn", "gate", "logits")
 TRANSFORMS = ("gemm", "even_odd", "free")
@@ -80,7 +81,7 @@ def count_flops(
         ffn_runs = 1.0
         if kind == "routed" and not light_ffn:
             ffn_runs = sum(share for name, share in runs.items() if name != config.operators[0])
-        router = router_cost(config, transform_cost) if kind == "routed" else 0.0
+        router = router_cost(config, transform_cost) if kind == "routed" and leads(config, i) else 0.0
         visible = {name: visible_pairs(length, runs[name], key_shares[name]) for name in runs}
         costs += layer_costs(config, i, runs, key_shares, visible, ffn_runs, router, transform_cost)
     return FlopCount(tuple(costs), length)
@@ -164,7 +165,7 @@ def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
         names = config.operators if kind == "routed" else [kind]
         every = dict.fromkeys(names, 1.0)
         ffn_runs = len(names) - 1 if kind == "routed" and not config.light_ffn else 1
-        router = router_cost(config, transform_cost) if kind == "routed" else 0.0
+        router = router_cost(config, transform_cost) if kind == "routed" and leads(config, i) else 0.0
         visible = dict.fromkeys(names, float(length))
         # As the reference runs it: to the spectrum and back.
         costs += layer_costs(config, i, every, every, visible, float(ffn_runs), router, 2 * transform_cost)

@@ -41,6 +41,7 @@ def check_router_options(config: Any) -> None:
             f"routing={config.routing!r} and operators={config.operators}."
         )
     check_turns(config, two)
+    check_together(config, two)
     check_fraction(config, two)
     check_light_operator(config)
     if config.router_scale == "probability":
@@ -92,6 +93,25 @@ def check_turns(config: Any, two: bool) -> None:
         return
     if any(abs(fraction - 1 / turns) > 1e-9 for fraction in config.layer_fractions() or ()):
         raise InputError(f"turns={turns} makes f 1/{turns}: leave target_fraction={config.target_fraction} out.")
+
+
+def check_together(config: Any, two: bool) -> None:
+    together, count = config.together, len(config.routed_layers)
+    if together == 0:
+        return
+    if together < 2 or count % together:
+        raise InputError(f"together={together} must be 0, or 2 or more and divide the {count} routed layers.")
+    if config.turns:
+        raise InputError("layers either take turns or go together: set turns or together to 0.")
+    if config.router == "static" or config.routing == "soft" or not two or config.benefit_weight:
+        raise InputError(
+            "together needs two operators and one choice a token, without benefit_weight, got "
+            f"router={config.router!r}, routing={config.routing!r} and operators={config.operators}."
+        )
+    for first in range(0, count, together):
+        group = (config.layer_fractions() or [0.5] * count)[first : first + together]
+        if len(set(group)) > 1:
+            raise InputError(f"layers that go together have one f, got target_fraction={group} for one group.")
 
 
 def check_light_operator(config: Any) -> None:

@@ -1,18 +1,20 @@
-"""Layers that take turns: every token has attention exactly once in a group; and f that settles from 1."""
+"""Layers that take turns or go together, and an f that settles from 1."""
 
 import pytest
 import torch
 
 from chiar import ChiarForCausalLM
 from chiar.errors import InputError
-from chiar.layers.turns import Turn, Turns, shares
-from chiar.routing.flops import operator_shares
+from chiar.layers.groups import Groups, Turn, shares
+from chiar.layers.routers import Route, one_hot
+from chiar.routing.flops import count_flops, operator_shares
 from chiar.studies.costs import count_costs
 from helpers import random_model, small_config, token_ids
 from routed import HARD, STRAIGHT
 
 THREES = {"layer_types": ["attention", *["routed"] * 6, "attention"], "turns": 3, "meta_router": False}
 PRE = {"norm_position": "pre", "norm": "rmsnorm"}
+TOGETHER = {**HARD, **PRE, "router_scale": "probability", "target_fraction": 0.25}
 ROUTERS = {
     "learned": {**HARD, **PRE, "router_scale": "probability"},
     "entropy": {},
@@ -93,10 +95,11 @@ def test_padding_counts_for_no_threshold():
 
 def test_a_group_shares_evenly_among_those_who_wait():
     assert shares(3, 6) == pytest.approx([1 / 3, 1 / 2, 1 / 2] * 2)
-    turns, context = Turns(2, [1, 2]), small_context()
-    assert turns.context(0, context) is context, "no routed layer"
-    turns.took(1, torch.tensor([[0, 1]]))
-    turn = turns.context(2, context).turn
+    groups, context = Groups(small_config(turns=2)), small_context()
+    assert groups.context(0, context) is context, "no routed layer"
+    choice_BT = torch.tensor([[0, 1]])
+    groups.took(1, Route(choice_BT, one_hot(choice_BT, 2)))
+    turn = groups.context(2, context).turn
     assert turn.last and turn.choice(torch.tensor([[0, 1]])).tolist() == [[1, 0]]
     assert Turn(torch.tensor([[True, False]]), last=False).choice(torch.tensor([[1, 1]])).tolist() == [[1, 0]]
 
@@ -106,6 +109,41 @@ def small_context():
     from chiar.ops.transform import Transform
 
     return TokenContext(Transform(), torch.zeros(1, 2, dtype=torch.long), None, None, None)
+
+
+def test_layers_that_go_together_send_the_same_tokens():
+    model, ids = random_model(small_config(**{**THREES, "turns": 0, "together": 3}, **TOGETHER)), token_ids(8, 16)
+    for _ in range(20):
+        model.train()(ids)
+    choice_LBT = choices(model.eval(), ids)
+    assert torch.equal(choice_LBT[0], choice_LBT[1]) and torch.equal(choice_LBT[0], choice_LBT[2])
+    assert not torch.equal(choice_LBT[0], choice_LBT[3]), "another group"
+    assert choice_LBT.float().mean((1, 2)).tolist() == pytest.approx([0.25] * 6, abs=0.02)
+    nobody = torch.zeros(8, 16, dtype=torch.long)
+    assert not choices(model, ids, forced_routes={1: nobody})[:3].any(), "a forced leader is followed too"
+    assert [len(list(layer.router.parameters())) for layer in model.model.layers[1:7]] == [2, 0, 0, 2, 0, 0]
+
+
+def test_only_the_leading_layers_router_is_counted():
+    costs = {}
+    for together in (0, 3):
+        config = small_config(**{**THREES, "turns": 0, "together": together}, **TOGETHER)
+        costs[together] = count_flops(config, 16).part("router")
+    assert costs[3] == pytest.approx(costs[0] / 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"together": 4}, "divide the 6 routed layers"),
+        ({"together": 2, "turns": 2}, "either take turns or go together"),
+        ({"together": 2, "router": "static"}, "one choice a token"),
+        ({"together": 2, "target_fraction": [0.1, 0.2] * 3}, "one f"),
+    ],
+)
+def test_what_cannot_go_together_says_so(changes, words):
+    with pytest.raises(InputError, match=words):
+        small_config(**{**THREES, "turns": 0, **changes})
 
 
 @pytest.mark.parametrize(
