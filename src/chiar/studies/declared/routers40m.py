@@ -27,6 +27,8 @@ TEMPORAL = {**HALF, "signal": "temporal", "entropy_dc_weight": 0.0}
 F30 = {"target_fraction": 0.3}
 SANDWICH = {"layer_types": ["attention"] * 2 + ["routed"] * 9 + ["attention"], "target_fraction": 1 / 3}
 SANDWICH_ALL = {**SANDWICH, "target_fraction": 0.27}
+SANDWICH_HASH = {"layer_types": SANDWICH["layer_types"], "random_fraction": 1 / 3}
+TOGETHER, SETTLED = {"together": 9}, {"settle": 0.4}
 THIRDS = {"layer_types": SANDWICH["layer_types"], "turns": 3}
 FIFTHS = {"layer_types": ["attention"] + ["routed"] * 10 + ["attention"], "turns": 5}
 IN_TURN = {"router": "learned", "routing": "hard", "hard_estimator": "selected", "router_scale": "probability"}
@@ -116,6 +118,17 @@ STUDY = Study(
         control(
             "thirds-hash-time", "one of three layers by a hash, filter along time", HASH, THIRDS, *SLIM, EVERYWHERE
         ),
+        control("sandwich-hash-time", "f = 1/3 by a hash between full layers", HASH, *SLIM, EVERYWHERE, SANDWICH_HASH),
+        candidate(
+            "together-time",
+            "f = 1/3 between full layers, one choice for all nine",
+            SCALED,
+            EVERYWHERE,
+            *SLIM,
+            SANDWICH,
+            TOGETHER,
+        ),
+        candidate("settled-time", "f from 1 to 1/3 between full layers", SCALED, EVERYWHERE, *SLIM, SANDWICH, SETTLED),
         candidate("thirds-time", "one of three layers, learned, filter along time", IN_TURN, THIRDS, *SLIM, EVERYWHERE),
         candidate("halves-time", "one of two layers, learned", IN_TURN, {"turns": 2}, *SLIM, EVERYWHERE),
         candidate("fifths-time", "one of five layers, learned", IN_TURN, FIFTHS, *SLIM, EVERYWHERE),
