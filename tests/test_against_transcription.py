@@ -39,6 +39,9 @@ def transcribed_weights(model):
         "norms.spectral.": "spectral_norm.",
         "norms.attention.": "attention_norm.",
         "norms.rbf.": "rbf_norm.",
+        "norms.temporal.": "temporal_norm.",
+        "operators.temporal.": "temporal.",
+        "everywhere.": "everywhere.",
         "router.score.": "router.",
         "router.hidden.": "router_hidden.",
         "entropy_weights.raw_D": "entropy_weights",
@@ -90,6 +93,8 @@ def transcribed_options(model):
         reads=config.router_reads,
         turns=config.turns,
         together=config.together,
+        window=config.temporal_window,
+        everywhere=config.temporal_everywhere,
     )
 
 
@@ -152,7 +157,7 @@ def ids_of(values):
 
 @pytest.mark.parametrize("padding", **ids_of(PADDINGS))
 @pytest.mark.parametrize("forced", [False, True], ids=["free", "forced"])
-@pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny"])
+@pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"])
 def test_presets(preset, forced, padding):
     check_same(preset, padding, forced)
 
@@ -255,6 +260,22 @@ def test_controls(control, keys):
 @pytest.mark.parametrize("option", ROUTER_OPTIONS)
 def test_router_options(option, forced):
     check_same(forced=forced, padding="left", seed=4 if option == "two layers" else 3, **options(option))
+
+
+ALONG_TIME = {
+    "light path": {"operators": ["temporal", "attention"]},
+    "light path, keys routed": {"operators": ["temporal", "attention"], "keys": "routed", "light_ffn": False},
+    "everywhere": {"temporal_everywhere": True},
+    "everywhere, long window": {"temporal_everywhere": True, "temporal_window": 12, "temporal_coefficients": 7},
+    "layer 1": {"layer_types": ["temporal", "routed", "attention"]},
+}
+
+
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+@pytest.mark.parametrize("padding", **ids_of(PADDINGS))
+@pytest.mark.parametrize("fields", **ids_of(ALONG_TIME))
+def test_filters_along_time(fields, padding, norm_position):
+    check_same(padding=padding, **{"norm_position": norm_position, "temporal_window": 4, **fields})
 
 
 @pytest.mark.parametrize("fields", **ids_of({"one-head": 1, "four-heads": 4, "eight-heads": 8}))

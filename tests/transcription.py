@@ -38,6 +38,8 @@ class Options:
     reads: str = "state_and_entropy"
     turns: int = 0
     together: int = 0
+    window: int = 16
+    everywhere: bool = False
 
 
 def dct_basis(width):
@@ -62,10 +64,25 @@ def linear(x_D, weights, name):
 def normalise(x_D, weights, name, options):
     """LayerNorm: (x - mean) / sqrt(var + eps) * weight + bias; RMSNorm: x / sqrt(mean x^2 + eps) * weight."""
     if options.norm == "rmsnorm":
-        return x_D / math.sqrt((x_D**2).mean() + NORM_EPS) * weights[name + ".weight"]
+        # The filter's own norm may have no weight.
+        return x_D / math.sqrt((x_D**2).mean() + NORM_EPS) * weights.get(name + ".weight", 1.0)
     centred_D = x_D - x_D.mean()
     scaled_D = centred_D / math.sqrt((centred_D**2).mean() + NORM_EPS)
     return scaled_D * weights[name + ".weight"] + weights[name + ".bias"]
+
+
+def temporal_filter(x_TD, weights, name, real_T, options):
+    """y_t = now x_t + sum_j tap_j x_(j real tokens before), tap_j = sum_k C[k, j] coefficient_k, C the DCT over W."""
+    basis = dct_basis(options.window)
+    coefficients_KD = weights[f"{name}.coefficients_KD"]
+    taps_WD = [sum(basis[k, j] * c_D for k, c_D in enumerate(coefficients_KD)) for j in range(options.window)]
+    y_TD = np.zeros(x_TD.shape)
+    for t in range(len(x_TD)):
+        before = [s for s in range(t + 1) if real_T[s]][::-1]
+        y_TD[t] = weights[f"{name}.now_D"] * x_TD[t]
+        for tap_D, s in zip(taps_WD, before, strict=False):
+            y_TD[t] += tap_D * x_TD[s]
+    return y_TD
 
 
 def feed_forward(x_D, weights, layer):
@@ -269,6 +286,8 @@ def block(x_TD, gates_TK, choice_T, real_T, positions_T, layer, weights, basis, 
             operated_K.append([spectral_filter(x_D, weights, layer, basis) for x_D in input_TD])
         elif operator == "bypass":
             operated_K.append([bypass(x_D, weights, layer) for x_D in input_TD])
+        elif operator == "temporal":
+            operated_K.append(temporal_filter(input_TD, weights, f"{layer}.temporal", real_T, options))
         elif operator == "rbf":
             operated_K.append(rbf_mixing(input_TD, weights, layer, is_key_T))
         else:
@@ -279,6 +298,18 @@ def block(x_TD, gates_TK, choice_T, real_T, positions_T, layer, weights, basis, 
         operated = [output_TD[t] for output_TD in operated_K]
         y_TD[t] = combine(x_TD[t], operated, gates_TK[t], operators, skip_light_ffn, layer, weights, options)
     return y_TD
+
+
+def along_time(x_TD, weights, layer, real_T, options):
+    """The filter before a layer's operators: x + filter(LN(x)), or LN(x + filter(x)) under post-norm."""
+    name = f"{layer}.everywhere"
+
+    def norm(value_TD):
+        return np.array([normalise(x_D, weights, name + ".norm", options) for x_D in value_TD])
+
+    if options.norm_position == "pre":
+        return x_TD + temporal_filter(norm(x_TD), weights, name + ".filter", real_T, options)
+    return norm(x_TD + temporal_filter(x_TD, weights, name + ".filter", real_T, options))
 
 
 def gate(x_BTD, real_BT, weights, options):
@@ -324,6 +355,9 @@ def forward(
     g_BT = gate(x_BTD, real_BT, weights, options) if options.meta_router else None
     entropies, choices, blends = {}, {}, {}
     for layer, kind in enumerate(options.layer_types):
+        before_BTD = x_BTD
+        if options.everywhere:
+            x_BTD = np.array([along_time(x_BTD[b], weights, layer, real_BT[b], options) for b in range(rows)])
         routed = kind == "routed"
         entropy_BT = np.zeros((rows, tokens))
         choice_BT = np.zeros((rows, tokens), dtype=int)
@@ -353,7 +387,7 @@ def forward(
             row = (x_BTD[b], gates_BTK[b], choice_BT[b], real_BT[b], positions_BT[b])
             y_BTD[b] = block(*row, layer, weights, basis, options)
         if layer == 0 and g_BT is not None:
-            y_BTD = g_BT[:, :, None] * y_BTD + (1 - g_BT[:, :, None]) * x_BTD
+            y_BTD = g_BT[:, :, None] * y_BTD + (1 - g_BT[:, :, None]) * before_BTD
         x_BTD = y_BTD
     logits = np.zeros((rows, tokens, len(weights["token_emb"])))
     for b in range(rows):
