@@ -43,6 +43,15 @@ def test_a_later_token_changes_nothing_before_it(option):
 
 
 @every
+def test_routes_that_are_forced_as_they_were_change_nothing(option):
+    model, ids = model_of(option), token_ids(ROWS, TOKENS)
+    with torch.no_grad():
+        free = model(ids, output_routing=True)
+        own = {layer: free.routing.layers[layer].choice_BT for layer in model.config.routed_layers}
+        torch.testing.assert_close(model(ids, forced_routes=own).logits, free.logits)
+
+
+@every
 def test_tokens_decoded_one_by_one_are_those_of_one_pass(option):
     model, ids = model_of(option), token_ids(ROWS, TOKENS)
     with torch.no_grad():

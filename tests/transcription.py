@@ -353,7 +353,7 @@ def forward(
             if options.positions == "learned":
                 x_BTD[b, t] += weights["position_emb"][positions_BT[b, t]]
     g_BT = gate(x_BTD, real_BT, weights, options) if options.meta_router else None
-    entropies, choices, blends = {}, {}, {}
+    entropies, choices, blends, dark = {}, {}, {}, {}
     for layer, kind in enumerate(options.layer_types):
         before_BTD = x_BTD
         if options.everywhere:
@@ -362,6 +362,7 @@ def forward(
         entropy_BT = np.zeros((rows, tokens))
         choice_BT = np.zeros((rows, tokens), dtype=int)
         gates_BTK = np.ones((rows, tokens, len(options.operators) if routed else 1))
+        dark_BT = np.ones((rows, tokens))  # what attention would weigh
         if routed:
             for b in range(rows):
                 for t in range(tokens):
@@ -378,10 +379,13 @@ def forward(
                         leader = list(choices)[-place]
                         choice_BT[b, t], gates_BTK[b, t] = choices[leader][b, t], blends[leader][b, t]
                         if override is not None:
-                            choice_BT[b, t], gates_BTK[b, t] = override, np.eye(2)[override]
+                            choice_BT[b, t] = override
+                            gates_BTK[b, t] = np.eye(2)[override] * (1.0, dark[leader][b, t])
                         continue
+                    if options.together:
+                        dark_BT[b, t] = choose(*token[:2], 1, layer, weights, options)[1][1]
                     choice_BT[b, t], gates_BTK[b, t] = choose(*token, layer, weights, options)
-            entropies[layer], choices[layer], blends[layer] = entropy_BT, choice_BT, gates_BTK
+            entropies[layer], choices[layer], blends[layer], dark[layer] = entropy_BT, choice_BT, gates_BTK, dark_BT
         y_BTD = np.zeros(x_BTD.shape)
         for b in range(rows):
             row = (x_BTD[b], gates_BTK[b], choice_BT[b], real_BT[b], positions_BT[b])

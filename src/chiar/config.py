@@ -223,9 +223,9 @@ class ChiarConfig(PreTrainedConfig):
             self.router = "learned" if self.routing in ("hard", "soft") else "entropy"
         if self.routing is None:
             self.routing = ROUTINGS_OF_ROUTER.get(self.router, ("threshold",))[0]
-        if self.turns > 1 and self.router == "random":
+        if self.turns > 1 and self.router == "random" and self.random_fraction == 0.5:
             self.random_fraction = 1 / self.turns
-        elif self.turns > 1 and self.target_fraction is None:
+        elif self.turns > 1 and self.router != "random" and self.target_fraction is None:
             self.target_fraction = 1 / self.turns
         if self.meta_router is None:
             self.meta_router = self.positions == "rope" and self.layer_types[:1] in ([kind] for kind in LIGHT_LAYERS)

@@ -236,18 +236,19 @@ def run_layer(
     context: TokenContext,
     memory: LayerMemory,
     forced_B1: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """A layer's output, the H its router read (returned, so that forced routes do not let a compiler drop it), and
-    its choice and weights where others of a group are told of them.
+    its choice, weights and probabilities where others of a group are told of them.
 
     Compiled, states go from layer to layer as two summands where they are a sum: adding them is then no kernel of its
     own, but part of the next layer's norm.
     """
     x_B1D = add(x_B1D, more_B1D)
     done = layer(x_B1D, context, memory, forced_B1)
-    beside = done.entropy_BT, None, None
+    beside = done.entropy_BT, None, None, None
     if layer.in_group:
-        beside = done.entropy_BT, done.route.choice_BT, done.route.weights_BTK
+        route = done.route
+        beside = done.entropy_BT, route.choice_BT, route.weights_BTK, route.probabilities_BTK
     if gate is None and done.summands is not None and torch.compiler.is_compiling():
         return *done.summands, *beside
     if gate is None:

@@ -140,9 +140,10 @@ class ChiarModel(ChiarPreTrainedModel):
                 router.rebuild()
 
     def set_progress(self, share: float) -> None:
-        """Say what share of training is done, for routers that go from soft to hard; saved with the weights."""
+        """Say what share of training is done, for routers that go from soft to hard or settle; saved with the weights.
+        It never falls: a model that is trained again stays hard and settled."""
         if self.router_state is not None:
-            self.router_state.progress.fill_(share)
+            self.router_state.progress.clamp_(min=share)
 
     def layer_contexts(self, context: TokenContext) -> list[TokenContext]:
         """The context of each layer: a routed one's has its part of the routers' state."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from chiar.config import ChiarConfig
-from chiar.errors import unknown_name
+from chiar.errors import InputError, unknown_name
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 4, "vocab_size": 257},
@@ -53,6 +53,10 @@ def _family(family: str, layers: int) -> dict[str, Any]:
     if family == "v2":
         return {"positions": "learned"}
     if family == "v4":
+        if layers < 4:
+            raise InputError(
+                f"num_hidden_layers={layers} is too few for v4: three full layers and at least one routed."
+            )
         return {**V4, "layer_types": ["attention", "attention", *["routed"] * (layers - 3), "attention"]}
     return {}
 

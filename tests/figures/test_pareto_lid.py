@@ -32,5 +32,19 @@ def test_of_few_all_are_drawn_to_scale():
 def test_numbers_stand_apart():
     crowd = [Mark(n, "x", "control", 1.0, 4.0) for n in range(1, 9)]
     root = ElementTree.fromstring(draw_scatters("title", [Scatter("loss", "cost", crowd)]))
-    places = {(e.get("x"), e.get("y")) for e in root.iter() if e.tag.endswith("text") and e.text in "12345678"}
-    assert len(places) >= 8
+    places = [(float(e.get("x")), float(e.get("y"))) for e in root.iter() if e.tag.endswith("text") and is_number(e)]
+    assert len(places) == 8
+    for n, (x, y) in enumerate(places):
+        assert all(abs(x - a) > 12 or abs(y - b) > 8 for a, b in places[:n])
+
+
+def test_a_frontier_that_begins_far_above_stays_in_the_picture():
+    cheap = Mark(10, "cheap", "candidate", 0.5, 9.0)
+    root = ElementTree.fromstring(draw_scatters("title", [Scatter("loss", "cost", [*NEAR, cheap])]))
+    (line,) = [e for e in root.iter() if e.get("class") == "frontier"]
+    heights = [float(point.split(",")[1]) for point in line.get("points").split()]
+    assert len(heights) == 2 and all(50 < height < 500 for height in heights)
+
+
+def is_number(element):
+    return (element.text or "") in {str(n) for n in range(1, 9)} and element.get("font-size") == "10"

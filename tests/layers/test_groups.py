@@ -6,6 +6,7 @@ import torch
 from chiar import ChiarForCausalLM
 from chiar.errors import InputError
 from chiar.layers.groups import Groups, Turn, shares
+from chiar.layers.router_state import RouterState
 from chiar.layers.routers import Route, one_hot
 from chiar.routing.flops import count_flops, operator_shares
 from chiar.studies.costs import count_costs
@@ -139,6 +140,7 @@ def test_only_the_leading_layers_router_is_counted():
         ({"together": 2, "turns": 2}, "either take turns or go together"),
         ({"together": 2, "router": "static"}, "one choice a token"),
         ({"together": 2, "target_fraction": [0.1, 0.2] * 3}, "one f"),
+        ({"together": 2}, "needs a target_fraction"),
     ],
 )
 def test_what_cannot_go_together_says_so(changes, words):
@@ -153,7 +155,10 @@ def test_what_cannot_go_together_says_so(changes, words):
         ({"turns": 1}, "0, or 2 or more"),
         ({"router": "static"}, "entropy, random or hard learned"),
         ({"routing": "soft"}, "entropy, random or hard learned"),
-        ({"target_fraction": 0.5}, "leave target_fraction=0.5 out"),
+        ({"target_fraction": 0.5}, "target_fraction=0.5 cannot be"),
+        ({"router": "random", "random_fraction": 0.9}, "random_fraction=0.9 cannot be"),
+        ({**HARD, "anneal": 0.5}, "train with all"),
+        ({"routing": "hard"}, "train with all"),
         ({**HARD, "budget_weight": 1.0}, "nothing to hold"),
         ({"settle": 0.5}, "set turns"),
     ],
@@ -168,7 +173,7 @@ def test_f_settles_from_one():
     seen = {}
     for progress in (0.0, 0.25, 0.5, 1.0):
         model.model.set_progress(progress)
-        model.model.router_state.updates.zero_()  # the next pass sets the threshold exactly
+        model.model.router_state.updates_L.zero_()  # the next pass sets the threshold exactly
         ids = token_ids(64, 16, vocabulary=512)
         model(ids)
         with torch.no_grad():
@@ -176,6 +181,33 @@ def test_f_settles_from_one():
         model.train()
         seen[progress] = routing.attention_fraction(routing.routed_layers[0])
     assert list(seen.values()) == pytest.approx([1.0, 0.625, 0.25, 0.25], abs=0.01)
+
+
+def test_what_has_settled_stays_settled():
+    model = ChiarForCausalLM(small_config(target_fraction=0.25, settle=0.5))
+    for progress, expected in ((0.2, 0.2), (1.0, 1.0), (0.0, 1.0)):
+        model.model.set_progress(progress)
+        assert float(model.model.router_state.progress) == pytest.approx(expected)
+
+
+def test_training_flops_of_a_falling_f_are_those_of_all_its_values():
+    lean = {**PRE, **HARD, "light_ffn": False, "meta_router": False, "keys": "routed"}
+    config = small_config(**lean, target_fraction=0.25, settle=0.4)
+    passing = 0.0
+    for n in range(200):
+        f = 1 - 0.75 * min((n + 0.5) / 200 / 0.4, 1.0)
+        now = small_config(**lean, target_fraction=0.25)
+        passing += count_costs(now, 512, operator_shares(now, f))["training"] / 200
+    assert count_costs(config, 512, operator_shares(config))["training"] == pytest.approx(passing, rel=1e-3)
+
+
+def test_a_layer_that_had_nobody_at_first_finds_its_threshold_at_once():
+    state = RouterState(small_config(**{**THREES, "turns": 2}))
+    scores, nobody = torch.arange(101.0).view(1, 101), torch.zeros(1, 101, dtype=torch.bool)
+    state.follow([scores] * 6, [None, nobody] * 3)
+    state.follow([scores + 50] * 6, [None, ~nobody] * 3)
+    assert float(state.threshold_L[1]) == pytest.approx(100.0), "its first batch is taken as it is"
+    assert 50 < float(state.threshold_L[0]) < 100, "and here the second is averaged in"
 
 
 def test_settling_needs_something_to_settle_at():
@@ -190,6 +222,4 @@ def test_training_flops_know_how_a_model_is_trained():
         config = small_config(**lean, **changes)
         costs[name] = count_costs(config, 16, operator_shares(config))
     assert costs["hard"]["forward"] == costs["settled"]["forward"] == costs["annealed"]["forward"]
-    between = small_config(**{**lean, "target_fraction": 0.4})  # 0.25 + 0.75 · 0.4 / 2
-    assert costs["settled"]["training"] == count_costs(between, 16, operator_shares(between))["training"]
     assert costs["hard"]["training"] < costs["settled"]["training"] < costs["annealed"]["training"]

@@ -9,8 +9,9 @@ from runs import final_state
 from test_loop import assert_same_run, command, metrics
 from torch import nn
 
+from chiar import presets
 from chiar.errors import InputError
-from chiar.training.compiling import Forward, is_compile_error
+from chiar.training.compiling import Forward, is_compile_error, miscompiled
 from chiar.training.loop import train
 
 
@@ -145,3 +146,14 @@ def test_a_resumed_run_says_when_it_is_computed_otherwise(config, settings, tmp_
     train(config(), settings(steps=8), tmp_path / "run", resume=True, device="cpu")
     assert capsys.readouterr().out.count("the steps before were compiled, from here on they are not compiled") == 1
     assert [record["compiled"] for record in metrics(tmp_path / "run")] == [True] * 4 + [False] * 4
+
+
+def test_what_would_be_compiled_wrongly_is_not_compiled():
+    cpu = torch.device("cpu")
+    why = miscompiled(presets.get("v1-tiny"), cpu, "bf16")
+    assert why is not None and "NaN" in why
+    forward = Forward(Broken(ValueError()), compile=True, obstacle=why)
+    assert not forward.compiled and forward.failure == why
+    assert miscompiled(presets.get("v1-tiny"), cpu, "fp32") is None
+    assert miscompiled(presets.get("v1-tiny"), torch.device("cuda"), "bf16") is None
+    assert miscompiled(presets.get("v3-tiny"), cpu, "bf16") is None

@@ -66,15 +66,18 @@ def draw_scatter(panel: Scatter, top: float, height: float) -> list[str]:
     parts = [label(LEFT, top - 10, panel.title, anchor="start", size=13, weight="600"), *axes.draw()]
     parts.append(label((LEFT + right) / 2, bottom + 38, panel.axis))
     best = frontier([(mark.x, mark.y) for mark in panel.marks])
-    line = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in best)
+
+    def place_of(y: float) -> float:
+        return top if y > highest else up(y)
+
+    line = " ".join(f"{across(x):.1f},{place_of(y):.1f}" for x, y in best)
     parts.append(f'<polyline class="frontier" points="{line}" fill="none" stroke="#d55e00" stroke-width="1.6"/>')
     for mark in panel.marks:
         seeds = mark.seeds if len(mark.seeds) > 1 else []
         parts += [shape("seed", mark.role, across(x), up(y), 2.2) for x, y in seeds if y <= highest]
-    taken = [(across(mark.x), up(min(mark.y, highest)) + 4) for mark in panel.marks]
+    taken = [(across(mark.x), place_of(mark.y) + 4) for mark in panel.marks]
     for mark in panel.marks:
-        outside = mark.y > highest
-        x, y = across(mark.x), top if outside else up(mark.y)
+        x, y = across(mark.x), place_of(mark.y)
         parts.append(shape("mean", mark.role, x, y, 5))
         place = free_place(x, y + 4, taken, (top, bottom - 2))
         if abs(place[1] - y) > 16:

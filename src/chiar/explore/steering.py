@@ -152,5 +152,7 @@ def moved_thresholds(config: Any, steering: Steering, trace: RoutingTrace) -> No
     if config.router != "entropy":
         return
     for nth, index in enumerate(config.routed_layers):
+        if index not in steering.cuts:  # led by another layer
+            continue
         own = list(config.layer_thresholds()[nth])
         trace.layers[index].thresholds = moved_cuts(own, steering.cuts[index], steering.kind)

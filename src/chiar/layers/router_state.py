@@ -40,7 +40,7 @@ class RouterState(DerivedBuffers):
 
     threshold_L: Tensor
     spread_L: Tensor
-    updates: Tensor
+    updates_L: Tensor
     progress: Tensor
     shares_3L: Tensor
     """Which quantiles are followed: one deviation below the middle, the threshold's, one above."""
@@ -73,7 +73,7 @@ class RouterState(DerivedBuffers):
         return {
             "threshold_L": threshold * every,
             "spread_L": spread * every,
-            "updates": torch.zeros(()),
+            "updates_L": torch.zeros_like(every),
             "progress": torch.zeros(()),
         }
 
@@ -101,11 +101,11 @@ class RouterState(DerivedBuffers):
         sorted_LN = scores_LN.sort(1).values
         low_L, threshold_L, high_L = (quantile(sorted_LN, count_L, share_L) for share_L in self.shares_now())
         spread_L = ((high_L - low_L) / 2).clamp_min(1e-6)
-        rate = (1 / (self.updates + 1)).clamp_min(RATE)
+        rate_L = (1 / (self.updates_L + 1)).clamp_min(RATE)
         for average_L, now_L in ((self.threshold_L, threshold_L), (self.spread_L, spread_L)):
             # Where nothing counts there is no quantile either.
-            average_L.copy_(torch.where(count_L > 0, average_L + rate * (now_L - average_L), average_L))
-        self.updates.add_(count_L[0] > 0)
+            average_L.copy_(torch.where(count_L > 0, average_L + rate_L * (now_L - average_L), average_L))
+        self.updates_L.add_(count_L > 0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = {name: getattr(self, name) for name in self.initial()}

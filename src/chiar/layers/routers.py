@@ -60,6 +60,15 @@ def in_turn(choice_BT: Tensor, context: TokenContext) -> Tensor:
     return choice_BT if context.turn is None else context.turn.choice(choice_BT)
 
 
+def only_in_turn(weights_BTK: Tensor, choice_BT: Tensor, context: TokenContext) -> Tensor:
+    """A token that is light because its turn is over has nothing to teach a router."""
+    waiting_BT = None if context.turn is None else context.turn.waiting_BT
+    if waiting_BT is None:
+        return weights_BTK
+    chosen_BT1 = (waiting_BT | (choice_BT > 0))[..., None]
+    return torch.where(chosen_BT1, weights_BTK, one_hot(choice_BT, weights_BTK.shape[-1]))
+
+
 def without_common_shift(score_BT: Tensor, counted_BT: Tensor | None) -> Tensor:
     """The same scores, but no gradient moves all of them alike.
 
@@ -149,6 +158,7 @@ class EntropyRouter(DerivedBuffers):
         score_BT = (entropy_BT - thresholds[0]) / (self.temperature * state.spread)
         log_p_BTK = torch.stack([F.logsigmoid(-score_BT), F.logsigmoid(score_BT)], dim=-1)
         weights_BTK = self.weighing(log_p_BTK, choice_BT, state.progress if self.training else None)
+        weights_BTK = only_in_turn(weights_BTK, choice_BT, context)
         return Route(choice_BT, weights_BTK, log_p_BTK.exp(), score_BT=entropy_BT, counted_BT=counted_BT)
 
 
@@ -202,7 +212,7 @@ class LearnedRouter(nn.Module):
         if self.routing == "soft":
             return Route(choice_BT, p_BTK, p_BTK)
         progress = state.progress if state is not None and self.training else None
-        weights_BTK = self.weighing(log_p_BTK, choice_BT, progress)
+        weights_BTK = only_in_turn(self.weighing(log_p_BTK, choice_BT, progress), choice_BT, context)
         return Route(choice_BT, weights_BTK, p_BTK, score_BT=lead_BT, counted_BT=counted_BT)
 
 
@@ -238,24 +248,32 @@ class StaticRouter(ChoiceRouter):
 
 
 class LedRouter(nn.Module):
-    """Does what the first layer of its group did."""
+    """Does what the first layer of its group did; a forced choice weighs what that layer's router would give it."""
+
+    def __init__(self, weighing: Weighing) -> None:
+        super().__init__()
+        self.weighing = weighing
 
     def forward(
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
     ) -> Route:
         if forced_BT is None:
             return context.led
-        return replace(context.led, choice_BT=forced_BT, weights_BTK=one_hot(forced_BT, 2))
+        weights_BTK, p_BTK = one_hot(forced_BT, 2), context.led.probabilities_BTK
+        if p_BTK is not None:
+            progress = context.router_state.progress if context.router_state is not None and self.training else None
+            weights_BTK = self.weighing(p_BTK.clamp_min(1e-30).log(), forced_BT, progress)
+        return replace(context.led, choice_BT=forced_BT, weights_BTK=weights_BTK)
 
 
 def make_router(config: Any, layer: int) -> nn.Module:
-    if not leads(config, layer):
-        return LedRouter()
-    if config.router in extensions.ROUTERS:
+    if config.router in extensions.ROUTERS and leads(config, layer):
         return extensions.make_router(config, layer)
     operators, nth = len(config.operators), config.routed_layers.index(layer)
     estimator = config.hard_estimator if config.router == "learned" else "selected"
     weighing = Weighing(estimator, config.router_scale, config.anneal)
+    if not leads(config, layer):
+        return LedRouter(weighing)
     if config.router == "entropy":
         straight = config.entropy_gradient == "straight_through"
         return EntropyRouter(

@@ -101,6 +101,8 @@ def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | Non
         if fraction is not None:
             raise InputError("a static router's layers decide f: leave the fraction out.")
         return [{name: float(name == chosen) for name in config.operators} for chosen in config.static_operators or []]
+    if fraction is not None and config.turns:
+        raise InputError(f"layers that take turns decide f, 1/{config.turns}: leave the fraction out.")
     if fraction is None:
         fraction = config.random_fraction if config.router == "random" else config.layer_fractions() or 0.5
     fractions = [fraction] * count if isinstance(fraction, int | float) else list(fraction)

@@ -89,10 +89,15 @@ def check_turns(config: Any, two: bool) -> None:
         )
     if config.budget_weight:
         raise InputError(f"budget_weight={config.budget_weight} has nothing to hold: under turns f is 1/{turns}.")
-    if config.router == "random":
-        return
-    if any(abs(fraction - 1 / turns) > 1e-9 for fraction in config.layer_fractions() or ()):
-        raise InputError(f"turns={turns} makes f 1/{turns}: leave target_fraction={config.target_fraction} out.")
+    if config.anneal or (config.routing == "hard" and config.hard_estimator == "both"):
+        raise InputError(
+            "turns gives a token one layer, but anneal and hard_estimator='both' train with all: set anneal=0 and "
+            "hard_estimator='selected'."
+        )
+    name = "random_fraction" if config.router == "random" else "target_fraction"
+    given = [config.random_fraction] if config.router == "random" else config.layer_fractions() or ()
+    if any(abs(fraction - 1 / turns) > 1e-9 for fraction in given):
+        raise InputError(f"turns={turns} makes f 1/{turns}: {name}={getattr(config, name)} cannot be, leave it out.")
 
 
 def check_together(config: Any, two: bool) -> None:
@@ -107,6 +112,10 @@ def check_together(config: Any, two: bool) -> None:
         raise InputError(
             "together needs two operators and one choice a token, without benefit_weight, got "
             f"router={config.router!r}, routing={config.routing!r} and operators={config.operators}."
+        )
+    if config.router == "entropy" and config.target_fraction is None:
+        raise InputError(
+            "together needs a target_fraction with the entropy router: only leading layers have thresholds."
         )
     for first in range(0, count, together):
         group = (config.layer_fractions() or [0.5] * count)[first : first + together]

@@ -18,15 +18,23 @@ class Forward:
     """
 
     def __init__(
-        self, model: nn.Module, compile: bool, parts: list[nn.Module] | None = None, company: bool = False
+        self,
+        model: nn.Module,
+        compile: bool,
+        parts: list[nn.Module] | None = None,
+        company: bool = False,
+        obstacle: str | None = None,
     ) -> None:
+        """`obstacle`: why it would be wrong to compile, where it would."""
         self.model, self.parts, self.company = model, parts or [], company
         self.call: Any = model
         self.compiled = False
         self.failure: str | None = None
         """Why the model is not compiled although that was asked for."""
         self.told = False
-        if compile:
+        if compile and obstacle:
+            self.failure = obstacle
+        elif compile:
             try:
                 for part in self.parts:
                     part.compile()
@@ -49,6 +57,13 @@ class Forward:
         self.call, self.compiled = self.model, False
         self.failure = failure_of(error)
         return True
+
+
+def miscompiled(config: Any, device: torch.device, precision: str) -> str | None:
+    """What torch compiles without an error but wrongly (seen with 2.13: the gradient of φφᵀ is NaN in places)."""
+    if device.type == "cpu" and precision == "bf16" and config.routed_layers and "rbf" in config.operators:
+        return "in bf16 on a CPU the gradient of RBF mixing comes out NaN when compiled (fp32 compiles well)"
+    return None
 
 
 def failure_of(error: BaseException) -> str:

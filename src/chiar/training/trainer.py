@@ -13,7 +13,7 @@ from chiar.config import ChiarConfig
 from chiar.routing.calibration import calibrate
 from chiar.training import checkpoint
 from chiar.training.batches import Batch, ClassificationRows, LanguageRows, Rows, Schedule, slot_seed
-from chiar.training.compiling import Forward, uncompiled
+from chiar.training.compiling import Forward, miscompiled, uncompiled
 from chiar.training.distributed import Processes, average_state, replicate, shard
 from chiar.training.graphs import GraphedPasses
 from chiar.training.optim import learning_rate, make_optimizer, set_learning_rate
@@ -65,7 +65,8 @@ class Trainer:
         self.parallel = self.model if self.sharded else replicate(self.model, processes)
         by_layers = self.sharded or settings.compile_layers
         parts = list(self.model.language.model.layers) if by_layers else None
-        self.forward = Forward(self.parallel, settings.compile, parts, company=self.sharded)
+        obstacle = miscompiled(config, processes.device, settings.precision)
+        self.forward = Forward(self.parallel, settings.compile, parts, company=self.sharded, obstacle=obstacle)
         self.graphs: GraphedPasses | None = None
         if self._may_be_recorded():
             self.graphs = GraphedPasses(self._language_pass, self.model.parameters())

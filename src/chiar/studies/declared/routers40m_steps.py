@@ -1,7 +1,7 @@
 """The same routers with a quarter of the tokens a step and four times the steps.
 
-With 32,768 tokens a step, one epoch of 44M tokens is 1,345 steps, and depth is worth next to nothing: 8 layers do
-better than 12. Nothing that spends depth sparingly can win there. Shorter steps train the same models further.
+With 32,768 tokens a step, one epoch of 44M tokens is 1,345 steps, and depth is worth little: 0.009 nats from 6 layers
+to 12 with a filter along time. What spends depth sparingly has little to win there. Shorter steps train models further.
 """
 
 from dataclasses import replace
