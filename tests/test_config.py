@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chiar import ChiarConfig, ChiarForCausalLM, ChiarForSequenceClassification, presets
-from chiar.config import CHOICES
+from chiar.config_checks import CHOICES
 from chiar.errors import InputError
 from chiar.ops.white_noise import white_noise_entropy
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chiar.config import CHOICES, ChiarConfig
+from chiar.config import ChiarConfig
+from chiar.config_checks import CHOICES
 from chiar.errors import InputError, first_line, unknown_name
 from chiar.folders import check_file, check_new, new_folder
 

@@ -106,7 +106,7 @@ def presets_command() -> None:
     from rich.table import Table
 
     from chiar import presets
-    from chiar.config import LAYER_TYPES
+    from chiar.config_checks import LAYER_TYPES
     from chiar.load import count_parameters
 
     table = Table("preset", "parameters", "D", "heads", "layers", "positions", "operators", "router", "gate", box=None)

@@ -1,52 +1,15 @@
 """ChiarConfig: every architectural choice of the paper, and of our reading of it, is one validated field."""
 
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from transformers import PreTrainedConfig
 
-from chiar import extensions
-from chiar.errors import InputError, refuse_misspelt, unknown_name
-from chiar.layers.context import LIGHT_OPERATORS
+from chiar import config_checks, extensions
+from chiar.config_checks import LIGHT_LAYERS, ROUTINGS_OF_ROUTER
+from chiar.errors import InputError, refuse_misspelt
 from chiar.ops.white_noise import white_noise_entropy
-from chiar.routing.options import check_router_options
 
-LIGHT_LAYERS = ("spectral", "temporal")
-LAYER_TYPES = (*LIGHT_LAYERS, "routed", "attention")
-OPERATORS = (*LIGHT_OPERATORS, "rbf", "attention")
-OPERATOR_SETS = (
-    *([light, "attention"] for light in LIGHT_OPERATORS),
-    *([light, "rbf", "attention"] for light in LIGHT_LAYERS),
-)
-ROUTINGS_OF_ROUTER = {
-    "entropy": ("threshold",),
-    "learned": ("hard", "soft"),
-    "random": ("threshold",),
-    "static": ("threshold",),
-}
-CHOICES = {
-    "router": tuple(ROUTINGS_OF_ROUTER),
-    "routing": ("threshold", "hard", "soft"),
-    "hard_estimator": ("both", "selected"),
-    "entropy_gradient": ("none", "straight_through"),
-    "entropy_weights": ("none", "learned"),
-    "router_reads": ("state_and_entropy", "state"),
-    "router_scale": ("one", "probability"),
-    "keys": ("all", "routed"),
-    "spectral_form": ("sublayer", "equation"),
-    "norm": ("layernorm", "rmsnorm"),
-    "norm_position": ("post", "pre"),
-    "positions": ("rope", "learned"),
-    "gate_pool": ("batch", "sequence", "causal"),
-    "gate_init": ("biased", "neutral"),
-    "gate_generation": ("refuse", "prefill"),
-    "basis": ("dct", "identity", "random"),
-    "signal": ("features", "temporal"),
-    "random_key": ("token", "position"),
-    "classifier_pool": ("last", "mean"),
-    "execution": ("dense", "sparse", "auto"),
-}
 AUTO_CLASSES = {
     "AutoConfig": "ChiarConfig",
     "AutoModel": "ChiarModel",
@@ -196,7 +159,7 @@ class ChiarConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         refuse_misspelt("configuration field", kwargs, ChiarConfig.__annotations__)
-        self._check_types()
+        config_checks.check_types(self)
         self._fill_in_defaults()
         layer_types = self.layer_types
         super().__post_init__(**kwargs)
@@ -316,149 +279,7 @@ class ChiarConfig(PreTrainedConfig):
         transformers calls this when saving, and we when a model is built. It replaces transformers' own validators,
         one of which would reject our layer types.
         """
-        self._check_types()
-        assert self.layer_types is not None and self.operators is not None
-        for name, allowed in CHOICES.items():
-            if name == "router":
-                allowed = (*allowed, *extensions.ROUTERS)
-            if getattr(self, name) not in allowed:
-                own = (
-                    "A router of your own? Import it first, or give its file with --plugin." if name == "router" else ""
-                )
-                raise unknown_name(name, getattr(self, name), allowed, own)
-        for kind in self.layer_types:
-            if kind not in LAYER_TYPES:
-                raise unknown_name("layer type", kind, LAYER_TYPES)
-        for operator in self.operators:
-            if operator not in (*OPERATORS, *extensions.OPERATORS):
-                own = "An operator of your own? Import it first, or give its file with --plugin."
-                raise unknown_name("operator", operator, (*OPERATORS, *extensions.OPERATORS), own)
-        self._check_sizes()
-        self._check_routing()
-        check_router_options(self)
-        self._check_combinations()
-
-    def _check_types(self) -> None:
-        for name, hint in ChiarConfig.__annotations__.items():
-            if not _fits(getattr(self, name), hint):
-                expected = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
-                raise InputError(f"{name} must be {expected}, got {getattr(self, name)!r}.")
-
-    def _check_sizes(self) -> None:
-        assert self.layer_types is not None
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_attention_heads",
-            "intermediate_size",
-            "max_position_embeddings",
-            "rbf_features",
-            "temporal_coefficients",
-            "temporal_channels",
-        ):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be a positive whole number, got {getattr(self, name)!r}.")
-        if self.hidden_size < 2:
-            raise InputError("hidden_size must be at least 2: the entropy of one coefficient is undefined.")
-        if not self.layer_types:
-            raise InputError("layer_types is empty: a model needs at least one layer.")
-        if self.num_hidden_layers != len(self.layer_types):
-            raise InputError(
-                f"num_hidden_layers={self.num_hidden_layers} but layer_types has {len(self.layer_types)} entries: "
-                "give one of the two, or make them agree."
-            )
-        if self.hidden_size % self.num_attention_heads:
-            raise InputError(
-                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={self.num_attention_heads}."
-            )
-        if self.positions == "rope" and self.head_size % 2:
-            raise InputError(f"RoPE rotates pairs of features: the head size {self.head_size} must be even.")
-        self._check_temporal_sizes()
-        for name in ("dropout", "random_fraction", "gate_skip_below", "anneal", "settle"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 <= value <= 1.0:
-                raise InputError(f"{name} must lie between 0 and 1, got {value!r}.")
-        for name in (
-            "entropy_eps",
-            "entropy_dc_weight",
-            "collapse_regulariser",
-            "norm_eps",
-            "initializer_range",
-            "router_hidden",
-            "budget_weight",
-            "benefit_weight",
-        ):
-            if not getattr(self, name) >= 0:
-                raise InputError(f"{name} must not be negative, got {getattr(self, name)!r}.")
-        for name in ("rbf_gamma", "rope_base", "router_temperature"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name} must be positive, got {getattr(self, name)!r}.")
-
-    def _check_temporal_sizes(self) -> None:
-        if self.temporal_window < 2:
-            raise InputError(f"temporal_window must be at least 2, got {self.temporal_window}: 1 is no look back.")
-        if self.temporal_coefficients > self.temporal_window:
-            raise InputError(
-                f"temporal_coefficients={self.temporal_coefficients} is more than temporal_window="
-                f"{self.temporal_window} tokens have."
-            )
-        if self.signal == "temporal" and self.temporal_channels > self.hidden_size:
-            raise InputError(
-                f"temporal_channels={self.temporal_channels} orthonormal directions do not fit into "
-                f"hidden_size={self.hidden_size}."
-            )
-
-    def _check_routing(self) -> None:
-        assert self.operators is not None and self.router is not None
-        sets = [*OPERATOR_SETS, *([light, "attention"] for light in extensions.OPERATORS)]
-        if list(self.operators) not in sets:
-            allowed = " or ".join(str(names) for names in sets)
-            raise InputError(f"operators={self.operators} is not supported: use {allowed}.")
-        routings = ROUTINGS_OF_ROUTER.get(self.router, ("threshold",))
-        if self.routing not in routings:
-            raise InputError(
-                f"routing={self.routing!r} does not go with router={self.router!r}: it takes {' or '.join(routings)}."
-            )
-        count = len(self.routed_layers)
-        if self.router == "static":
-            chosen = self.static_operators or []
-            if len(chosen) != count:
-                raise InputError(f"static_operators has {len(chosen)} entries for {count} routed layers.")
-            for operator in chosen:
-                if operator not in self.operators:
-                    raise unknown_name("static operator", operator, self.operators)
-        if self.thresholds is None:
-            return
-        if isinstance(self.thresholds, list | tuple) and len(self.thresholds) != count:
-            raise InputError(f"thresholds has {len(self.thresholds)} entries for {count} routed layers.")
-        boundaries = len(self.operators) - 1
-        for values in self.layer_thresholds():
-            if len(values) != boundaries:
-                raise InputError(
-                    f"{len(self.operators)} operators need {boundaries} threshold(s) a layer, got {list(values)}."
-                )
-            if not all(_fits(v, float) and 0.0 <= v <= 1.0 for v in values):
-                raise InputError(f"thresholds are entropies between 0 and 1, got {list(values)}.")
-            if list(values) != sorted(values):
-                raise InputError(f"thresholds of a layer must rise (τ_low, τ_high), got {list(values)}.")
-
-    def _check_combinations(self) -> None:
-        assert self.layer_types is not None
-        if self.execution == "sparse" and not self.can_run_sparse:
-            needs = "soft routing" if self.routing == "soft" else "hard_estimator='both'"
-            raise InputError(f"{needs} needs every operator's output, so execution='sparse' cannot be: use 'auto'.")
-        if self.norm_position == "pre" and self.spectral_form == "equation":
-            raise InputError("spectral_form='equation' is a post-norm form: use norm_position='post' or 'sublayer'.")
-        if self.spectral_form == "equation" and not self.light_ffn:
-            raise InputError(
-                "light_ffn=False needs spectral_form='sublayer': in the equation the FFN is the light path."
-            )
-        if not self.filter_gamma and self.norm_position == "post":
-            raise InputError("filter_gamma=False needs norm_position='pre': post-norm layers scale the stream by γ.")
-        if self.meta_router and self.layer_types[0] not in LIGHT_LAYERS:
-            raise InputError(
-                f"the MetaRouter gates a spectral or temporal layer 1, but layer 1 is {self.layer_types[0]!r}."
-            )
+        config_checks.check(self)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """As in transformers, plus the shim the `auto_map` of the saved file points to."""
@@ -468,20 +289,6 @@ class ChiarConfig(PreTrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Exports always carry our shim instead of a copy of the source."""
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if isinstance(hint, UnionType):
-        return any(_fits(value, part) for part in get_args(hint))
-    if hint is None or hint is NoneType:
-        return value is None
-    if hint is list:
-        return isinstance(value, list | tuple)
-    if get_origin(hint) is list:
-        return isinstance(value, list | tuple) and all(_fits(v, get_args(hint)[0]) for v in value)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, int | float) if hint is float else isinstance(value, hint)
 
 
 def default_thresholds(width: int, boundaries: int) -> tuple[float, ...]:

@@ -91,7 +91,7 @@ def register_router(
     """`reads_entropy`: H is computed for it. `reads_state`: under pre-norm it gets what attention would read.
     `has_gradient`: the weight of the chosen operator depends on a score. `flops`: of one token in one layer.
     """
-    from chiar.config import ROUTINGS_OF_ROUTER
+    from chiar.config_checks import ROUTINGS_OF_ROUTER
 
     check_name("router", name, ROUTINGS_OF_ROUTER)
     ROUTERS[name] = RouterKind(build, reads_entropy, reads_state, has_gradient, flops)
@@ -100,8 +100,8 @@ def register_router(
 def register_operator(name: str, build: Callable[[Any], Any], *, flops: Callable[[Any], float] = no_flops) -> None:
     """A light operator, to stand before attention in `operators`. It sees one token at a time, so any execution may
     give it any selection of them. `flops`: of one token."""
-    from chiar.config import LAYER_TYPES
-    from chiar.config import OPERATORS as KNOWN
+    from chiar.config_checks import LAYER_TYPES
+    from chiar.config_checks import OPERATORS as KNOWN
     from chiar.routing.flops import PARTS
 
     check_name("operator", name, (*KNOWN, *LAYER_TYPES, *PARTS))

@@ -10,7 +10,8 @@ about three times as much, in the same proportions.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from chiar.config import CHOICES, ChiarConfig
+from chiar.config import ChiarConfig
+from chiar.config_checks import CHOICES
 from chiar.errors import InputError, unknown_name
 from chiar.extensions import OPERATORS, ROUTERS
 from chiar.layers.groups import leads
