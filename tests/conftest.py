@@ -31,6 +31,7 @@ OPTIONS = {
     "v1": {"preset": "v1-tiny"},
     "v2": {"preset": "v2-tiny"},
     "v3": {},
+    "v4": {"preset": "v4-tiny"},
     "eager": {"attn_implementation": "eager"},
     "hard-both": {**LEARNED, "routing": "hard"},
     "hard-selected": {**LEARNED, "routing": "hard", "hard_estimator": "selected"},
@@ -103,7 +104,8 @@ def enliven(model: nn.Module, seed: int) -> nn.Module:
                 module.weight.copy_(noise(module.weight, 1.5 * module.in_features**-0.5))
                 module.bias.copy_(noise(module.bias, 0.1))
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm | SpectralFilter):
-                module.weight.copy_(1.0 + noise(module.weight, 0.3))
+                if module.weight is not None:
+                    module.weight.copy_(1.0 + noise(module.weight, 0.3))
                 if getattr(module, "bias", None) is not None:
                     module.bias.copy_(noise(module.bias, 0.1))
             elif isinstance(module, TemporalFilter):

@@ -9,14 +9,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from chiar import ChiarConfig, ChiarForCausalLM, ChiarForSequenceClassification, ChiarModel
 from chiar.errors import InputError
+from helpers import small_config
 
 ROWS, TOKENS, VOCABULARY, WIDTH, LAYERS = 3, 10, 257, 32, 4
 LENGTHS = (10, 7, 4)
-TINY = ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny"]
+TINY = ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"]
 every_preset = pytest.mark.parametrize("preset", TINY)
 both_sides = pytest.mark.parametrize("side", ["left", "right"])
 # Two ways to sum the same fp32 products; logits reach 25, where fp32 resolves 2e-6.
@@ -53,7 +62,7 @@ def assert_same_basis(model, original, dtype):
     """In this precision, and the same after rounding to fp32."""
     expected = dict(original.model.basis.named_buffers())
     found = dict(model.model.basis.named_buffers())
-    assert expected.keys() == found.keys() == {"even_hh", "odd_hh"}
+    assert expected.keys() == found.keys() == ({"even_hh", "odd_hh"} if original.config.basis == "dct" else set())
     for name, buffer in found.items():
         assert buffer.dtype == dtype
         assert torch.equal(buffer.float(), expected[name])
@@ -86,7 +95,8 @@ class TestSaving:
             names = set(file.keys())
             sizes = {name: file.get_tensor(name).numel() for name in names}
         assert len(names & {"lm_head.weight", "model.embed_tokens.weight"}) == 1
-        saved_buffers = {name: value.numel() for name, value in model.named_buffers() if name.endswith("omega_Dm")}
+        saved = ("omega_Dm", "threshold_L", "spread_L", "updates_L", "progress")
+        saved_buffers = {name: value.numel() for name, value in model.named_buffers() if name.endswith(saved)}
         assert sum(sizes.values()) == sum(p.numel() for p in model.parameters()) + sum(saved_buffers.values())
         loaded = ChiarForCausalLM.from_pretrained(tmp_path)
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
@@ -556,3 +566,25 @@ class TestClassification:
         loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
         assert loaded.config.num_labels == 4
         assert torch.equal(logits(loaded, ids), logits(model, ids))
+
+
+def test_a_tokenizer_beside_the_model_opens_without_us(tmp_path):
+    """transformers reads config.json for it, and knows neither the package nor our layer types."""
+    words = Tokenizer(WordLevel({"<unk>": 0, "light": 1, "dark": 2}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path)
+    ChiarForCausalLM(small_config("v4-tiny")).save_pretrained(tmp_path)
+    code = (
+        "import sys; from transformers import AutoTokenizer; tokenizer = AutoTokenizer.from_pretrained(sys.argv[1]); "
+        "print(tokenizer('dark').input_ids, 'chiar' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout.strip().endswith("[2] False"), done.stderr[-1000:]
+
+
+def test_files_saved_under_the_old_name_of_the_layer_types_open(tmp_path):
+    config = small_config("v3-tiny")
+    config.save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    told["layer_types"] = told.pop("chiar_layer_types")
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    assert ChiarConfig.from_pretrained(tmp_path).layer_types == config.layer_types

@@ -16,6 +16,7 @@ AUTO_CLASSES = {
     "AutoModelForCausalLM": "ChiarForCausalLM",
     "AutoModelForSequenceClassification": "ChiarForSequenceClassification",
 }
+SAVED_LAYER_TYPES = "chiar_layer_types"
 SHIM_MODULE = "chiar_shim"
 SHIM = f"""# Lets transformers' Auto classes find the chiar package, which must be installed.
 from chiar.config import ChiarConfig
@@ -280,6 +281,17 @@ class ChiarConfig(PreTrainedConfig):
         one of which would reject our layer types.
         """
         config_checks.check(self)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What a saved file holds. transformers has a field `layer_types` of its own and reads files without knowing
+        whose they are, for a tokenizer alone too: it would reject ours, so there it has another name."""
+        told = super().to_diff_dict()
+        return {SAVED_LAYER_TYPES if name == "layer_types" else name: value for name, value in told.items()}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        told = {"layer_types" if name == SAVED_LAYER_TYPES else name: value for name, value in config_dict.items()}
+        return super().from_dict(told, **kwargs)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """As in transformers, plus the shim the `auto_map` of the saved file points to."""

@@ -31,7 +31,7 @@ def naive_losses(model, ids: list[int], length: int, stride: int) -> list[float]
     return losses
 
 
-@pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny"])
+@pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"])
 @pytest.mark.parametrize("stride", [None, 5, LENGTH])
 def test_equals_a_loop_over_tokens(corpus, split, preset, stride):
     model = tiny_model(preset)
