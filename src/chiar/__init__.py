@@ -30,8 +30,9 @@ __all__ = [
 if TYPE_CHECKING:
     from chiar import presets
     from chiar.config import ChiarConfig
+    from chiar.decoder import ChiarModel
     from chiar.extensions import register_operator, register_router
-    from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification, ChiarModel
+    from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification
     from chiar.routing.trace import RoutingTrace
 
 

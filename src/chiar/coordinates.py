@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from chiar import extensions
 from chiar.analysis.calibration_report import TOKENIZER_FILES
 from chiar.config import ChiarConfig
+from chiar.decoder import ChiarModel
 from chiar.errors import InputError, unknown_name
 from chiar.folders import check_new, new_folder
 from chiar.heads import as_classifier, read_heads, save_heads
@@ -27,7 +28,7 @@ from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import LearnedRouter
 from chiar.layers.spectral import SpectralFilter
 from chiar.load import architecture, load_config, open_weights, resolve_model
-from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification, ChiarModel
+from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 from chiar.ops.transform import make_transform
 
 Model = TypeVar("Model", ChiarForCausalLM, ChiarForSequenceClassification)

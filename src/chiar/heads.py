@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from chiar.data.shards import Corpus
+from chiar.decoder import ChiarModel
 from chiar.errors import InputError, first_line
 from chiar.load import architecture, open_weights
-from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification, ChiarModel
+from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 
 HEADS = "heads.safetensors"
 
