@@ -118,8 +118,10 @@ class TestContent:
                 # A softmax over at most three fp32 numbers.
                 assert torch.allclose(layer.weights_BTK.sum(-1), torch.ones(ROWS, TOKENS), atol=1e-6, rtol=0)
             else:
-                one_hot = torch.nn.functional.one_hot(layer.choice_BT, len(layer.operators)).float()
-                assert torch.equal(layer.weights_BTK, one_hot)
+                expected = torch.nn.functional.one_hot(layer.choice_BT, len(layer.operators)).float()
+                if layer.kind == "routed" and model.config.router_scale == "probability":
+                    expected[..., 1] *= 2 * layer.probabilities_BTK[..., 1]
+                assert torch.equal(layer.weights_BTK, expected)
 
     def test_the_gate_mixes_the_first_layer(self, lively, ids):
         model = lively({})
