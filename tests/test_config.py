@@ -7,7 +7,7 @@ import torch
 
 from chiar import ChiarConfig, ChiarForCausalLM, ChiarForSequenceClassification, presets
 from chiar.config_checks import CHOICES
-from chiar.errors import InputError
+from chiar.errors import InputError, unknown_name
 from chiar.ops.white_noise import white_noise_entropy
 
 THREE = ["spectral", "rbf", "attention"]
@@ -492,3 +492,10 @@ class TestPresetChanges:
         config = presets.get("v3-tiny", num_labels=3, problem_type="multi_label_classification")
         with pytest.raises(InputError, match="one label"):
             ChiarForSequenceClassification(config)
+
+
+def test_a_near_miss_among_many_names_gets_no_list():
+    many = [f"name_{n}" for n in range(30)]
+    assert str(unknown_name("field", "nmae_7", many)) == "unknown field 'nmae_7'. Did you mean 'name_7'?"
+    assert "Allowed: name_0, name_1" in str(unknown_name("field", "zzz", many))
+    assert "Allowed: name_0, name_1" in str(unknown_name("field", "nmae_1", many[:2])), "few are always listed"

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+MANY = 24
+
 
 class InputError(ValueError):
     """Something the user gave cannot be used; the message says what was wrong and what to do."""
@@ -23,8 +25,11 @@ def refuse_misspelt(kind: str, received: Iterable[str], allowed: Iterable[str]) 
 
 
 def unknown_name(kind: str, received: object, allowed: Iterable[str], more: str = "") -> InputError:
-    """`kind` 'received' is unknown: the nearest valid name, then all of them, then what else may be wrong."""
+    """`kind` 'received' is unknown: the nearest valid name, then all of them (unless they are many and one is near),
+    then what else may be wrong."""
     names = list(allowed)
     nearest = get_close_matches(str(received), names, n=1, cutoff=0.4)
+    near = bool(get_close_matches(str(received), names, n=1, cutoff=0.8))
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    return InputError(f"unknown {kind} {received!r}.{hint} Allowed: {', '.join(names)}.{more and ' ' + more}")
+    listed = "" if near and len(names) > MANY else f" Allowed: {', '.join(names)}."
+    return InputError(f"unknown {kind} {received!r}.{hint}{listed}{more and ' ' + more}")
