@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 MANY = 24
+"""More names than one wants to read where one of them was surely meant."""
 
 
 class InputError(ValueError):

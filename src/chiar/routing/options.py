@@ -76,12 +76,16 @@ def check_fraction(config: Any, two: bool) -> None:
         raise InputError(f"target_fraction must lie strictly between 0 and 1, got {config.target_fraction!r}.")
 
 
+def check_group(name: str, size: int, layers: int) -> None:
+    if size < 2 or layers % size:
+        raise InputError(f"{name}={size} must be 0, or 2 or more and divide the {layers} routed layers.")
+
+
 def check_turns(config: Any, two: bool) -> None:
-    turns, count = config.turns, len(config.routed_layers)
+    turns = config.turns
     if turns == 0:
         return
-    if turns < 2 or count % turns:
-        raise InputError(f"turns={turns} must be 0, or 2 or more and divide the {count} routed layers.")
+    check_group("turns", turns, len(config.routed_layers))
     if config.router not in ("entropy", "learned", "random") or config.routing == "soft" or not two:
         raise InputError(
             "turns needs two operators and the entropy, random or hard learned router, got "
@@ -104,8 +108,7 @@ def check_together(config: Any, two: bool) -> None:
     together, count = config.together, len(config.routed_layers)
     if together == 0:
         return
-    if together < 2 or count % together:
-        raise InputError(f"together={together} must be 0, or 2 or more and divide the {count} routed layers.")
+    check_group("together", together, count)
     if config.turns:
         raise InputError("layers either take turns or go together: set turns or together to 0.")
     if config.router == "static" or config.routing == "soft" or not two or config.benefit_weight:
