@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from chiar import decoding
-from chiar.decoding import FastDecoder
+from chiar.decoding import FastDecoder, Inputs
 from chiar.errors import InputError
 from chiar.layers.ragged import ROOM, Shelf
 from helpers import ALONG_TIME, mixed_routes, random_model, small_config, token_ids
@@ -338,3 +338,14 @@ def test_a_copied_or_moved_model_begins_anew(lively, ids):
     model.double()
     assert model.fast_decoder.inputs is None
     model.generate(ids, **generate_once)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_forced_routes_lie_where_compiled_code_reads_them_in_place(rows):
+    """Inductor copies an input that does not begin on a boundary of 16 bytes."""
+    inputs = Inputs(rows, [1, 2, 5], torch.device("cpu"))
+    routes = {layer: torch.full((rows, 1), layer) for layer in (1, 2, 5)}
+    tokens = torch.zeros(rows, 1, dtype=torch.long)
+    inputs.fill(tokens, tokens, None, routes)
+    assert all(place.data_ptr() % 16 == 0 and place.is_contiguous() for place in inputs.forced.values())
+    assert all(torch.equal(inputs.forced[layer], routes[layer]) for layer in routes)
