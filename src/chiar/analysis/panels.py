@@ -6,6 +6,8 @@ from chiar.analysis.chart import Line, document, label, shorten, spread, ticks
 
 WIDTH, HEIGHT, COLUMNS = 300, 150, 3
 LEFT, GAP_X, GAP_Y, TOP = 54, 62, 62, 84
+TITLE_CHARACTER = 9.2
+"""Width of a letter of the title, about."""
 
 
 @dataclass
@@ -32,19 +34,22 @@ def draw_grid(title: str, panels: list[SmallPanel], legend: list[Line], across: 
     """The panels under one title and one legend; `across` and `up` name the axes all panels share."""
     columns = columns or (2 if len(panels) == 4 else min(COLUMNS, len(panels)))
     wide = max(LEFT + columns * (WIDTH + GAP_X), 560)
-    parts = [label(wide / 2, 26, shorten(title, 110), size=16, weight="700")]
-    parts += draw_legend(legend, wide)
+    parts = [label(wide / 2, 26, shorten(title, int(wide / TITLE_CHARACTER)), size=16, weight="700")]
+    named, legend_ends = draw_legend(legend, wide)
+    parts += named
+    top = max(TOP, legend_ends + 14) + 22
     rows = -(-len(panels) // columns)
     for number, panel in enumerate(panels):
         row, column = divmod(number, columns)
-        parts += draw_small(panel, LEFT + column * (WIDTH + GAP_X), TOP + 22 + row * (HEIGHT + GAP_Y))
-    height = TOP + 22 + rows * (HEIGHT + GAP_Y)
-    named = [f"{way}: {name}" for way, name in (("across", across), ("up", up)) if name]
-    parts.append(label(wide / 2, height - 8, "; ".join(named), size=12))
+        parts += draw_small(panel, LEFT + column * (WIDTH + GAP_X), top + row * (HEIGHT + GAP_Y))
+    height = top + rows * (HEIGHT + GAP_Y)
+    axes = [f"{way}: {name}" for way, name in (("across", across), ("up", up)) if name]
+    parts.append(label(wide / 2, height - 8, "; ".join(axes), size=12))
     return document(wide, height + 8, title, parts)
 
 
-def draw_legend(lines: list[Line], wide: float) -> list[str]:
+def draw_legend(lines: list[Line], wide: float) -> tuple[list[str], float]:
+    """What it is drawn with, and the height of its last row."""
     parts, x, y = [], float(LEFT), 52.0
     for line in lines:
         width = 46 + 6.6 * len(line.label)
@@ -54,7 +59,7 @@ def draw_legend(lines: list[Line], wide: float) -> list[str]:
         parts.append(f'<path d="M{x:g} {y:g} h24" stroke="{line.colour}" stroke-width="{line.width:g}"{dashes}/>')
         parts.append(label(x + 30, y + 4, line.label, size=11, anchor="start"))
         x += width
-    return parts
+    return parts, y
 
 
 def draw_small(panel: SmallPanel, left: float, top: float) -> list[str]:

@@ -40,7 +40,7 @@ def draw_gate(paths: list[Path], corpora: list[Path], rows: int = ROWS) -> str:
     if corpora:
         panels.append(final_panel(runs, paths, corpora, rows, looks))
     names = ", ".join(run.name for run in runs)
-    title = f"{names}: g, the gate of layer 1 (1: spectral mixing, 0: bypassed)"
+    title = f"g (1: layer 1's filter, 0: bypassed): {names}"
     return draw_grid(title, panels, list(looks.values()), "", "")
 
 
