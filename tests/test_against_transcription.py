@@ -95,6 +95,7 @@ def transcribed_options(model):
         together=config.together,
         window=config.temporal_window,
         everywhere=config.temporal_everywhere,
+        embedding_norm=config.embedding_norm,
     )
 
 
@@ -276,6 +277,12 @@ ALONG_TIME = {
 @pytest.mark.parametrize("fields", **ids_of(ALONG_TIME))
 def test_filters_along_time(fields, padding, norm_position):
     check_same(padding=padding, **{"norm_position": norm_position, "temporal_window": 4, **fields})
+
+
+@pytest.mark.parametrize("padding", **ids_of(PADDINGS))
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_embedding_norm(positions, padding):
+    check_same(padding=padding, positions=positions, embedding_norm=True)
 
 
 @pytest.mark.parametrize("fields", **ids_of({"one-head": 1, "four-heads": 4, "eight-heads": 8}))

@@ -40,6 +40,7 @@ OPTIONS = {
     "odd-width": {"hidden_size": 15, "num_attention_heads": 3, "positions": "learned"},
     "untied": {"tie_word_embeddings": False},
     "filter-gamma-off": {"filter_gamma": False},
+    "scale-one": {"embedding_norm": True},
 }
 options = pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS.keys())
 

@@ -34,6 +34,8 @@ DESIGNS = {
     "random-position": {"router": "random", "random_key": "position", "keys": "routed"},
     "static": {"router": "static", "keys": "routed"},
     "hard-gate": {"gate_skip_below": 0.5},
+    "scale-one": {**PRE, "keys": "routed", "embedding_norm": True, "filter_init": 0.0},
+    "scale-one-learned-positions": {"positions": "learned", "meta_router": True, "embedding_norm": True},
     "no-gate": {"meta_router": False, "keys": "routed"},
     "learned-positions-gate": {"positions": "learned", "meta_router": True},
     **ALONG_TIME,

@@ -40,6 +40,7 @@ class Options:
     together: int = 0
     window: int = 16
     everywhere: bool = False
+    embedding_norm: bool = False
 
 
 def dct_basis(width):
@@ -352,6 +353,8 @@ def forward(
             x_BTD[b, t] = weights["token_emb"][ids_BT[b, t]]
             if options.positions == "learned":
                 x_BTD[b, t] += weights["position_emb"][positions_BT[b, t]]
+            if options.embedding_norm:
+                x_BTD[b, t] /= math.sqrt((x_BTD[b, t] ** 2).mean() + 1e-10)
     g_BT = gate(x_BTD, real_BT, weights, options) if options.meta_router else None
     entropies, choices, blends, dark = {}, {}, {}, {}
     for layer, kind in enumerate(options.layer_types):

@@ -108,6 +108,10 @@ class ChiarConfig(PreTrainedConfig):
     norm: str = "layernorm"
     norm_position: str = "post"
     norm_eps: float = 1e-5
+    embedding_norm: bool = False
+    """Embedded tokens are divided by their root mean square, so that the residual stream begins at scale 1."""
+    filter_init: float = 1.0
+    """What the weights of light filters begin at: 1 as in the paper, or 0, which adds nothing under pre-norm."""
     filter_gamma: bool = True
     """False: under pre-norm the filter's own norm has no γ, so that spectral coordinates are exact after training."""
     basis: str = "dct"

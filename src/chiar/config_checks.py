@@ -112,7 +112,7 @@ def check_sizes(config: Any) -> None:
     if config.positions == "rope" and config.head_size % 2:
         raise InputError(f"RoPE rotates pairs of features: the head size {config.head_size} must be even.")
     check_temporal_sizes(config)
-    for name in ("dropout", "random_fraction", "gate_skip_below", "anneal", "settle"):
+    for name in ("dropout", "random_fraction", "gate_skip_below", "anneal", "settle", "filter_init"):
         value = getattr(config, name)
         if value is not None and not 0.0 <= value <= 1.0:
             raise InputError(f"{name} must lie between 0 and 1, got {value!r}.")

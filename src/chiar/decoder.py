@@ -14,7 +14,7 @@ from transformers.utils import logging
 from chiar.cache import ChiarCache, check_cache
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, refuse_misspelt
-from chiar.inputs import check_routes, check_tokens, make_context
+from chiar.inputs import begin_stream, check_routes, check_tokens, make_context
 from chiar.layers.block import Block, LayerOutput, make_norm
 from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.derived import DerivedBuffers
@@ -66,7 +66,7 @@ class ChiarPreTrainedModel(PreTrainedModel):
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, SpectralFilter):
-            init.ones_(module.weight)
+            init.constant_(module.weight, self.config.filter_init)
         elif isinstance(module, RBFMixing):
             init.normal_(module.omega_Dm, std=module.std)
         elif isinstance(module, SpectralWeights):
@@ -193,6 +193,7 @@ class ChiarModel(ChiarPreTrainedModel):
         check_routes(forced_routes, config, tuple(x_BTD.shape[:2]))
         if self.embed_positions is not None:
             x_BTD = x_BTD + self.embed_positions(context.positions_BT)
+        x_BTD = begin_stream(config, x_BTD)
         x_BTD = F.dropout(x_BTD, config.dropout, self.training)
 
         keep_hidden = config.output_hidden_states if output_hidden_states is None else output_hidden_states

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from chiar.cache import ChiarCache
 from chiar.errors import first_line
-from chiar.inputs import check_routes, check_tokens, place_tokens
+from chiar.inputs import begin_stream, check_routes, check_tokens, place_tokens
 from chiar.layers.attention import compute_rotary_tables
 from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.groups import Groups
@@ -224,8 +224,8 @@ def enter(model: Any, ids_B1: Tensor, positions_B1: Tensor) -> tuple[Tensor, Rop
     """Embedded tokens, and RoPE's tables for all layers."""
     config, x_B1D = model.config, model.embed_tokens(ids_B1)
     if model.embed_positions is not None:
-        return x_B1D + model.embed_positions(positions_B1), None
-    return x_B1D, compute_rotary_tables(positions_B1, config.head_size, config.rope_base)
+        return begin_stream(config, x_B1D + model.embed_positions(positions_B1)), None
+    return begin_stream(config, x_B1D), compute_rotary_tables(positions_B1, config.head_size, config.rope_base)
 
 
 def run_layer(

@@ -1,6 +1,7 @@
 """What a user feeds a model, checked and turned into what the layers share."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from chiar.config import ChiarConfig
@@ -8,6 +9,9 @@ from chiar.errors import InputError
 from chiar.layers.attention import rotary_tables
 from chiar.layers.context import TokenContext
 from chiar.ops.transform import Transform
+
+EMBEDDING_EPS = 1e-10
+"""Far below the mean square embeddings begin with (4e-4): only a token whose embedding is 0 notices it."""
 
 
 def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, vocabulary: int) -> None:
@@ -80,6 +84,11 @@ def place_tokens(
                 "shorten the text or use a model with RoPE."
             )
     return positions_BT, None if real_BS is None else real_BS[:, past:]
+
+
+def begin_stream(config: ChiarConfig, x_BTD: Tensor) -> Tensor:
+    """What the first layer reads of embedded tokens."""
+    return F.rms_norm(x_BTD, (config.hidden_size,), eps=EMBEDDING_EPS) if config.embedding_norm else x_BTD
 
 
 def make_context(

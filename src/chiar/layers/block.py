@@ -55,7 +55,8 @@ def make_operator(name: str, config: Any) -> nn.Module:
     if name == "rbf":
         return RBFMixing(config.hidden_size, config.rbf_features, config.rbf_gamma)
     if name == "temporal":
-        return TemporalFilter(config.hidden_size, config.temporal_window, config.temporal_coefficients)
+        sizes = config.hidden_size, config.temporal_window, config.temporal_coefficients
+        return TemporalFilter(*sizes, initial=config.filter_init)
     if name in ("skip", "bypass"):
         return Skip() if name == "skip" else Bypass()
     return SpectralFilter(config.hidden_size)
