@@ -6,7 +6,7 @@ from pathlib import Path
 from chiar.errors import InputError, unknown_name
 from chiar.studies.declaration import Study, check
 
-DECLARED = ("tiny", "routers40m", "routers40m_steps", "routers40m_long")
+DECLARED = ("tiny", "routers40m", "routers40m_steps", "routers40m_even", "routers40m_long")
 
 
 def find(name: str) -> Study:

@@ -20,6 +20,7 @@ from chiar.studies.declared.routers40m import (
     dense,
 )
 from chiar.studies.declared.routers40m import STUDY as SHORT
+from chiar.studies.declared.routers40m_even import EVEN
 
 QUARTER, EIGHTH = {"target_fraction": 0.25}, {"target_fraction": 0.125}
 ONE_FULL = {"layer_types": ["routed", "attention"] + ["routed"] * (LAYERS - 2)}
@@ -36,6 +37,7 @@ STUDY = replace(
     SHORT,
     name="routers40m_long",
     title="Attention for few tokens, T 2048",
+    config={**SHORT.config, **EVEN},
     settings={
         **SHORT.settings,
         "length": 2048,
