@@ -106,7 +106,9 @@ def draw(config: ChiarConfig, title: str) -> str:
     canvas.y = 58
     learned = config.positions == "learned"
     normed = ", then RMS norm without weights" if config.embedding_norm else ""
-    canvas.step(f"token embedding{normed}", note="learned positions added" if learned else "RoPE turns queries and keys instead")
+    canvas.step(
+        f"token embedding{normed}", note="learned positions added" if learned else "RoPE turns queries and keys instead"
+    )
     first = 1
     gates = [bool(config.meta_router) and i == 0 for i in range(len(config.layer_types))]
     for (kind, gated), group in groupby(zip(config.layer_types, gates, strict=True)):

@@ -54,6 +54,7 @@ STUDY = replace(
         dense("dense-time", "dense, filter along time in every layer", temporal_everywhere=True),
         dense("dense-8-time", "the same, 8 layers", 8, temporal_everywhere=True),
         dense("dense-6-time", "the same, 6 layers", 6, temporal_everywhere=True),
+        control("static-0-time", "no attention at all, filter along time", few(), EVERYWHERE),
         control("static-1-time", "attention in layer 6 alone, filter along time", few(5), EVERYWHERE),
         control("static-2-time", "attention in layers 4 and 9", few(3, 8), EVERYWHERE),
         control("static-4-time", "attention in layers 2, 5, 8 and 11", few(1, 4, 7, 10), EVERYWHERE),
