@@ -43,7 +43,7 @@ class ChiarPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["router_state"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        """N(0, 0.02), biases 0, norms and spectral filters 1, temporal filters the identity or 0; derived buffers are
+        """N(0, 0.02), biases 0, norms 1, light filters `filter_init`, those in every layer 0; derived buffers are
         computed again. Extensions set weights of their own."""
         std = self.config.initializer_range
         if getattr(module, "sets_own_weights", False):

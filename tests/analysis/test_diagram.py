@@ -26,7 +26,7 @@ def test_a_diagram_shows_what_the_configuration_says():
     assert {"MetaRouter", "layer 1", "layers 2–27 (×26)", "layer 28", "light: H ≤ τ", "dark: H > τ"} <= set(v3)
     assert "RBF mixing" in words(presets.get("v1-16m"))
     assert "MetaRouter" not in words(presets.get("v2-16m"))
-    normed = "token embedding, then RMS norm without weights"
+    normed = "RoPE turns queries and keys instead; then RMS norm"
     assert normed in words(presets.get("v3-16m", embedding_norm=True)) and normed not in v3
     assert "light tokens skip it" in words(presets.get("v3-16m", light_ffn=False))
     assert "layers 1–4 (×4)" in words(presets.get("baseline-16m"))

@@ -34,9 +34,10 @@ def test_a_token_without_embedding_gives_numbers():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("zero", [0, 0.0], ids=["whole", "float"])
 @pytest.mark.parametrize("operator", ["spectral", "temporal"])
-def test_filters_that_begin_at_zero_add_nothing_under_pre_norm(operator):
-    fields = {"operators": [operator, "attention"], "meta_router": False, "filter_init": 0.0, **PRE}
+def test_filters_that_begin_at_zero_add_nothing_under_pre_norm(operator, zero):
+    fields = {"operators": [operator, "attention"], "meta_router": False, "filter_init": zero, **PRE}
     torch.manual_seed(0)
     model = ChiarForCausalLM(presets.get("v3-tiny", **fields)).eval()
     light = {layer: torch.zeros(2, 7, dtype=torch.long) for layer in model.config.routed_layers}

@@ -189,6 +189,18 @@ def test_an_existing_run_is_not_touched_unless_resumed_alike(config, settings, t
     assert metrics(tmp_path / "run")[-1]["step"] == 6
 
 
+def test_a_run_older_than_a_field_is_resumed_with_its_default(config, settings, tmp_path):
+    train(config(), settings(steps=2), tmp_path / "run", device="cpu", quiet=True)
+    folder = RunFolder(tmp_path / "run")
+    record = folder.read()
+    del record["config"]["embedding_norm"], record["settings"]["ema"]
+    folder.write(record)
+    with pytest.raises(InputError, match="config embedding_norm = False, not True"):
+        train(config(embedding_norm=True), settings(), folder.path, resume=True, device="cpu", quiet=True)
+    train(config(), settings(steps=4), folder.path, resume=True, device="cpu", quiet=True)
+    assert metrics(folder.path)[-1]["step"] == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

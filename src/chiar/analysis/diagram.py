@@ -105,10 +105,8 @@ def draw(config: ChiarConfig, title: str) -> str:
     canvas.text(CENTRE, 44, describe(config), size=11)
     canvas.y = 58
     learned = config.positions == "learned"
-    normed = ", then RMS norm without weights" if config.embedding_norm else ""
-    canvas.step(
-        f"token embedding{normed}", note="learned positions added" if learned else "RoPE turns queries and keys instead"
-    )
+    note = "learned positions added" if learned else "RoPE turns queries and keys instead"
+    canvas.step("token embedding", note=f"{note}; then RMS norm" if config.embedding_norm else note)
     first = 1
     gates = [bool(config.meta_router) and i == 0 for i in range(len(config.layer_types))]
     for (kind, gated), group in groupby(zip(config.layer_types, gates, strict=True)):

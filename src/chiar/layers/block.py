@@ -56,7 +56,7 @@ def make_operator(name: str, config: Any) -> nn.Module:
         return RBFMixing(config.hidden_size, config.rbf_features, config.rbf_gamma)
     if name == "temporal":
         sizes = config.hidden_size, config.temporal_window, config.temporal_coefficients
-        return TemporalFilter(*sizes, initial=config.filter_init)
+        return TemporalFilter(*sizes, initial=float(config.filter_init))
     if name in ("skip", "bypass"):
         return Skip() if name == "skip" else Bypass()
     return SpectralFilter(config.hidden_size)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from chiar.errors import InputError, unknown_name
-from chiar.inputs import check_tokens
+from chiar.inputs import begin_stream, check_tokens
 from chiar.layers.temporal import TemporalSignal
 from chiar.ops.basis import dct_matrix
 from chiar.ops.spectral_entropy import spectral_entropy
@@ -195,7 +195,7 @@ def calibrate_embeddings(
     for batch in batches:
         ids = batch["input_ids"]
         check_tokens(ids, None, decoder.embed_tokens.num_embeddings)
-        x_BTD = decoder.embed_tokens(ids.to(decoder.device))
+        x_BTD = begin_stream(decoder.config, decoder.embed_tokens(ids.to(decoder.device)))
         mask = batch.get("attention_mask")
         real_BT = None if mask is None else mask.bool().to(x_BTD.device)
         entropy_BT = entropy_of(x_BTD, real_BT)

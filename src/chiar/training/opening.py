@@ -110,11 +110,14 @@ def open_run(folder: RunFolder, record: dict[str, Any], resume: bool) -> checkpo
         folder.create(record)
         return None
     stored, record = folder.read(), json.loads(json.dumps(record))
+    # A run may be older than a field: it was started with what the field is by default.
+    defaults = {"config": ChiarConfig().to_dict(), "settings": TrainSettings().to_dict()}
     for part in ("config", "settings", "data"):
+        was = {**json.loads(json.dumps(defaults.get(part, {}))), **stored[part]}
         for key in sorted(set(stored[part]) | set(record[part])):
-            if key not in MAY_CHANGE and stored[part].get(key) != record[part].get(key):
+            if key not in MAY_CHANGE and was.get(key) != record[part].get(key):
                 raise InputError(
-                    f"{folder.path} was started with {part} {key} = {stored[part].get(key)!r}, "
+                    f"{folder.path} was started with {part} {key} = {was.get(key)!r}, "
                     f"not {record[part].get(key)!r}: resume it with the same."
                 )
     for leftover in checkpoint.partials(folder.checkpoints):
