@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--size", choices=("400m", "16m", "tiny"), default="400m")
     parser.add_argument("--length", type=int, default=2048, help="tokens in the cache")
     parser.add_argument("--fraction", type=float, default=0.5)
+    parser.add_argument("--own-routes", action="store_true", help="models route themselves")
     parser.add_argument("--rows", type=int, default=30, help="lines to print for a model")
     options = parser.parse_args()
     for name, fraction in ((BASELINE, 1.0), (options.only, options.fraction)):
@@ -47,7 +48,7 @@ def count(name: str, fraction: float, options: argparse.Namespace) -> None:
     prepare_decoding(model, on_gpu, on_gpu)
     job = DecodeJob(model, model, ids_BT, {}, options.device, on_gpu)
     job.force(exact_routes(1, options.length, setting.attending, model.routed_layers, options.device))
-    job.attending, job.most = fraction, WARM_UP + STEPS
+    job.attending, job.most, job.own = fraction, WARM_UP + STEPS, options.own_routes
     job.start()
     for _ in range(WARM_UP):
         job.step()

@@ -77,6 +77,7 @@ class Lap:
         attending, layers = self.setting(fraction).attending, job.model.routed_layers
         job.force(exact_routes(self.batch, self.length, attending, layers, self.device))
         if isinstance(job, DecodeJob):
+            job.own = self.options.own_routes
             job.attending, job.most = fraction, WARM_UP + 1 + self.options.turns * self.options.steps
 
     def warm_up(self, name: str, job: Job, new: bool) -> bool | None:
@@ -146,6 +147,7 @@ class Lap:
             length=self.length,
             batch=self.batch,
             fraction=fraction,
+            chosen=job.chosen() if isinstance(job, DecodeJob) else None,
             execution=contender.execution if contender.defined else "",
             compiled=("whole" if self.options.whole else "layers") if self.compiled else "",
             precision="bf16" if self.device == "cuda" else "fp32",

@@ -27,6 +27,8 @@ class Row:
     batch: int
     fraction: float | None
     """f as forced: None where the contender decides for itself."""
+    chosen: float | None
+    """The share of attention in decoding steps of a model that routes itself, by thresholds calibrated for f."""
     execution: str
     compiled: str
     """"layers", "whole", or nothing where it is not."""
@@ -66,6 +68,8 @@ class Row:
 
     def sentence(self) -> str:
         fraction = "" if self.fraction is None else f" f {self.fraction:g}"
+        if self.chosen is not None:
+            fraction += f" (own routes: {self.chosen:.3f})"
         parts = [
             f"{self.contender} {self.mode} T {self.length} × {self.batch}{fraction} ({self.execution}):",
             f"p50 {self.p50_ms:.2f} ms (p20 {self.p20_ms:.2f}, p80 {self.p80_ms:.2f}),",

@@ -147,6 +147,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--whole", action="store_true", help="compile a model as one graph, not layer by layer: minutes at 28 layers")
     add("--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs, as in training on one GPU")
     add("--apart", action="store_true", help="time models one after the other, each alone on the device, not in turns")
+    add("--own-routes", action="store_true", help="decode: models route themselves, calibrated for f")
     add("--sdpa", choices=tuple(BACKENDS), help="attention on CUDA (default: the faster at each length)")
     add("--csv", type=Path, help="a new file for the rows")
     add("--picture", type=Path, help="a new SVG of speed-up against length")
@@ -164,6 +165,8 @@ def check(options: argparse.Namespace, registry: Mapping[str, Contender]) -> Non
             raise InputError(f"--{name} must be at least 1, got {getattr(options, name)}.")
     if options.layers is not None and options.layers < 3:
         raise InputError(f"--layers {options.layers} is too few: a model has a first, a routed and a last layer.")
+    if options.own_routes and options.mode != "decode":
+        raise InputError("--own-routes needs --mode decode: elsewhere routes are forced.")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("this torch sees no CUDA device: use --device cpu.")
     for path in (options.csv, options.picture):

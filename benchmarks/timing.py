@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from chiar.routing.calibration import calibrate
 from chiar.training.graphs import GraphedPasses
 from timed import Routes, TimedChiar, TimedModel, exact_routes
 
@@ -110,6 +111,10 @@ class DecodeJob(Job):
     attending: float = 0.5
     most: int = 0
     """Steps that will be asked for: routes are drawn for as many, the exact fraction of each row's."""
+    own: bool = False
+    """The model routes itself, by thresholds calibrated on the prompt for the fraction. Steps then read drawn tokens,
+    not their own: random weights repeat one token, and one token has one route."""
+    prompt_keys: int = 0
     cache: Any = None
     next_B1: Tensor | None = None
     taken: int = 0
@@ -121,11 +126,33 @@ class DecodeJob(Job):
         table = exact_routes(rows, self.most, max(1, round(self.attending * self.most)), layers, self.device, seed=1)
         self.drawn = [{i: table[i][:, n : n + 1].contiguous() for i in layers} for n in range(self.most)]
         self.cache, self.taken = None, 0
-        self.advance(self.ids_BT, {i: self.routes[i] for i in layers})
+        if self.own and layers:
+            model = self.model.language.model
+            with torch.no_grad():
+                found = calibrate(model, [{"input_ids": self.ids_BT}], fraction=self.attending)
+            model.set_thresholds(found.thresholds(len(layers)))
+            self.drawn = [{}] * self.most
+        self.advance(self.ids_BT, {} if self.own else {i: self.routes[i] for i in layers})
+        self.prompt_keys = self.keys()
+
+    def keys(self) -> int:
+        """In the cache, of all routed layers and rows."""
+        assert isinstance(self.model, TimedChiar)
+        stores = [self.cache.layers[i].ragged("attention") for i in self.model.routed_layers]
+        return sum(int(store.length_B.sum()) for store in stores if store.length_B is not None)
+
+    def chosen(self) -> float | None:
+        """The share of attention in the steps so far, where the model routed itself."""
+        layers = len(self.model.routed_layers)
+        if not (self.own and layers and self.taken):
+            return None
+        return (self.keys() - self.prompt_keys) / (layers * len(self.ids_BT) * self.taken)
 
     def step(self) -> None:
         assert self.next_B1 is not None
-        self.advance(self.next_B1, self.drawn[self.taken])
+        place = self.taken % self.ids_BT.shape[1]
+        read_B1 = self.ids_BT[:, place : place + 1] if self.own else self.next_B1
+        self.advance(read_B1, self.drawn[self.taken])
         self.taken += 1
 
     def advance(self, ids_BT: Tensor, routes: Mapping[int, Tensor]) -> None:

@@ -165,6 +165,18 @@ def test_apart_each_model_has_the_device_to_itself(tmp_path, monkeypatch):
     assert 0 < float(routed["cache_share"]) < 0.8
 
 
+def test_a_model_that_routes_itself_keeps_to_the_fraction(tmp_path, capsys):
+    path = tmp_path / "own.csv"
+    asked = ["--mode", "decode", "--own-routes", "--fractions", "0.5,0.25", "--steps", "40", "--only", "routed"]
+    assert speed.main([*QUICK, *asked, "--csv", str(path)]) == 0
+    baseline, half, quarter = read(path)
+    assert baseline["chosen"] == ""
+    assert float(half["chosen"]) == pytest.approx(0.5, abs=0.15)
+    assert float(quarter["chosen"]) == pytest.approx(0.25, abs=0.15)
+    assert speed.main([*QUICK, "--own-routes"]) == 2
+    assert "--own-routes needs --mode decode" in capsys.readouterr().err
+
+
 def test_the_cache_of_routed_keys_is_counted_as_it_is_stored(tmp_path):
     """Four layers, two of them routed at f = 0.25, one without keys: as many entries, and some room."""
     path = tmp_path / "decode.csv"
