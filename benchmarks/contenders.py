@@ -78,6 +78,7 @@ ALL = (
     chiar("baseline-pre", "attention in every layer, pre-norm RMSNorm", "dense", "baseline", **DENSE),
     chiar("routed", "best design, routed keys, shared FFN", "sparse", **BEST),
     chiar("routed-light", "best design, light tokens skip the FFN", "sparse", **BEST, light_ffn=False),
+    chiar("routed-own", "best design, light tokens have networks of their own", "sparse", **BEST, own_ffn=True),
     chiar("routed-all-keys", "best design, all tokens are keys", "sparse", **{**BEST, "keys": "all"}),
     chiar("routed-dense", "best design, every operator on every token", "dense", **BEST),
     chiar("v3", "v3 as in the paper: post-norm, DCT, all keys", "sparse", **PAPER),

@@ -35,6 +35,8 @@ OPTIONS = {
     "turns by entropy": {"turns": 2},
     "together": {**HARD, "together": 2, "router_scale": "probability", "target_fraction": 0.4, "light_ffn": False},
     "together by entropy": {**STRAIGHT, "together": 2, "target_fraction": 0.4, "keys": "routed"},
+    "own network": {**HARD, "own_ffn": True, "router_scale": "probability", "keys": "routed"},
+    "own network post": {**STRAIGHT, "own_ffn": True, "target_fraction": 0.5, "norm_position": "post"},
     "settled": {**HARD, "target_fraction": 0.4, "settle": 0.5},
 }
 """What can be computed sparsely in training too."""

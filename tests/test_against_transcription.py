@@ -46,6 +46,7 @@ def transcribed_weights(model):
         "router.hidden.": "router_hidden.",
         "entropy_weights.raw_D": "entropy_weights",
         "ffn.": "ffn.",
+        "own_ffn.": "own_ffn.",
         "ffn_norm.": "ffn_norm.",
     }
     weights = {}
@@ -170,6 +171,19 @@ FORMS = {
     "pre": {"norm_position": "pre"},
     "pre-light-ffn-off": {"norm_position": "pre", "light_ffn": False},
 }
+
+
+@pytest.mark.parametrize("padding", **ids_of({"no-padding": None, "left": "left"}))
+@pytest.mark.parametrize("form", **ids_of({"post": {}, "equation": EQUATION, "pre": {"norm_position": "pre"}}))
+@pytest.mark.parametrize("operators", **ids_of({"two": {}, "three": THREE}))
+@pytest.mark.parametrize("routing", ["threshold", "hard", "soft"])
+def test_networks_of_light_tokens(routing, operators, form, padding):
+    check_same(padding=padding, seed=5, routing=routing, own_ffn=True, **operators, **form)
+
+
+def test_networks_of_light_tokens_are_not_scaled():
+    scaled = {"routing": "hard", "hard_estimator": "selected", "router_scale": "probability"}
+    check_same(seed=5, own_ffn=True, norm_position="pre", **scaled)
 
 
 @pytest.mark.parametrize("padding", **ids_of({"no-padding": None, "left": "left"}))

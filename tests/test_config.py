@@ -387,6 +387,9 @@ class TestCombinations:
     def test_equation_is_post_norm(self):
         refused("spectral_form='equation' is a post-norm form", spectral_form="equation", norm_position="pre")
 
+    def test_a_network_of_their_own_cannot_be_skipped(self):
+        refused("own_ffn=True needs light_ffn=True", own_ffn=True, light_ffn=False)
+
     def test_equation_needs_the_light_ffn(self):
         refused("light_ffn=False needs spectral_form='sublayer'", spectral_form="equation", light_ffn=False)
 

@@ -35,6 +35,7 @@ OPTIONS = {
     "keys-routed-3": {**THREE, "keys": "routed", "preset": "v1-tiny"},
     "light-ffn-off": {"light_ffn": False},
     "light-ffn-off-soft": {**LEARNED, "routing": "soft", "light_ffn": False},
+    "own-ffn": {**LEARNED, "routing": "hard", "own_ffn": True},
     "random-basis": {"basis": "random", "basis_seed": 4},
     "authors-entropy": {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0},
     "odd-width": {"hidden_size": 15, "num_attention_heads": 3, "positions": "learned"},

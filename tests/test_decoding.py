@@ -27,6 +27,7 @@ DESIGNS = {
     "routed": {**PRE, "keys": "routed", "basis": "identity"},
     "routed-sparse": {**PRE, "keys": "routed", "basis": "identity", "execution": "sparse"},
     "light-ffn-off": {**PRE, "keys": "routed", "light_ffn": False},
+    "own-ffn": {**PRE, "keys": "routed", "own_ffn": True},
     "equation": {"spectral_form": "equation"},
     "soft": {"router": "learned", "routing": "soft"},
     "hard": {"router": "learned", "keys": "routed"},

@@ -86,11 +86,11 @@ def temporal_filter(x_TD, weights, name, real_T, options):
     return y_TD
 
 
-def feed_forward(x_D, weights, layer):
+def feed_forward(x_D, weights, layer, name="ffn"):
     """Linear D->4D, exact GELU a (1 + erf(a / sqrt 2)) / 2, Linear 4D->D."""
-    hidden = linear(x_D, weights, f"{layer}.ffn.up")
+    hidden = linear(x_D, weights, f"{layer}.{name}.up")
     activated = np.array([a * (1 + math.erf(a / math.sqrt(2))) / 2 for a in hidden])
-    return linear(activated, weights, f"{layer}.ffn.down")
+    return linear(activated, weights, f"{layer}.{name}.down")
 
 
 def spectral_entropy(x_D, basis, options, raw_weight_D=None):
@@ -227,20 +227,25 @@ def choose_by_lead(x_D, entropy, forced, layer, weights, options):
     return choice, gates
 
 
-def combine(x_D, operated, gates, operators, skip_light_ffn, layer, weights, options):
+def combine(x_D, operated, gates, choice, operators, skip_light_ffn, layer, weights, options):
     """One token of the block: x, the output of every operator for it, and the blend weights w_k.
 
     post, sublayer: u = sum w_k LN_k(x + op_k(x)); y = LN_f(u + FFN(u)).
     post, equation: y = LN_f(r + FFN(z)), (r, z) blends (x, filter(x)) and (u_k, u_k).
     pre: u = x + sum w_k op_k(LN_k(x)); y = u + FFN(LN_f(u)).
     Without the light FFN the blend comes after the FFN, which operator 0 skips.
+    With own networks FFN is FFN_light where operator 0 was chosen, under soft routing w_0 FFN_light + (1 - w_0) FFN.
     """
 
     def block_norm(name, value_D):
         return normalise(value_D, weights, f"{layer}.{name}_norm", options)
 
     def ffn(value_D):
-        return feed_forward(value_D, weights, layer)
+        shared_D = feed_forward(value_D, weights, layer)
+        if f"{layer}.own_ffn.up.weight" not in weights:
+            return shared_D
+        light = gates[0] if options.routing == "soft" else float(choice == 0)
+        return light * feed_forward(value_D, weights, layer, "own_ffn") + (1 - light) * shared_D
 
     indices = range(len(operators))
     if options.norm_position == "pre":
@@ -297,7 +302,8 @@ def block(x_TD, gates_TK, choice_T, real_T, positions_T, layer, weights, basis, 
     y_TD = np.zeros(x_TD.shape)
     for t in range(len(x_TD)):
         operated = [output_TD[t] for output_TD in operated_K]
-        y_TD[t] = combine(x_TD[t], operated, gates_TK[t], operators, skip_light_ffn, layer, weights, options)
+        choice = choice_T[t] if kind == "routed" else None
+        y_TD[t] = combine(x_TD[t], operated, gates_TK[t], choice, operators, skip_light_ffn, layer, weights, options)
     return y_TD
 
 

@@ -98,6 +98,9 @@ class ChiarConfig(PreTrainedConfig):
     """all: every token is a key. routed: only tokens sent to an operator are keys in it."""
     light_ffn: bool = True
     """False: in routed layers light tokens skip the feed-forward network and its norm."""
+    own_ffn: bool = False
+    """True: in routed layers light tokens have a feed-forward network of their own, of the same size. A token runs one
+    network as before, but the layer has the parameters of two."""
 
     execution: str = "dense"
     """How routed layers run: dense computes every operator for every token and selects, the definition; sparse computes

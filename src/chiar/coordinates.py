@@ -183,8 +183,11 @@ def turn_layer(layer: Block, turn: Turn) -> None:
         first = layer.router.score if layer.router.hidden is None else layer.router.hidden
         turn_reader(first.weight[:, : len(gammas["attention"])], turn, gammas["attention"])
     assert isinstance(layer.ffn, FeedForward)
-    turn_reader(layer.ffn.up.weight, turn, take_gamma(layer.ffn_norm))
-    turn_writer(layer.ffn.down, turn)
+    gamma_D = take_gamma(layer.ffn_norm)
+    for ffn in (layer.ffn, layer.own_ffn):
+        if ffn is not None:
+            turn_reader(ffn.up.weight, turn, gamma_D)
+            turn_writer(ffn.down, turn)
 
 
 def take_gamma(norm: nn.Module) -> Tensor:

@@ -199,11 +199,17 @@ def test_filters_along_time_cost_their_window():
     assert compare_flops(everywhere, 256).total == pytest.approx(-more / count_flops(everywhere, 256).total, rel=0.01)
 
 
+def test_a_network_of_their_own_costs_light_tokens_nothing_more():
+    shared, own = presets.get("v3-400m"), presets.get("v3-400m", own_ffn=True)
+    assert count_flops(own, 256).total == count_flops(shared, 256).total
+
+
 CASES = [("baseline-tiny", {}), ("v1-tiny", {}), ("v2-tiny", {}), ("v3-tiny", {"gate_pool": "causal"})]
 CASES += [("v3-tiny", {"gate_pool": "causal", "routing": "soft"}), ("v1-tiny", {"light_ffn": False})]
 CASES += [("v3-tiny", {"gate_pool": "causal", "basis": basis}) for basis in ("identity", "random")]
 CASES += [("v3-tiny", {"gate_pool": "causal", "hidden_size": 33, "num_attention_heads": 1, "positions": "learned"})]
 CASES += [("v2-tiny", {"signal": "temporal", "temporal_window": 6, "temporal_channels": 5})]
+CASES += [("v3-tiny", {"gate_pool": "causal", "own_ffn": True}), ("v1-tiny", {"own_ffn": True})]
 CASES += [("v2-tiny", {"router": "random"}), ("v2-tiny", {"router": "static"}), ("v2-tiny", {"norm_position": "pre"})]
 
 CASES += [("v3-tiny", {"gate_pool": "causal", **options(name)}) for name in ("two layers", "dtrnet", "learned weights")]

@@ -145,7 +145,8 @@ def draw_layer(canvas: Canvas, config: ChiarConfig, kind: str, name: str, gated:
     else:
         canvas.step(LABELS[kind], kind)
     routed = kind == "routed"
-    label = "feed-forward, shared by the operators" if routed else "feed-forward"
+    whose = "light tokens' own or the other" if config.own_ffn else "shared by the operators"
+    label = f"feed-forward, {whose}" if routed else "feed-forward"
     hidden = "4D" if config.intermediate_size == 4 * config.hidden_size else str(config.intermediate_size)
     note = f"D → {hidden} → D, GELU" if config.light_ffn or not routed else "light tokens skip it"
     canvas.box(CENTRE - 160, canvas.y, 320, 44, label, "plain", note)

@@ -29,7 +29,8 @@ LIGHT = "spectral"
 
 
 class FeedForward(nn.Module):
-    """Linear D→4D, exact GELU, Linear 4D→D: one per layer, shared by all its operators."""
+    """Linear D→4D, exact GELU, Linear 4D→D: one per layer, shared by all its operators unless light ones have their
+    own."""
 
     def __init__(self, width: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -111,6 +112,7 @@ class Block(nn.Module):
         self.pre_norm = config.norm_position == "pre"
         self.equation = config.spectral_form == "equation"
         self.light_ffn = config.light_ffn or self.kind != "routed"
+        self.soft = config.routing == "soft"
         self.routed_keys = config.keys == "routed" and config.routing != "soft"
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
         """The operator of light tokens, in a routed layer the first."""
@@ -125,6 +127,8 @@ class Block(nn.Module):
         )
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)
         self.ffn_norm = make_norm(config)
+        own = config.own_ffn and self.kind == "routed"
+        self.own_ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout) if own else None
         self.router = make_router(config, index) if self.kind == "routed" else None
         chooses = self.kind == "routed" and leads(config, index)
         self.in_group = self.kind == "routed" and bool(config.turns or config.together)
@@ -155,7 +159,8 @@ class Block(nn.Module):
         if self.measures_benefit and self.training and route is not None:
             route.benefit_loss = self.benefit_loss(x_BTD, entropy_BT, outputs["attention"], context)
         combine: Any = self.combine_pre_norm if self.pre_norm else self.combine_post_norm
-        summands = combine(x_BTD, outputs, None if route is None else route.weights_BTK)
+        weights_BTK = None if route is None else route.weights_BTK
+        summands = combine(x_BTD, outputs, weights_BTK, self.network_weights(route))
         if isinstance(summands, Tensor):
             return LayerOutput(summands, route, entropy_BT, attention_weights)
         return LayerOutput(summands[0] + summands[1], route, entropy_BT, attention_weights, summands=summands)
@@ -230,7 +235,22 @@ class Block(nn.Module):
         attention: Any = self.operators["attention"]
         return attention.bypass(self.norms["attention"](x))
 
-    def combine_post_norm(self, x_BTD: Tensor, outputs: dict[str, Tensor], weights_BTK: Tensor | None) -> Tensor:
+    def network_weights(self, route: Route | None) -> Tensor | None:
+        """Of light tokens' own network and the other: the choice itself, so that a router learns from its operators
+        alone, as where they share one network. Soft routing blends networks like operators."""
+        if route is None or self.own_ffn is None:
+            return None
+        return route.weights_BTK if self.soft else F.one_hot(route.choice_BT, len(self.operators))
+
+    def feed(self, x_BTD: Tensor, weights_BTK: Tensor | None) -> Tensor:
+        if self.own_ffn is None:
+            return self.ffn(x_BTD)
+        light_BTD, dark_BTD = self.own_ffn(x_BTD), self.ffn(x_BTD)
+        return blend([light_BTD if is_light(name) else dark_BTD for name in self.operators], weights_BTK)
+
+    def combine_post_norm(
+        self, x_BTD: Tensor, outputs: dict[str, Tensor], weights_BTK: Tensor | None, networks_BTK: Tensor | None
+    ) -> Tensor:
         """u = LN_op(x + op(x)); y = LN_f(u + FFN(u)). In the equation form light tokens get LN_f(x + FFN(op(x)))."""
         residuals, inputs = [], []
         for name, output_BTD in outputs.items():
@@ -243,19 +263,19 @@ class Block(nn.Module):
                 inputs.append(u_BTD)
         if self.light_ffn:
             residual, input = blend(residuals, weights_BTK), blend(inputs, weights_BTK)
-            return self.ffn_norm(residual + self.ffn(input))
+            return self.ffn_norm(residual + self.feed(input, networks_BTK))
         ends = [
             u if is_light(name) else self.ffn_norm(u + self.ffn(u)) for name, u in zip(outputs, residuals, strict=True)
         ]
         return blend(ends, weights_BTK)
 
     def combine_pre_norm(
-        self, x_BTD: Tensor, outputs: dict[str, Tensor], weights_BTK: Tensor | None
+        self, x_BTD: Tensor, outputs: dict[str, Tensor], weights_BTK: Tensor | None, networks_BTK: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """u = x + op(LN_op(x)); y = u + FFN(LN_f(u)). Weights act on what is added, never on the residual."""
         if self.light_ffn:
             u_BTD = x_BTD + blend(list(outputs.values()), weights_BTK)
-            return u_BTD, self.ffn(self.ffn_norm(u_BTD))
+            return u_BTD, self.feed(self.ffn_norm(u_BTD), networks_BTK)
         changes = [
             output if is_light(name) else output + self.ffn(self.ffn_norm(x_BTD + output))
             for name, output in outputs.items()

@@ -228,9 +228,18 @@ class SparseLayer:
         heavy_BT = self.route.choice_BT != self.names.index(self.light_name)
         return make_packing(heavy_BT if self.context.real_BT is None else heavy_BT & self.context.real_BT)
 
-    def feed_forward(self, x_PD: Tensor, packing: Packing, bias: bool = True) -> Tensor:
+    def feed(self, x_ND: Tensor) -> Tensor:
+        """Every token through its network: the shared one, or the light tokens' own and the others'."""
+        if self.block.own_ffn is None:
+            return self.block.ffn(x_ND)
+        light, heavy = make_packing(self.of(self.light_name)), self.heavy()
+        light_PD = self.feed_forward(pack(x_ND, light), light, own=True)
+        y_ND = unpack(light_PD, torch.zeros_like(x_ND, dtype=light_PD.dtype), light)
+        return unpack(self.feed_forward(pack(x_ND, heavy), heavy), y_ND, heavy)
+
+    def feed_forward(self, x_PD: Tensor, packing: Packing, bias: bool = True, own: bool = False) -> Tensor:
         """Without dropout, which sparse execution refuses; on demand without the last bias."""
-        ffn = self.block.ffn
+        ffn = self.block.own_ffn if own else self.block.ffn
         hidden = packed_gelu(packed_linear(x_PD, ffn.up.weight, None, packing), ffn.up.bias, packing.count)
         return packed_linear(hidden, ffn.down.weight, ffn.down.bias if bias else None, packing)
 
@@ -244,7 +253,7 @@ def run_pre_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     change_ND = unpack(attended_PD, layer.chosen(others), layer.dark)
     if block.light_ffn:
         u_ND = x_ND + layer.weighted(change_ND)
-        return u_ND + block.ffn(block.ffn_norm(u_ND))
+        return u_ND + layer.feed(block.ffn_norm(u_ND))
     heavy = layer.heavy()
     seen_PD = used(block.ffn_norm(used(pack(x_ND + change_ND, heavy), heavy)), heavy)
     more_PD = layer.feed_forward(seen_PD, heavy)
@@ -280,7 +289,7 @@ def run_post_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
     residual_ND = layer.chosen(residuals)
     if block.light_ffn:
         input_ND = layer.chosen(inputs) if block.equation else residual_ND
-        return block.ffn_norm(layer.weighted(residual_ND) + block.ffn(layer.weighted(input_ND)))
+        return block.ffn_norm(layer.weighted(residual_ND) + layer.feed(layer.weighted(input_ND)))
     heavy = layer.heavy()
     u_PD = used(pack(residual_ND, heavy), heavy)
     y_PD = used(block.ffn_norm(used(u_PD + layer.feed_forward(u_PD, heavy), heavy)), heavy)

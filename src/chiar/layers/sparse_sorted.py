@@ -57,7 +57,7 @@ class SortedLayer:
         changes = {name: self.operate(name, x_PD) for name, x_PD in slices.items()}
         if block.light_ffn:
             u_ND = x_ND + self.weighted(joined(changes))
-            return u_ND + block.ffn(block.ffn_norm(u_ND))
+            return u_ND + self.feed(block.ffn_norm(u_ND))
         for name, x_PD in slices.items():
             if not is_light(name):
                 changes[name] = changes[name] + block.ffn(block.ffn_norm(x_PD + changes[name]))
@@ -75,9 +75,17 @@ class SortedLayer:
         if block.light_ffn:
             residual_ND = joined(residuals)
             input_ND = joined(inputs) if block.equation else residual_ND
-            return block.ffn_norm(self.weighted(residual_ND) + block.ffn(self.weighted(input_ND)))
+            return block.ffn_norm(self.weighted(residual_ND) + self.feed(self.weighted(input_ND)))
         ends = {name: u if is_light(name) else block.ffn_norm(u + block.ffn(u)) for name, u in residuals.items()}
         return self.weighted(joined(ends))
+
+    def feed(self, x_ND: Tensor) -> Tensor:
+        """Every token through its network: the shared one, or the light tokens' own and the others'."""
+        block = self.block
+        if block.own_ffn is None:
+            return block.ffn(x_ND)
+        slices = zip(self.names, x_ND.split(self.counts[:-1]), strict=True)
+        return torch.cat([(block.own_ffn if is_light(name) else block.ffn)(x_PD) for name, x_PD in slices])
 
     def weighted(self, y_ND: Tensor) -> Tensor:
         """Times the weight of the chosen operator: mostly 1, but a router gets its gradient through it."""

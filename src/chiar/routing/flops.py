@@ -167,7 +167,9 @@ def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
     for i, kind in enumerate(config.layer_types):
         names = config.operators if kind == "routed" else [kind]
         every = dict.fromkeys(names, 1.0)
-        ffn_runs = len(names) - 1 if kind == "routed" and not config.light_ffn else 1
+        ffn_runs = 1
+        if kind == "routed" and (config.own_ffn or not config.light_ffn):
+            ffn_runs = 2 if config.own_ffn else len(names) - 1
         router = router_cost(config, transform_cost) if kind == "routed" and leads(config, i) else 0.0
         visible = dict.fromkeys(names, float(length))
         # As the reference runs it: to the spectrum and back.

@@ -3,6 +3,8 @@
 Where texts are long, attention is a third of a 40M model's FLOPs, and under routed keys its scores cost f². What static
 choice spends on one full layer buys seven layers at f = 1/4. Leaving out feed-forward networks lost to fewer layers at
 T 256 (routers40m_steps), so here every token has them, and a filter along time sees to the neighbours.
+
+Eight layers whose light tokens have networks of their own are as large as twelve that share, and as cheap as six.
 """
 
 from dataclasses import replace
@@ -11,8 +13,12 @@ from chiar.studies.declared.routers40m import (
     EVERYWHERE,
     FEW_KEYS,
     GRADIENT,
+    HALF,
     HASH,
     LAYERS,
+    LEAN,
+    SANDWICH,
+    SANDWICH_ALL,
     SCALED,
     P,
     candidate,
@@ -28,9 +34,14 @@ TIME = {**EVERYWHERE, **FEW_KEYS}
 SIGNAL = {"signal": "temporal", "entropy_dc_weight": 0.0}
 
 
-def few(*places: int) -> dict[str, list[str]]:
-    """Attention in these layers only; the others filter and feed forward."""
-    return {"layer_types": ["attention" if layer in places else "spectral" for layer in range(LAYERS)]}
+def few(*places: int, of: int = LAYERS, others: str = "spectral") -> dict[str, list[str]]:
+    """Full attention in these layers only; the others filter and feed forward, or route."""
+    return {"layer_types": ["attention" if layer in places else others for layer in range(of)]}
+
+
+OWN = {"own_ffn": True}
+TWO_FULL, THREE_FULL = few(1, 5, of=8, others="routed"), few(1, 4, 7, of=8, others="routed")
+FOUR_FULL, QUARTER_HASH = few(1, 3, 5, 7, of=8, others="routed"), {**HASH, "random_fraction": 0.25}
 
 
 STUDY = replace(
@@ -65,6 +76,23 @@ STUDY = replace(
         candidate("together-quarter-time", "one choice for all layers", SCALED, TIME, QUARTER, {"together": LAYERS}),
         candidate("entropy-quarter-time", "by entropy with gradients", GRADIENT, P, TIME, QUARTER),
         candidate("signal-quarter-time", "by temporal entropy with gradients", GRADIENT, P, SIGNAL, TIME, QUARTER),
+        control("static-4-of-8-time", "8 layers, attention in every other", few(1, 3, 5, 7, of=8), EVERYWHERE),
+        control("half-8-hash-own", "8 layers, two full, f = 1/2 by a hash, own networks", HASH, TIME, TWO_FULL, OWN),
+        candidate("half-8", "8 layers, two full, f = 1/2, learned", SCALED, TIME, TWO_FULL, HALF),
+        candidate("half-8-own", "the same, light tokens with own networks", SCALED, TIME, TWO_FULL, HALF, OWN),
+        candidate("entropy-half-8-own", "the same by entropy with gradients", GRADIENT, P, TIME, TWO_FULL, HALF, OWN),
+        candidate("quarter-8-own", "8 layers, three full, f = 1/4, own", SCALED, TIME, THREE_FULL, QUARTER, OWN),
+        control(
+            "alternate-hash-own", "8 layers, four full, f = 1/4 by a hash", QUARTER_HASH, TIME, FOUR_FULL, OWN
+        ),
+        candidate("alternate", "8 layers, four full, f = 1/4 in the others", SCALED, TIME, FOUR_FULL, QUARTER),
+        candidate("alternate-own", "the same, own networks", SCALED, TIME, FOUR_FULL, QUARTER, OWN),
+        candidate("alternate-entropy-own", "by entropy with gradients", GRADIENT, P, TIME, FOUR_FULL, QUARTER, OWN),
+        candidate("quarter-8-all", "8 layers, two full, f = 1/4, all keys", SCALED, EVERYWHERE, TWO_FULL, QUARTER),
+        candidate(
+            "sandwich-time", "f = 1/3 between full layers, light tokens skip the FFN", SCALED, TIME, LEAN, SANDWICH
+        ),
+        candidate("sandwich-time-all", "the same, f = 0.27, all keys", SCALED, EVERYWHERE, LEAN, SANDWICH_ALL),
         candidate("quarter", "f = 1/4, learned, no filter along time", SCALED, FEW_KEYS, QUARTER, rank=3),
     ),
 )
