@@ -27,7 +27,7 @@ BEST = {
 @dataclass(frozen=True)
 class Contender:
     """A model to time. `build(setting, execution, whole)` makes it, `whole` for compiling it as one graph; weights are
-    random, routes are forced."""
+    random, routes are forced unless asked otherwise."""
 
     name: str
     what: str

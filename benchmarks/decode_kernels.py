@@ -1,6 +1,6 @@
 """How many kernels does a decoding step launch, and which?
 
-    python benchmarks/decode_kernels.py [--only routed] [--fraction 0.5]
+    python benchmarks/decode_kernels.py [--only routed] [--fraction 0.5] [--own-routes]
 
 One row behind a prompt, captured and compiled as `speed.py --mode decode` times it, under torch's profiler. Counts are
 a step's. On a CPU (`--device cpu --size tiny`) operators are counted instead, uncompiled.
@@ -59,7 +59,9 @@ def count(name: str, fraction: float, options: argparse.Namespace) -> None:
         synchronize(options.device)
     events = sorted(seen.key_averages(), key=lambda e: -(e.device_time_total if on_gpu else e.self_cpu_time_total))
     launched = [e for e in events if e.device_time_total > 0] if on_gpu else events
-    say(f"\n{name}, f {fraction:g}: {sum(e.count for e in launched) / STEPS:.1f} a step")
+    chosen = job.chosen()
+    own = "" if chosen is None else f" (own routes: {chosen:.3f})"
+    say(f"\n{name}, f {fraction:g}{own}: {sum(e.count for e in launched) / STEPS:.1f} a step")
     for event in launched[: options.rows]:
         time = event.device_time_total if on_gpu else event.self_cpu_time_total
         say(f"{time / STEPS / 1e3:9.3f} ms {event.count / STEPS:7.1f} × {event.key[:140]}")

@@ -30,6 +30,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("v3-tiny", {}),
     ("v3-tiny", {"gate_pool": "causal", "keys": "routed", "light_ffn": False}),
     ("v3-tiny", {"norm": "rmsnorm", "norm_position": "pre"}),
+    ("v3-tiny", {"norm": "rmsnorm", "norm_position": "pre", "own_ffn": True, "keys": "routed"}),
     ("v3-tiny", {"routing": "hard", "hard_estimator": "selected"}),
     ("v3-tiny", {"router": "random"}),
     ("v3-tiny", {"router": "random", "random_key": "position"}),

@@ -4,8 +4,8 @@
     python benchmarks/speed.py --list
 
 Every contender is first compared with its own dense execution (parity.py); one that differs gets no row, and the exit
-code is 1. Routes are forced: exactly f of every row's tokens at random places, the same for all. See
-docs/speed.md, "Measuring".
+code is 1. Routes are forced: exactly f of every row's tokens at random places, the same for all; with --own-routes a
+model that decodes routes itself. See docs/speed.md, "Measuring".
 """
 
 import argparse

@@ -142,9 +142,10 @@ class DecodeJob(Job):
         return sum(int(store.length_B.sum()) for store in stores if store.length_B is not None)
 
     def chosen(self) -> float | None:
-        """The share of attention in the steps so far, where the model routed itself."""
+        """The share of attention in the steps so far, where the model routed itself and keys tell."""
+        assert isinstance(self.model, TimedChiar)
         layers = len(self.model.routed_layers)
-        if not (self.own and layers and self.taken):
+        if not (self.own and layers and self.taken and self.model.config.keys == "routed"):
             return None
         return (self.keys() - self.prompt_keys) / (layers * len(self.ids_BT) * self.taken)
 

@@ -11,6 +11,7 @@ CASES = {
     "v2 equation": ("v2-tiny", {"spectral_form": "equation"}),
     "v3": ("v3-tiny", {}),
     "v3 causal gate, light FFN off": ("v3-tiny", {"gate_pool": "causal", "light_ffn": False}),
+    "v3 networks of their own": ("v3-tiny", {"own_ffn": True, "keys": "routed"}),
     "v3 hard gate": ("v3-tiny", {"gate_skip_below": 0.95}),
     "v3 soft, pre-norm": ("v3-tiny", {"routing": "soft", "norm_position": "pre", "norm": "rmsnorm"}),
     "v3 selected": ("v3-tiny", {"routing": "hard", "hard_estimator": "selected", "collapse_regulariser": 0.1}),

@@ -390,6 +390,10 @@ class TestCombinations:
     def test_a_network_of_their_own_cannot_be_skipped(self):
         refused("own_ffn=True needs light_ffn=True", own_ffn=True, light_ffn=False)
 
+    @pytest.mark.parametrize("fields", [{"router": "static"}, {"layer_types": ["attention"] * 3}], ids=str)
+    def test_a_network_of_their_own_needs_light_and_dark_tokens(self, fields):
+        refused("own_ffn=True needs routed layers whose router is not static", own_ffn=True, **fields)
+
     def test_equation_needs_the_light_ffn(self):
         refused("light_ffn=False needs spectral_form='sublayer'", spectral_form="equation", light_ffn=False)
 

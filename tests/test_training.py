@@ -25,6 +25,8 @@ FORMS = {
     "equation": {"spectral_form": "equation"},
     "pre": {"norm_position": "pre"},
     "pre-light-ffn-off": {"norm_position": "pre", "light_ffn": False},
+    "post-own-ffn": {"own_ffn": True},
+    "pre-own-ffn": {"norm_position": "pre", "own_ffn": True},
 }
 
 

@@ -36,6 +36,10 @@ CASES: dict[str, dict[str, Any]] = {
         "execution": "sparse", "keys": "routed", "light_ffn": False, "norm_position": "pre", "norm": "rmsnorm",
         "basis": "identity", "gate_pool": "causal",
     },
+    "v3-tiny, sparse, own_ffn": {
+        "execution": "sparse", "keys": "routed", "own_ffn": True, "norm_position": "pre", "norm": "rmsnorm",
+        "basis": "identity", "gate_pool": "causal",
+    },
 }  # fmt: skip
 STEPS, ROWS, LENGTH = 10, 8, 64
 LIMIT = 1e-5

@@ -99,8 +99,8 @@ class ChiarConfig(PreTrainedConfig):
     light_ffn: bool = True
     """False: in routed layers light tokens skip the feed-forward network and its norm."""
     own_ffn: bool = False
-    """True: in routed layers light tokens have a feed-forward network of their own, of the same size. A token runs one
-    network as before, but the layer has the parameters of two."""
+    """True: in routed layers light tokens have a feed-forward network of their own, of the same size. The layer has the
+    parameters of two networks; sparse execution runs one of them for a token, dense execution and decoding both."""
 
     execution: str = "dense"
     """How routed layers run: dense computes every operator for every token and selects, the definition; sparse computes

@@ -193,6 +193,10 @@ def check_combinations(config: Any) -> None:
         raise InputError("spectral_form='equation' is a post-norm form: use norm_position='post' or 'sublayer'.")
     if config.own_ffn and not config.light_ffn:
         raise InputError("own_ffn=True needs light_ffn=True: light tokens cannot skip a network of their own.")
+    if config.own_ffn and (config.router == "static" or not config.routed_layers):
+        raise InputError(
+            "own_ffn=True needs routed layers whose router is not static: one network would never be used."
+        )
     if config.spectral_form == "equation" and not config.light_ffn:
         raise InputError("light_ffn=False needs spectral_form='sublayer': in the equation the FFN is the light path.")
     if not config.filter_gamma and config.norm_position == "post":

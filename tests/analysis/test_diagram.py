@@ -29,7 +29,7 @@ def test_a_diagram_shows_what_the_configuration_says():
     normed = "RoPE turns queries and keys instead; then RMS norm"
     assert normed in words(presets.get("v3-16m", embedding_norm=True)) and normed not in v3
     assert "light tokens skip it" in words(presets.get("v3-16m", light_ffn=False))
-    assert "feed-forward, light tokens' own or the other" in words(presets.get("v3-16m", own_ffn=True))
+    assert "feed-forward, one for light tokens, one for the others" in words(presets.get("v3-16m", own_ffn=True))
     assert "layers 1–4 (×4)" in words(presets.get("baseline-16m"))
     assert v3[0] == "t <&> t"
     along = words(

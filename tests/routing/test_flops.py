@@ -143,6 +143,9 @@ def test_soft_routing_runs_every_operator_and_every_path():
     soft = presets.get("v1-tiny", routing="soft", light_ffn=False)
     ffn = count_flops(soft, 24).part("ffn", layers=[1])
     assert ffn == count_dense_execution(soft, 24).part("ffn", layers=[1]) == 2 * 16 * 32**2
+    both = presets.get("v1-tiny", routing="soft", own_ffn=True)
+    ffn = count_flops(both, 24).part("ffn", layers=[1])
+    assert ffn == count_dense_execution(both, 24).part("ffn", layers=[1]) == 2 * 16 * 32**2
 
 
 def test_fractions_may_differ_by_layer():
@@ -202,6 +205,8 @@ def test_filters_along_time_cost_their_window():
 def test_a_network_of_their_own_costs_light_tokens_nothing_more():
     shared, own = presets.get("v3-400m"), presets.get("v3-400m", own_ffn=True)
     assert count_flops(own, 256).total == count_flops(shared, 256).total
+    twice = count_dense_execution(own, 256).part("ffn", layers=[1])
+    assert twice == 2 * count_flops(own, 256).part("ffn", layers=[1])
 
 
 CASES = [("baseline-tiny", {}), ("v1-tiny", {}), ("v2-tiny", {}), ("v3-tiny", {"gate_pool": "causal"})]

@@ -145,7 +145,7 @@ def draw_layer(canvas: Canvas, config: ChiarConfig, kind: str, name: str, gated:
     else:
         canvas.step(LABELS[kind], kind)
     routed = kind == "routed"
-    whose = "light tokens' own or the other" if config.own_ffn else "shared by the operators"
+    whose = "one for light tokens, one for the others" if config.own_ffn else "shared by the operators"
     label = f"feed-forward, {whose}" if routed else "feed-forward"
     hidden = "4D" if config.intermediate_size == 4 * config.hidden_size else str(config.intermediate_size)
     note = f"D → {hidden} → D, GELU" if config.light_ffn or not routed else "light tokens skip it"

@@ -222,7 +222,7 @@ class SparseLayer:
         return self.light(seen_ND) if is_light(name) else self.rbf(seen_ND)
 
     def heavy(self) -> Packing:
-        """The tokens that run the feed-forward network where light ones skip it."""
+        """The tokens that run the feed-forward network where light ones skip it or have their own."""
         if len(self.names) == 2:
             return self.dark
         heavy_BT = self.route.choice_BT != self.names.index(self.light_name)

@@ -82,6 +82,8 @@ def count_flops(
         ffn_runs = 1.0
         if kind == "routed" and not light_ffn:
             ffn_runs = sum(share for name, share in runs.items() if name != config.operators[0])
+        elif kind == "routed" and config.own_ffn and config.routing == "soft":
+            ffn_runs = 2.0
         router = router_cost(config, transform_cost) if kind == "routed" and leads(config, i) else 0.0
         visible = {name: visible_pairs(length, runs[name], key_shares[name]) for name in runs}
         costs += layer_costs(config, i, runs, key_shares, visible, ffn_runs, router, transform_cost)

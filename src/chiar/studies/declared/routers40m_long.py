@@ -1,10 +1,10 @@
-"""Attention for few tokens at T 2048, feed-forward networks for all.
+"""Attention for few tokens at T 2048, and mostly feed-forward networks for all.
 
 Where texts are long, attention is a third of a 40M model's FLOPs, and under routed keys its scores cost f². What static
 choice spends on one full layer buys seven layers at f = 1/4. Leaving out feed-forward networks lost to fewer layers at
-T 256 (routers40m_steps), so here every token has them, and a filter along time sees to the neighbours.
+T 256 (routers40m_steps), so in most variants every token has them, and a filter along time sees to the neighbours.
 
-Eight layers whose light tokens have networks of their own are as large as twelve that share, and as cheap as six.
+Eight layers whose light tokens have networks of their own are about as large as twelve that share, and as cheap as six.
 """
 
 from dataclasses import replace
@@ -79,20 +79,40 @@ STUDY = replace(
         control("static-4-of-8-time", "8 layers, attention in every other", few(1, 3, 5, 7, of=8), EVERYWHERE),
         control("half-8-hash-own", "8 layers, two full, f = 1/2 by a hash, own networks", HASH, TIME, TWO_FULL, OWN),
         candidate("half-8", "8 layers, two full, f = 1/2, learned", SCALED, TIME, TWO_FULL, HALF),
-        candidate("half-8-own", "the same, light tokens with own networks", SCALED, TIME, TWO_FULL, HALF, OWN),
-        candidate("entropy-half-8-own", "the same by entropy with gradients", GRADIENT, P, TIME, TWO_FULL, HALF, OWN),
-        candidate("quarter-8-own", "8 layers, three full, f = 1/4, own", SCALED, TIME, THREE_FULL, QUARTER, OWN),
-        control(
-            "alternate-hash-own", "8 layers, four full, f = 1/4 by a hash", QUARTER_HASH, TIME, FOUR_FULL, OWN
+        candidate(
+            "half-8-own", "8 layers, two full, f = 1/2, learned, own networks", SCALED, TIME, TWO_FULL, HALF, OWN
         ),
+        candidate(
+            "entropy-half-8-own", "8 layers, two full, f = 1/2 by entropy, own", GRADIENT, P, TIME, TWO_FULL, HALF, OWN
+        ),
+        candidate("quarter-8-own", "8 layers, three full, f = 1/4, own", SCALED, TIME, THREE_FULL, QUARTER, OWN),
+        control("alternate-hash-own", "8 layers, four full, f = 1/4 by a hash", QUARTER_HASH, TIME, FOUR_FULL, OWN),
         candidate("alternate", "8 layers, four full, f = 1/4 in the others", SCALED, TIME, FOUR_FULL, QUARTER),
-        candidate("alternate-own", "the same, own networks", SCALED, TIME, FOUR_FULL, QUARTER, OWN),
-        candidate("alternate-entropy-own", "by entropy with gradients", GRADIENT, P, TIME, FOUR_FULL, QUARTER, OWN),
+        candidate(
+            "alternate-own", "8 layers, four full, f = 1/4 in the others, own", SCALED, TIME, FOUR_FULL, QUARTER, OWN
+        ),
+        candidate(
+            "alternate-entropy-own",
+            "8 layers, four full, f = 1/4 by entropy, own",
+            GRADIENT,
+            P,
+            TIME,
+            FOUR_FULL,
+            QUARTER,
+            OWN,
+        ),
         candidate("quarter-8-all", "8 layers, two full, f = 1/4, all keys", SCALED, EVERYWHERE, TWO_FULL, QUARTER),
         candidate(
             "sandwich-time", "f = 1/3 between full layers, light tokens skip the FFN", SCALED, TIME, LEAN, SANDWICH
         ),
-        candidate("sandwich-time-all", "the same, f = 0.27, all keys", SCALED, EVERYWHERE, LEAN, SANDWICH_ALL),
+        candidate(
+            "sandwich-time-all",
+            "f = 0.27 between full layers, all keys, light tokens skip the FFN",
+            SCALED,
+            EVERYWHERE,
+            LEAN,
+            SANDWICH_ALL,
+        ),
         candidate("quarter", "f = 1/4, learned, no filter along time", SCALED, FEW_KEYS, QUARTER, rank=3),
     ),
 )
