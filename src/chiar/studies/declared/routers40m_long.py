@@ -41,6 +41,7 @@ def few(*places: int, of: int = LAYERS, others: str = "spectral") -> dict[str, l
 
 OWN = {"own_ffn": True}
 TWO_FULL, THREE_FULL = few(1, 5, of=8, others="routed"), few(1, 4, 7, of=8, others="routed")
+SEVEN = few(1, 3, 5, of=7, others="routed")
 FOUR_FULL, QUARTER_HASH = few(1, 3, 5, 7, of=8, others="routed"), {**HASH, "random_fraction": 0.25}
 
 
@@ -86,7 +87,12 @@ STUDY = replace(
             "entropy-half-8-own", "8 layers, two full, f = 1/2 by entropy, own", GRADIENT, P, TIME, TWO_FULL, HALF, OWN
         ),
         candidate("quarter-8-own", "8 layers, three full, f = 1/4, own", SCALED, TIME, THREE_FULL, QUARTER, OWN),
-        control("alternate-hash-own", "8 layers, four full, f = 1/4 by a hash", QUARTER_HASH, TIME, FOUR_FULL, OWN),
+        control(
+            "alternate-hash-own", "8 layers, four full, f = 1/4 by a hash, own", QUARTER_HASH, TIME, FOUR_FULL, OWN
+        ),
+        control("alternate-half-hash", "8 layers, four full, f = 1/2 by a hash, shared", HASH, TIME, FOUR_FULL),
+        control("alternate-half-hash-own", "8 layers, four full, f = 1/2 by a hash, own", HASH, TIME, FOUR_FULL, OWN),
+        control("seven-half-hash-own", "7 layers, three full, f = 1/2 by a hash, own", HASH, TIME, SEVEN, OWN),
         candidate("alternate", "8 layers, four full, f = 1/4 in the others", SCALED, TIME, FOUR_FULL, QUARTER),
         candidate(
             "alternate-own", "8 layers, four full, f = 1/4 in the others, own", SCALED, TIME, FOUR_FULL, QUARTER, OWN
