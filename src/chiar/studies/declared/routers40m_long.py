@@ -42,6 +42,7 @@ def few(*places: int, of: int = LAYERS, others: str = "spectral") -> dict[str, l
 OWN = {"own_ffn": True}
 TWO_FULL, THREE_FULL = few(1, 5, of=8, others="routed"), few(1, 4, 7, of=8, others="routed")
 SEVEN = few(1, 3, 5, of=7, others="routed")
+SIX_FULL = few(1, 3, 5, 7, 9, 11, others="routed")
 FOUR_FULL, QUARTER_HASH = few(1, 3, 5, 7, of=8, others="routed"), {**HASH, "random_fraction": 0.25}
 
 
@@ -106,6 +107,15 @@ STUDY = replace(
             FOUR_FULL,
             QUARTER,
             OWN,
+        ),
+        candidate(
+            "deep-eighth",
+            "six of 12 layers full, f = 1/8 in the others, light tokens skip the FFN",
+            SCALED,
+            TIME,
+            LEAN,
+            SIX_FULL,
+            EIGHTH,
         ),
         candidate("quarter-8-all", "8 layers, two full, f = 1/4, all keys", SCALED, EVERYWHERE, TWO_FULL, QUARTER),
         candidate(
