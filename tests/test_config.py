@@ -132,6 +132,12 @@ class TestDefaults:
         assert presets.get("v3-tiny", layer_types=["spectral", "attention"]).num_hidden_layers == 2
         assert presets.get("v3-tiny", gate_pool="causal").gate_pool == "causal"
 
+    def test_every_other_layer_of_v4_is_routed(self):
+        assert presets.get("v4-tiny").layer_types == ["routed", "attention"] * 2
+        assert presets.get("v4-tiny", num_hidden_layers=5).layer_types == ["attention", *["routed", "attention"] * 2]
+        with pytest.raises(InputError, match="num_hidden_layers=1 is too few for v4"):
+            presets.get("v4-tiny", num_hidden_layers=1)
+
 
 class TestRoundTrip:
     @pytest.mark.parametrize("preset", presets.NAMES)

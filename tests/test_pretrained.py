@@ -462,7 +462,11 @@ class TestOutputs:
         embedded = model.get_input_embeddings()(ids)
         if model.config.positions == "learned":
             embedded = embedded + model.model.embed_positions(torch.arange(TOKENS))
-        assert torch.equal(output.hidden_states[0], embedded)
+        if model.config.embedding_norm:
+            scaled = embedded / embedded.pow(2).mean(-1, keepdim=True).sqrt()
+            torch.testing.assert_close(output.hidden_states[0], scaled)
+        else:
+            assert torch.equal(output.hidden_states[0], embedded)
 
     @pytest.mark.parametrize("keys", ["all", "routed"])
     @every_preset

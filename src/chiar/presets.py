@@ -31,12 +31,14 @@ V4: dict[str, Any] = {
     "norm_position": "pre",
     "basis": "identity",
     "filter_gamma": False,
+    "filter_init": 0.0,
+    "embedding_norm": True,
     "temporal_everywhere": True,
     "router": "learned",
     "routing": "hard",
     "hard_estimator": "selected",
     "router_scale": "probability",
-    "target_fraction": 1 / 3,
+    "target_fraction": 1 / 8,
     "keys": "routed",
     "light_ffn": False,
     "meta_router": False,
@@ -53,11 +55,9 @@ def _family(family: str, layers: int) -> dict[str, Any]:
     if family == "v2":
         return {"positions": "learned"}
     if family == "v4":
-        if layers < 4:
-            raise InputError(
-                f"num_hidden_layers={layers} is too few for v4: three full layers and at least one routed."
-            )
-        return {**V4, "layer_types": ["attention", "attention", *["routed"] * (layers - 3), "attention"]}
+        if layers < 2:
+            raise InputError(f"num_hidden_layers={layers} is too few for v4, which routes every other layer.")
+        return {**V4, "layer_types": [("attention", "routed")[(layers - layer) % 2 == 0] for layer in range(layers)]}
     return {}
 
 
