@@ -19,6 +19,7 @@ from chiar.training.events import Events
 from chiar.training.export import export
 from chiar.training.interruption import explained
 from chiar.training.opening import check_rows, check_run, describe, goes_on, open_run
+from chiar.training.precision import settle
 from chiar.training.run_folder import Metrics, RunFolder
 from chiar.training.settings import TrainSettings
 from chiar.training.trainer import Trainer
@@ -62,9 +63,11 @@ def train_among(
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
-    torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
     folder = RunFolder(out)
     resume = processes.from_main(lambda: goes_on(folder, resume))
+    before = processes.from_main(lambda: folder.read()["settings"].get("precision")) if resume else None
+    settings = settle(settings, processes.device, before)
+    torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
     trainer, metrics = Trainer(config, settings, corpora, processes), None  # what cannot be built leaves no folder
     record = describe(config, settings, corpora, processes)
     found = processes.from_main(lambda: open_run(folder, record, resume))
