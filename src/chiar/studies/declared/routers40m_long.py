@@ -4,7 +4,7 @@ Where texts are long, attention is a third of a 40M model's FLOPs, and under rou
 choice spends on one full layer buys seven layers at f = 1/4. Leaving out feed-forward networks lost to fewer layers at
 T 256 (routers40m_steps), so in most variants every token has them, and a filter along time sees to the neighbours.
 
-Eight layers whose light tokens have networks of their own are about as large as twelve that share, and as cheap as six.
+`deep-eighth` is v4: as many full layers as its cheapest rival, and between them layers for one token in eight.
 """
 
 from dataclasses import replace
@@ -40,10 +40,11 @@ def few(*places: int, of: int = LAYERS, others: str = "spectral") -> dict[str, l
 
 
 OWN = {"own_ffn": True}
-TWO_FULL, THREE_FULL = few(1, 5, of=8, others="routed"), few(1, 4, 7, of=8, others="routed")
+TWO_FULL = few(1, 5, of=8, others="routed")
 SEVEN = few(1, 3, 5, of=7, others="routed")
 SIX_FULL = few(1, 3, 5, 7, 9, 11, others="routed")
-FOUR_FULL, QUARTER_HASH = few(1, 3, 5, 7, of=8, others="routed"), {**HASH, "random_fraction": 0.25}
+FOUR_FULL = few(1, 3, 5, 7, of=8, others="routed")
+QUARTER_HASH, EIGHTH_HASH = {**HASH, "random_fraction": 0.25}, {**HASH, "random_fraction": 0.125}
 
 
 STUDY = replace(
@@ -66,6 +67,7 @@ STUDY = replace(
         dense("dense", "dense, pre-norm"),
         dense("dense-time", "dense, filter along time in every layer", temporal_everywhere=True),
         dense("dense-8-time", "the same, 8 layers", 8, temporal_everywhere=True),
+        dense("dense-7-time", "the same, 7 layers", 7, temporal_everywhere=True),
         dense("dense-6-time", "the same, 6 layers", 6, temporal_everywhere=True),
         control("static-0-time", "no attention at all, filter along time", few(), EVERYWHERE),
         control("static-1-time", "attention in layer 6 alone, filter along time", few(5), EVERYWHERE),
@@ -81,33 +83,22 @@ STUDY = replace(
         control("static-4-of-8-time", "8 layers, attention in every other", few(1, 3, 5, 7, of=8), EVERYWHERE),
         control("half-8-hash-own", "8 layers, two full, f = 1/2 by a hash, own networks", HASH, TIME, TWO_FULL, OWN),
         candidate("half-8", "8 layers, two full, f = 1/2, learned", SCALED, TIME, TWO_FULL, HALF),
-        candidate(
-            "half-8-own", "8 layers, two full, f = 1/2, learned, own networks", SCALED, TIME, TWO_FULL, HALF, OWN
-        ),
-        candidate(
-            "entropy-half-8-own", "8 layers, two full, f = 1/2 by entropy, own", GRADIENT, P, TIME, TWO_FULL, HALF, OWN
-        ),
-        candidate("quarter-8-own", "8 layers, three full, f = 1/4, own", SCALED, TIME, THREE_FULL, QUARTER, OWN),
         control(
             "alternate-hash-own", "8 layers, four full, f = 1/4 by a hash, own", QUARTER_HASH, TIME, FOUR_FULL, OWN
         ),
         control("alternate-half-hash", "8 layers, four full, f = 1/2 by a hash, shared", HASH, TIME, FOUR_FULL),
         control("alternate-half-hash-own", "8 layers, four full, f = 1/2 by a hash, own", HASH, TIME, FOUR_FULL, OWN),
+        control(
+            "deep-hash",
+            "six of 12 layers full, f = 1/8 by a hash, no light FFN",
+            HASH,
+            TIME,
+            LEAN,
+            SIX_FULL,
+            EIGHTH_HASH,
+        ),
         control("seven-half-hash-own", "7 layers, three full, f = 1/2 by a hash, own", HASH, TIME, SEVEN, OWN),
         candidate("alternate", "8 layers, four full, f = 1/4 in the others", SCALED, TIME, FOUR_FULL, QUARTER),
-        candidate(
-            "alternate-own", "8 layers, four full, f = 1/4 in the others, own", SCALED, TIME, FOUR_FULL, QUARTER, OWN
-        ),
-        candidate(
-            "alternate-entropy-own",
-            "8 layers, four full, f = 1/4 by entropy, own",
-            GRADIENT,
-            P,
-            TIME,
-            FOUR_FULL,
-            QUARTER,
-            OWN,
-        ),
         candidate(
             "deep-eighth",
             "six of 12 layers full, f = 1/8 in the others, light tokens skip the FFN",
@@ -117,6 +108,7 @@ STUDY = replace(
             SIX_FULL,
             EIGHTH,
         ),
+        candidate("deep-entropy", "the same by entropy with gradients", GRADIENT, P, TIME, LEAN, SIX_FULL, EIGHTH),
         candidate("quarter-8-all", "8 layers, two full, f = 1/4, all keys", SCALED, EVERYWHERE, TWO_FULL, QUARTER),
         candidate(
             "sandwich-time", "f = 1/3 between full layers, light tokens skip the FFN", SCALED, TIME, LEAN, SANDWICH
