@@ -1,14 +1,22 @@
 """`precision = auto` is settled before the first step, recorded, and kept when a run is resumed elsewhere."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
+from runs import command
 
-from chiar.training import loop, precision
+from chiar.errors import InputError
+from chiar.training import loop
+from chiar.training.command import train_arguments
+from chiar.training.distributed import Processes
 from chiar.training.loop import train
+from chiar.training.precision import computes_bf16, settle
+from chiar.training.run_folder import RunFolder
 
-CPU = torch.device("cpu")
+ALONE = Processes(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -27,17 +35,17 @@ def here(monkeypatch):
 )
 def test_auto_takes_what_the_device_multiplies(settings, here, capabilities, expected):
     here(**capabilities)
-    assert precision.settle(settings(precision="auto"), CPU).precision == expected
+    assert settle(settings(precision="auto"), ALONE, None).precision == expected
 
 
 def test_a_named_precision_stays(settings, here):
     here(amx_bf16=True)
-    assert precision.settle(settings(precision="fp32"), CPU, before="bf16").precision == "fp32"
+    assert settle(settings(precision="fp32"), ALONE, None).precision == "fp32"
 
 
 def test_a_torch_that_cannot_tell_trains_in_fp32(settings, monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    assert precision.settle(settings(precision="auto"), CPU).precision == "fp32"
+    assert settle(settings(precision="auto"), ALONE, None).precision == "fp32"
 
 
 def test_a_run_records_it_and_keeps_it_on_another_machine(settings, config, here, tmp_path, monkeypatch):
@@ -53,3 +61,26 @@ def test_a_run_records_it_and_keeps_it_on_another_machine(settings, config, here
     here()
     train(config(), settings(precision="auto", steps=6), tmp_path / "run", resume=True, device="cpu", quiet=True)
     assert used == ["bf16", "bf16"] and recorded() == "bf16"
+
+
+def test_a_run_that_does_not_say_how_it_began_is_refused(settings, tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(InputError, match="says nothing of its settings"):
+        settle(settings(precision="auto"), ALONE, RunFolder(tmp_path))
+
+
+@pytest.mark.parametrize(("precision", "said"), [("auto", False), ("bf16", True), ("fp32", True)])
+def test_a_printed_command_names_it_where_it_was_decided(settings, tmp_path, precision, said):
+    words = train_arguments("v3-tiny", {}, settings(precision=precision), tmp_path)
+    assert (f"precision={precision}" in words) == said
+
+
+def test_the_commands_ask_for_auto(corpus, labelled, tmp_path):
+    plain = [word for word in command(corpus, tmp_path / "run") if word != "precision=fp32"]
+    plain.remove("--set")
+    finetune = [sys.executable, "-m", "chiar", "finetune", "v3-tiny", "--data", str(labelled), "--steps", "1"]
+    finetune += ["--set", "hidden_size=16", "--device", "cpu", "--out", str(tmp_path / "tuned")]
+    expected = "bf16" if computes_bf16(torch.device("cpu")) else "fp32"
+    for arguments, run in ((plain, "run"), (finetune, "tuned")):
+        subprocess.run(arguments, check=True, capture_output=True)
+        assert json.loads((tmp_path / run / "run.json").read_text())["settings"]["precision"] == expected

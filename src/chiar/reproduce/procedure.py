@@ -49,7 +49,7 @@ class Result:
     gates: dict[str, float]
     """g at the last logged step that read each corpus."""
     run: dict[str, Any]
-    """What the run folder says of itself: command, versions, commit, precision."""
+    """What the run folder says of itself: command, versions, commit."""
     command: str
     """The same row trained by hand."""
 
@@ -155,7 +155,6 @@ def read_result(planned: PlannedRow, run: Path, tau: float | None) -> Result:
         best_step=min(evaluated, key=lambda record: record["validation"][corpus])["step"],
         tokens_per_second=read_training(run / METRICS).tokens_per_second,
         gates=gates,
-        run={name: stored[name] for name in ("command", "versions", "commit")}
-        | {"precision": stored["settings"]["precision"]},
+        run={name: stored[name] for name in ("command", "versions", "commit")},
         command=planned.command(run, tau),
     )

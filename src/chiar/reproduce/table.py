@@ -89,7 +89,6 @@ def caption(plan: Plan, results: "list[Result]") -> list[str]:
     recipe, settings, corpus = plan.recipe, plan.settings, plan.corpora[0]
     share, epochs = plan.tokens / recipe.tokens, plan.tokens / corpus.split("train").tokens
     hardware = ", ".join(dict.fromkeys(result.test.device for result in results))
-    precision = " and ".join(dict.fromkeys(result.run["precision"] for result in results))
     torch = ", ".join(dict.fromkeys(result.run["versions"]["torch"] for result in results))
     lines = [
         f"{plan.tokens:,} training tokens a row: {100 * share:.3g}% of the paper's {recipe.tokens:,} ({recipe.epochs} "
@@ -97,7 +96,7 @@ def caption(plan: Plan, results: "list[Result]") -> list[str]:
         f"{settings.steps:,} step(s) of {settings.batch} × {settings.length} tokens (micro-batches of "
         f"{settings.micro_batch}), learning rate {settings.learning_rate:g} → {settings.final_learning_rate:g} by a "
         f"complete cosine after {settings.warmup:,} of warm-up, decay on matrices only (the released code decays "
-        f"everything), {precision}, seed {plan.seed}: the same for every row.",
+        f"everything), {settings.precision}, seed {plan.seed}: the same for every row.",
         f"Corpus: {' + '.join(opened.name for opened in plan.corpora)}. Hardware: {hardware}, torch {torch}.",
         f"Validation is of the best weights by the evaluations every {settings.evaluate_every:,} step(s) (of at most "
         f"{settings.evaluate_rows:,} rows), test of the final weights; both are measured over the whole split in "

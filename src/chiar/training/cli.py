@@ -52,7 +52,7 @@ def train(
     given: dict[str, Any] = {"steps": steps, "batch": batch, "micro_batch": micro_batch, "length": length}
     given |= {"learning_rate": learning_rate, "seed": seed, "compile": compile, "deterministic": deterministic or None}
     chosen, changes = sort_settings(given, setting)
-    settings = TrainSettings.from_dict({**chosen, "data": list(data)})
+    settings = TrainSettings.from_dict({"precision": "auto", **chosen, "data": list(data)})
     check_types(settings)
     config = configuration(model, changes, Path(data[0]))
     if thresholds is not None:

@@ -13,7 +13,7 @@ def train_arguments(model: str, changes: dict[str, Any], settings: TrainSettings
     parts = ["train", model]
     for path in settings.data:
         parts += ["--data", path]
-    default = TrainSettings()
+    default = TrainSettings(precision="auto")  # as the command has it
     given = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "data"}
     changed = {name: value for name, value in given.items() if value != getattr(default, name)} | changes
     for name, value in changed.items():

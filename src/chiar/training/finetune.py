@@ -40,6 +40,7 @@ def classification_settings(
         "learning_rate": rate,
         "final_learning_rate": 0.0,
         "warmup": round(WARM_UP * steps) if isinstance(steps, int) else 0,
+        "precision": "auto",
         "compile": False,
         "evaluate_every": epoch,
         "evaluate_rows": 0,

@@ -65,8 +65,7 @@ def train_among(
         torch.use_deterministic_algorithms(True)
     folder = RunFolder(out)
     resume = processes.from_main(lambda: goes_on(folder, resume))
-    before = processes.from_main(lambda: folder.read()["settings"].get("precision")) if resume else None
-    settings = settle(settings, processes.device, before)
+    settings = settle(settings, processes, folder if resume else None)
     torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
     trainer, metrics = Trainer(config, settings, corpora, processes), None  # what cannot be built leaves no folder
     record = describe(config, settings, corpora, processes)

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import torch
 
+from chiar.training.distributed import Processes
+from chiar.training.run_folder import RunFolder, told
 from chiar.training.settings import TrainSettings
 
 
@@ -17,8 +19,14 @@ def computes_bf16(device: torch.device) -> bool:
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
-def settle(settings: TrainSettings, device: torch.device, before: str | None = None) -> TrainSettings:
-    """`auto` as what it means on this device, or as what the run used `before`."""
+def settle(settings: TrainSettings, processes: Processes, resumed: RunFolder | None) -> TrainSettings:
+    """`auto` as what it means on the main process's device, or as what a resumed run was begun with."""
     if settings.precision != "auto":
         return settings
-    return replace(settings, precision=before or ("bf16" if computes_bf16(device) else "fp32"))
+
+    def choose() -> str:
+        if resumed is not None:
+            return told(resumed.read(), "settings", resumed.path.name)["precision"]
+        return "bf16" if computes_bf16(processes.device) else "fp32"
+
+    return replace(settings, precision=processes.from_main(choose))

@@ -42,8 +42,8 @@ class TrainSettings:
     beta2: float = 0.95
     clip: float = 1.0
     seed: int = 0
-    precision: str = "auto"
-    """bf16: autocast over fp32 weights; auto: bf16 where the device multiplies it itself, else fp32."""
+    precision: str = "bf16"
+    """bf16: autocast over fp32 weights. auto, as commands have it: bf16 where the device multiplies it, else fp32."""
     compile: bool = True
     compile_layers: bool = False
     """Layer by layer: layers that are alike are compiled once, so it is ready much sooner; steps may be slower."""
