@@ -1,12 +1,9 @@
 """`precision = auto` is settled before the first step, recorded, and kept when a run is resumed elsewhere."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from runs import command
 
 from chiar.errors import InputError
 from chiar.training import loop
@@ -15,6 +12,7 @@ from chiar.training.distributed import Processes
 from chiar.training.loop import train
 from chiar.training.precision import computes_bf16, settle
 from chiar.training.run_folder import RunFolder
+from commands import run
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 
@@ -76,11 +74,21 @@ def test_a_printed_command_names_it_where_it_was_decided(settings, tmp_path, pre
 
 
 def test_the_commands_ask_for_auto(corpus, labelled, tmp_path):
-    plain = [word for word in command(corpus, tmp_path / "run") if word != "precision=fp32"]
-    plain.remove("--set")
-    finetune = [sys.executable, "-m", "chiar", "finetune", "v3-tiny", "--data", str(labelled), "--steps", "1"]
-    finetune += ["--set", "hidden_size=16", "--device", "cpu", "--out", str(tmp_path / "tuned")]
     expected = "bf16" if computes_bf16(torch.device("cpu")) else "fp32"
-    for arguments, run in ((plain, "run"), (finetune, "tuned")):
-        subprocess.run(arguments, check=True, capture_output=True)
-        assert json.loads((tmp_path / run / "run.json").read_text())["settings"]["precision"] == expected
+    small = [
+        "--steps",
+        "1",
+        "--batch",
+        "2",
+        "--micro-batch",
+        "2",
+        "--set",
+        "hidden_size=16",
+        "--set",
+        "evaluate_rows=2",
+    ]
+    for name, data in (("train", corpus), ("finetune", labelled)):
+        out = tmp_path / name
+        code, said = run(name, "v3-tiny", "--data", data, *small, "--no-compile", "--device", "cpu", "--out", out)
+        assert code == 0, said
+        assert json.loads((tmp_path / name / "run.json").read_text())["settings"]["precision"] == expected
