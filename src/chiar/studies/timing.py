@@ -23,6 +23,7 @@ from chiar.studies.folder import TIMES, StudyFolder, read_json
 from chiar.studies.plan import Plan, PlannedRun
 from chiar.training.compiling import clear_device
 from chiar.training.distributed import Processes, start
+from chiar.training.precision import settle
 from chiar.training.run_folder import versions
 from chiar.training.trainer import Trainer
 
@@ -87,7 +88,7 @@ def time_run(run: PlannedRun, folder: StudyFolder, processes: Processes, steps: 
     clear_device()
     trained = trained_weights(folder, run)
     settings = replace(run.settings, learning_rate=0.0, final_learning_rate=0.0, initial=trained or "")
-    settings = replace(settings, steps=WARM_UP + steps)
+    settings = settle(replace(settings, steps=WARM_UP + steps), processes, None)
     config = load_config(trained) if trained else run.config()
     config.execution = run.config().execution  # it may be chosen anew, and exports say how they were last run
     config.max_position_embeddings = max(config.max_position_embeddings, settings.length)
