@@ -132,7 +132,7 @@ def presets_command() -> None:
 def flops(
     model: Annotated[str, typer.Argument(metavar="PRESET", help="A preset or a model folder.")],
     length: Annotated[str, typer.Option(help="Sequence length T; several separated by commas sweep.")] = "256",
-    fraction: Annotated[float | None, typer.Option(help="f: share of tokens sent to attention; ½ by default.")] = None,
+    fraction: Annotated[float | None, typer.Option(help="f: share sent to attention; the model's own, or ½.")] = None,
     keys: Keys = None,
     light_ffn: Annotated[bool | None, typer.Option(help="Whether light tokens run the FFN of routed layers.")] = None,
     json: Json = None,

@@ -90,12 +90,13 @@ def test_a_transform_costs_what_its_form_and_basis_say(transform, changes, cost)
     assert squares(count, "spectral", layers=[1]) == cost / 2
 
 
+@pytest.mark.parametrize("config", [LARGE, presets.get("v4-400m")], ids=["v3", "v4, whose first layer is routed"])
 @pytest.mark.parametrize("keys", ["all", "routed"])
 @pytest.mark.parametrize("light_ffn", [True, False])
-def test_routes_weighted_by_their_shares_make_the_layer(keys, light_ffn):
-    fraction = 0.3
-    routes = route_costs(LARGE, 512, at(fraction), keys, light_ffn)
-    layer = count_flops(LARGE, 512, at(fraction), keys, light_ffn).layer(1)
+def test_routes_weighted_by_their_shares_make_the_layer(config, keys, light_ffn):
+    fraction, shares = 0.3, at(0.3, config)
+    routes = route_costs(config, 512, shares, keys, light_ffn)
+    layer = count_flops(config, 512, shares, keys, light_ffn).layer(config.routed_layers[0])
     assert (1 - fraction) * routes["spectral"] + fraction * routes["attention"] == pytest.approx(layer)
     assert routes["spectral"] < routes["attention"]
 

@@ -22,7 +22,7 @@ def explore(
     tokenizer: Tokenizer = None,
     seed: Seed = 0,
 ) -> None:
-    """Open a local page that routes what you type, live. Without RUN the page says how to get one."""
+    """Serve a local page that routes what you type, live. Without RUN the page says how to get one."""
     from chiar.errors import InputError
     from chiar.explore.start import serve
 

@@ -103,7 +103,7 @@ def savings(
         list[str] | None, typer.Argument(metavar="[PRESET...]", help="Presets or model folders; v3 in all sizes.")
     ] = None,
     length: Annotated[int, typer.Option(min=1, help="Sequence length T.")] = 256,
-    fraction: Annotated[float | None, typer.Option(help="f: share of tokens sent to attention; ½ by default.")] = None,
+    fraction: Annotated[float | None, typer.Option(help="f: share sent to attention; the model's own, or ½.")] = None,
     keys: Annotated[str | None, typer.Option(metavar="all|routed", help="Which tokens are keys; as the model.")] = None,
     light_ffn: Annotated[bool | None, typer.Option(help="Whether light tokens run the FFN of routed layers.")] = None,
     overwrite: Overwrite = False,

@@ -87,7 +87,7 @@ def count_flops(
         router = router_cost(config, transform_cost) if kind == "routed" and leads(config, i) else 0.0
         visible = {name: visible_pairs(length, runs[name], key_shares[name]) for name in runs}
         costs += layer_costs(config, i, runs, key_shares, visible, ffn_runs, router, transform_cost)
-    return FlopCount(tuple(costs), length)
+    return FlopCount((*costs, *model_costs(config)), length)
 
 
 def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | None = None) -> list[dict[str, float]]:
@@ -176,7 +176,7 @@ def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
         visible = dict.fromkeys(names, float(length))
         # As the reference runs it: to the spectrum and back.
         costs += layer_costs(config, i, every, every, visible, float(ffn_runs), router, 2 * transform_cost)
-    return FlopCount(tuple(costs), length)
+    return FlopCount((*costs, *model_costs(config)), length)
 
 
 def counted_parts() -> tuple[str, ...]:
@@ -248,11 +248,15 @@ def layer_costs(
     if "rbf" in shares:
         mapped = max(shares["rbf"], key_shares["rbf"])
         costs["rbf"] = mapped * 2 * D * features + shares["rbf"] * 4 * features * D + visible["rbf"] * 8 * features
-    if layer == 0:
-        # Under the batch and sequence pools the gate is one product a batch or row: nothing a token.
-        costs["gate"] = 2.0 * D if config.meta_router and config.gate_pool == "causal" else 0.0
-        costs["logits"] = 2.0 * D * config.vocab_size
-    return [Cost(None if part == "logits" else layer, part, flops) for part, flops in costs.items() if flops]
+    return [Cost(layer, part, flops) for part, flops in costs.items() if flops]
+
+
+def model_costs(config: ChiarConfig) -> list[Cost]:
+    """What a model costs once, whatever its layers are."""
+    logits = Cost(None, "logits", 2.0 * config.hidden_size * config.vocab_size)
+    # Under the batch and sequence pools the gate is one product a batch or row: nothing a token.
+    has_gate = config.meta_router and config.gate_pool == "causal"
+    return [Cost(0, "gate", 2.0 * config.hidden_size), logits] if has_gate else [logits]
 
 
 def baseline_of(config: ChiarConfig) -> ChiarConfig:
