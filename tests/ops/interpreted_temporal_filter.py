@@ -21,5 +21,5 @@ def errors(rows: int, length: int, width: int, window: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    cases = [(2, 200, 40, 16), (1, 128, 32, 4), (3, 3, 33, 8), (2, 1, 5, 2)]
+    cases = [(2, 200, 70, 16), (1, 128, 64, 4), (3, 3, 33, 8), (2, 1, 5, 2), (1, 300, 20, 12), (1, 140, 3, 130)]
     print(json.dumps({str(case): errors(*case) for case in cases}))
