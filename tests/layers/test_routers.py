@@ -5,7 +5,15 @@ import torch
 
 from chiar.errors import InputError
 from chiar.layers.context import TokenContext
-from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, StaticRouter, Weighing, make_router
+from chiar.layers.routers import (
+    EntropyRouter,
+    LearnedRouter,
+    RandomRouter,
+    StaticRouter,
+    Weighing,
+    linear_as_sums,
+    make_router,
+)
 from chiar.ops.transform import Transform, transform_matrices
 from helpers import random_model, small_config, token_ids
 
@@ -269,6 +277,17 @@ MAKES = {
 @pytest.mark.parametrize(("fields", "kind"), MAKES.values(), ids=MAKES)
 def test_configuration_names_the_router(fields, kind):
     assert type(make_router(small_config(**fields), 1)) is kind
+
+
+def test_a_map_of_few_outputs_as_sums_is_the_product():
+    x, weight, bias = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, WIDTH), (3, WIDTH), (3,))
+    )
+    found, true = linear_as_sums(x, weight, bias), torch.nn.functional.linear(x, weight, bias)
+    torch.testing.assert_close(found, true)
+    grad = torch.randn_like(true)
+    ours, theirs = (torch.autograd.grad(y, (x, weight, bias), grad) for y in (found, true))
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_each_routed_layer_gets_its_own_thresholds():

@@ -14,6 +14,9 @@ from chiar.layers.derived import DerivedBuffers, stored_in
 from chiar.layers.groups import counted_tokens, leads, shares
 from chiar.ops.hash import uniform_hash
 
+FEW = 3
+"""Outputs up to which a compiled map is faster as sums."""
+
 
 @dataclass
 class Route:
@@ -162,6 +165,11 @@ class EntropyRouter(DerivedBuffers):
         return Route(choice_BT, weights_BTK, log_p_BTK.exp(), score_BT=entropy_BT, counted_BT=counted_BT)
 
 
+def linear_as_sums(x_BTD: Tensor, weight_KD: Tensor, bias_K: Tensor) -> Tensor:
+    """F.linear for few outputs, which a compiled layer takes along while it reads x for its norm."""
+    return torch.stack([(x_BTD * weight_D).sum(-1) for weight_D in weight_KD], dim=-1) + bias_K
+
+
 class LearnedRouter(nn.Module):
     """A map of [x; H], or of x alone: linear, or with a hidden layer. Soft: its softmax blends the operators. Hard: its
     argmax picks one, or with `follows` attention where its logit leads by more than a threshold, which is then taken
@@ -189,12 +197,21 @@ class LearnedRouter(nn.Module):
         dtype = stored_in(x_BTD.dtype)
         with torch.autocast(x_BTD.device.type, enabled=False):
             seen = x_BTD.to(dtype)
-            if self.reads_entropy:
-                assert entropy_BT is not None
-                seen = torch.cat([seen, entropy_BT[..., None].to(dtype)], dim=-1)
-            if self.hidden is not None:
-                seen = F.gelu(F.linear(seen, self.hidden.weight.to(dtype), self.hidden.bias.to(dtype)))
-            return F.linear(seen, self.score.weight.to(dtype), self.score.bias.to(dtype))
+            if self.hidden is None:
+                return self.read(self.score, seen, entropy_BT)
+            hidden = F.gelu(self.read(self.hidden, seen, entropy_BT))
+            return F.linear(hidden, self.score.weight.to(dtype), self.score.bias.to(dtype))
+
+    def read(self, map: nn.Linear, seen_BTD: Tensor, entropy_BT: Tensor | None) -> Tensor:
+        """The map of [x; H] without putting them together, which would copy every token."""
+        width, dtype = seen_BTD.shape[-1], seen_BTD.dtype
+        weight_KD, bias_K = map.weight[:, :width].to(dtype), map.bias.to(dtype)
+        fused = torch.compiler.is_compiling() and seen_BTD.is_cuda and len(weight_KD) <= FEW
+        scores_BTK = (linear_as_sums if fused else F.linear)(seen_BTD, weight_KD, bias_K)
+        if not self.reads_entropy:
+            return scores_BTK
+        assert entropy_BT is not None
+        return scores_BTK + entropy_BT[..., None].to(dtype) * map.weight[:, width].to(dtype)
 
     def forward(
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
