@@ -26,9 +26,9 @@ from chiar.studies.declared.routers40m import (
     dense,
 )
 from chiar.studies.declared.routers40m import STUDY as SHORT
-from chiar.studies.declared.routers40m_even import EVEN
+from chiar.studies.declared.routers40m_even import DEEP, EIGHTH, EVEN
 
-QUARTER, EIGHTH = {"target_fraction": 0.25}, {"target_fraction": 0.125}
+QUARTER = {"target_fraction": 0.25}
 ONE_FULL = {"layer_types": ["routed", "attention"] + ["routed"] * (LAYERS - 2)}
 TIME = {**EVERYWHERE, **FEW_KEYS}
 SIGNAL = {"signal": "temporal", "entropy_dc_weight": 0.0}
@@ -42,9 +42,8 @@ def few(*places: int, of: int = LAYERS, others: str = "spectral") -> dict[str, l
 OWN = {"own_ffn": True}
 TWO_FULL = few(1, 5, of=8, others="routed")
 SEVEN = few(1, 3, 5, of=7, others="routed")
-SIX_FULL = few(1, 3, 5, 7, 9, 11, others="routed")
 FOUR_FULL = few(1, 3, 5, 7, of=8, others="routed")
-QUARTER_HASH, EIGHTH_HASH = {**HASH, "random_fraction": 0.25}, {**HASH, "random_fraction": 0.125}
+QUARTER_HASH = {**HASH, "random_fraction": 0.25}
 
 
 STUDY = replace(
@@ -67,7 +66,6 @@ STUDY = replace(
         dense("dense", "dense, pre-norm"),
         dense("dense-time", "dense, filter along time in every layer", temporal_everywhere=True),
         dense("dense-8-time", "the same, 8 layers", 8, temporal_everywhere=True),
-        dense("dense-7-time", "the same, 7 layers", 7, temporal_everywhere=True),
         dense("dense-6-time", "the same, 6 layers", 6, temporal_everywhere=True),
         control("static-0-time", "no attention at all, filter along time", few(), EVERYWHERE),
         control("static-1-time", "attention in layer 6 alone, filter along time", few(5), EVERYWHERE),
@@ -88,27 +86,9 @@ STUDY = replace(
         ),
         control("alternate-half-hash", "8 layers, four full, f = 1/2 by a hash, shared", HASH, TIME, FOUR_FULL),
         control("alternate-half-hash-own", "8 layers, four full, f = 1/2 by a hash, own", HASH, TIME, FOUR_FULL, OWN),
-        control(
-            "deep-hash",
-            "six of 12 layers full, f = 1/8 by a hash, no light FFN",
-            HASH,
-            TIME,
-            LEAN,
-            SIX_FULL,
-            EIGHTH_HASH,
-        ),
         control("seven-half-hash-own", "7 layers, three full, f = 1/2 by a hash, own", HASH, TIME, SEVEN, OWN),
         candidate("alternate", "8 layers, four full, f = 1/4 in the others", SCALED, TIME, FOUR_FULL, QUARTER),
-        candidate(
-            "deep-eighth",
-            "six of 12 layers full, f = 1/8 in the others, light tokens skip the FFN",
-            SCALED,
-            TIME,
-            LEAN,
-            SIX_FULL,
-            EIGHTH,
-        ),
-        candidate("deep-entropy", "the same by entropy with gradients", GRADIENT, P, TIME, LEAN, SIX_FULL, EIGHTH),
+        *DEEP,
         candidate("quarter-8-all", "8 layers, two full, f = 1/4, all keys", SCALED, EVERYWHERE, TWO_FULL, QUARTER),
         candidate(
             "sandwich-time", "f = 1/3 between full layers, light tokens skip the FFN", SCALED, TIME, LEAN, SANDWICH
