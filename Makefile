@@ -39,7 +39,7 @@ test-oldest:
 
 # The diagrams in docs/figures, drawn from the presets.
 figures: $(STAMP)
-	for name in baseline-16m v1-16m v2-16m v3-400m; do $(BIN)/chiar diagram $$name docs/figures/$$name.svg --overwrite; done
+	for name in baseline-16m v1-16m v2-16m v3-400m v4-400m; do $(BIN)/chiar diagram $$name docs/figures/$$name.svg --overwrite; done
 
 clean:
 	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis

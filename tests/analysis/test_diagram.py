@@ -11,7 +11,7 @@ from chiar.analysis.diagram import draw
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 
 
-@pytest.mark.parametrize("name", ["baseline-16m", "v1-16m", "v2-16m", "v3-400m"])
+@pytest.mark.parametrize("name", ["baseline-16m", "v1-16m", "v2-16m", "v3-400m", "v4-400m"])
 def test_committed_diagrams_are_current(name):
     assert (FIGURES / f"{name}.svg").read_text() == draw(presets.get(name), title=name), "run 'make figures'"
 
@@ -29,6 +29,7 @@ def test_a_diagram_shows_what_the_configuration_says():
     normed = "RoPE turns queries and keys instead; then RMS norm"
     assert normed in words(presets.get("v3-16m", embedding_norm=True)) and normed not in v3
     assert "light tokens skip it" in words(presets.get("v3-16m", light_ffn=False))
+    assert {"layers 1, 3, … 27 (×14)", "layers 2, 4, … 28 (×14)"} <= set(words(presets.get("v4-400m")))
     assert "feed-forward, one for light tokens, one for the others" in words(presets.get("v3-16m", own_ffn=True))
     assert "layers 1–4 (×4)" in words(presets.get("baseline-16m"))
     assert v3[0] == "t <&> t"

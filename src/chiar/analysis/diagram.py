@@ -78,6 +78,18 @@ class Canvas:
         self.text(CENTRE - 8, bottom - 12, through, size=11, anchor="end")
         self.text(right - 6, bottom - 6, around, size=11, anchor="end")
 
+    def past(self, top: float, bottom: float) -> None:
+        """A line down the left of what was drawn between `top` and `bottom`, joining the main one."""
+        left = 52
+        self.parts.append(
+            f'<polyline points="{left},{top:g} {left},{bottom:g} {CENTRE},{bottom:g}" fill="none" stroke="#444444" '
+            'stroke-width="1.5" marker-end="url(#tip)"/>'
+        )
+        self.parts.append(
+            f'<line x1="{CENTRE}" y1="{self.y:g}" x2="{CENTRE}" y2="{bottom + 12:g}" stroke="#444444" '
+            'stroke-width="1.5"/>'
+        )
+
     def step(self, label: str, kind: str = "plain", note: str = "", height: int = 44, width: int = 320) -> None:
         """A centred box with an arrow to the next."""
         self.box(CENTRE - width // 2, self.y, width, height, label, kind, note)
@@ -98,7 +110,7 @@ class Canvas:
 
 
 def draw(config: ChiarConfig, title: str) -> str:
-    """The model as SVG: equal neighbouring layers are drawn once."""
+    """The model as SVG: equal neighbouring layers, and layers that take turns, are drawn once."""
     assert config.layer_types is not None
     canvas = Canvas()
     canvas.text(CENTRE, 26, title, size=18, weight="700")
@@ -107,18 +119,29 @@ def draw(config: ChiarConfig, title: str) -> str:
     learned = config.positions == "learned"
     note = "learned positions added" if learned else "RoPE turns queries and keys instead"
     canvas.step("token embedding", note=f"{note}; then RMS norm" if config.embedding_norm else note)
-    first = 1
     gates = [bool(config.meta_router) and i == 0 for i in range(len(config.layer_types))]
-    for (kind, gated), group in groupby(zip(config.layer_types, gates, strict=True)):
-        count = len(list(group))
-        name = f"layer {first}" if count == 1 else f"layers {first}–{first + count - 1} (×{count})"
+    for (kind, gated), name in named(list(zip(config.layer_types, gates, strict=True))):
         draw_layer(canvas, config, kind, name, gated)
-        first += count
     canvas.step("final norm", height=34)
     tied = "output projection (tied to the embedding)" if config.tie_word_embeddings else "output projection"
     canvas.box(CENTRE - 160, canvas.y, 320, 34, tied, "plain")
     canvas.y += 34
     return canvas.svg(f"Architecture of {title}")
+
+
+def named(layers: list[tuple[str, bool]]) -> list[tuple[tuple[str, bool], str]]:
+    """What to draw, with a name: layers that take turns all the way once each, else equal neighbours once."""
+    total = len(layers)
+    for period in range(2, total // 3 + 1):
+        if total % period == 0 and layers == layers[:period] * (total // period) and len(set(layers[:period])) > 1:
+            ends = [(layers[k], k + 1, total - period + k + 1) for k in range(period)]
+            return [(layer, f"layers {a}, {a + period}, … {b} (×{total // period})") for layer, a, b in ends]
+    found, first = [], 1
+    for layer, group in groupby(layers):
+        count = len(list(group))
+        found.append((layer, f"layer {first}" if count == 1 else f"layers {first}–{first + count - 1} (×{count})"))
+        first += count
+    return found
 
 
 def describe(config: ChiarConfig) -> str:
@@ -141,16 +164,19 @@ def draw_layer(canvas: Canvas, config: ChiarConfig, kind: str, name: str, gated:
     if kind == "routed":
         canvas.box(CENTRE - 160, canvas.y, 320, 44, f"{config.router} router", "router", rule(config))
         canvas.y += 44
-        draw_operators(canvas, config)
+        ends = draw_operators(canvas, config)
     else:
         canvas.step(LABELS[kind], kind)
     routed = kind == "routed"
     whose = "one for light tokens, one for the others" if config.own_ffn else "shared by the operators"
-    label = f"feed-forward, {whose}" if routed else "feed-forward"
+    label = f"feed-forward, {whose}" if routed and (config.light_ffn or config.own_ffn) else "feed-forward"
     hidden = "4D" if config.intermediate_size == 4 * config.hidden_size else str(config.intermediate_size)
     note = f"D → {hidden} → D, GELU" if config.light_ffn or not routed else "light tokens skip it"
     canvas.box(CENTRE - 160, canvas.y, 320, 44, label, "plain", note)
     canvas.y += 44
+    if routed and not config.light_ffn:
+        canvas.past(ends, canvas.y + 14)
+        canvas.y += 16
     if gated:
         canvas.bypass(branch, canvas.y + 24, "× g", "× (1 − g): identity")
         canvas.y += 28
@@ -173,7 +199,8 @@ def rule(config: ChiarConfig) -> str:
     return "one operator a layer" if config.router == "static" else str(config.router)
 
 
-def draw_operators(canvas: Canvas, config: ChiarConfig) -> None:
+def draw_operators(canvas: Canvas, config: ChiarConfig) -> float:
+    """Where their boxes end."""
     assert config.operators is not None
     count, gap = len(config.operators), 16
     width = (WIDTH - 80 - gap * (count - 1)) // count
@@ -186,5 +213,7 @@ def draw_operators(canvas: Canvas, config: ChiarConfig) -> None:
             note = f"{note}: {bounds[k]}"
         canvas.arrow(CENTRE, canvas.y, x + width / 2, y)
         canvas.box(x, y, width, 46, LABELS.get(operator, operator), operator, note)
-        canvas.arrow(x + width / 2, y + 46, CENTRE, y + 76)
+        if config.light_ffn or operator in ("rbf", "attention"):
+            canvas.arrow(x + width / 2, y + 46, CENTRE, y + 76)
     canvas.y = y + 78
+    return y + 46
