@@ -32,6 +32,7 @@ def test_a_diagram_shows_what_the_configuration_says():
     assert {"layers 1, 3, … 27 (×14)", "layers 2, 4, … 28 (×14)"} <= set(words(presets.get("v4-400m")))
     assert "feed-forward, one for light tokens, one for the others" in words(presets.get("v3-16m", own_ffn=True))
     assert "layers 1–4 (×4)" in words(presets.get("baseline-16m"))
+    assert {"layer 1", "layer 4"} <= set(words(presets.get("v4-16m")))
     assert v3[0] == "t <&> t"
     along = words(
         presets.get("v3-16m", operators=["temporal", "attention"], signal="temporal", temporal_everywhere=True)

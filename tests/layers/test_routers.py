@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from chiar.errors import InputError
+from chiar.layers import routers
 from chiar.layers.context import TokenContext
 from chiar.layers.routers import (
     EntropyRouter,
@@ -11,7 +12,6 @@ from chiar.layers.routers import (
     RandomRouter,
     StaticRouter,
     Weighing,
-    linear_as_sums,
     make_router,
 )
 from chiar.ops.transform import Transform, transform_matrices
@@ -279,15 +279,23 @@ def test_configuration_names_the_router(fields, kind):
     assert type(make_router(small_config(**fields), 1)) is kind
 
 
-def test_a_map_of_few_outputs_as_sums_is_the_product():
-    x, weight, bias = (
-        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, WIDTH), (3, WIDTH), (3,))
-    )
-    found, true = linear_as_sums(x, weight, bias), torch.nn.functional.linear(x, weight, bias)
-    torch.testing.assert_close(found, true)
+@pytest.mark.parametrize("operators", [2, 3, 4])
+@pytest.mark.parametrize("hidden", [0, 5])
+@pytest.mark.parametrize("reads_entropy", [True, False])
+def test_scores_of_a_compiled_layer_are_those_of_a_plain_one(monkeypatch, operators, hidden, reads_entropy):
+    torch.manual_seed(0)
+    router = LearnedRouter(WIDTH, operators, "soft", Weighing("both"), hidden, reads_entropy).double()
+    x, entropy = states(2, 5).double().requires_grad_(), torch.rand(2, 5, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *([entropy] if reads_entropy else []), *router.parameters()]
+    seen = torch.cat([x, entropy[..., None]], dim=-1) if reads_entropy else x
+    true = router.score(seen if router.hidden is None else torch.nn.functional.gelu(router.hidden(seen)))
     grad = torch.randn_like(true)
-    ours, theirs = (torch.autograd.grad(y, (x, weight, bias), grad) for y in (found, true))
-    torch.testing.assert_close(ours, theirs)
+    for compiled in (False, True):
+        monkeypatch.setattr(routers, "joins_a_norm", lambda _, compiled=compiled: compiled)
+        found = router.scores(x, entropy)
+        torch.testing.assert_close(found, true)
+        ours, theirs = (torch.autograd.grad(y, inputs, grad, retain_graph=True) for y in (found, true))
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_each_routed_layer_gets_its_own_thresholds():

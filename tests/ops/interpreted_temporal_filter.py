@@ -9,11 +9,14 @@ from interpreted_packed_attention import relative
 from chiar.ops.temporal_filter import temporal_filter
 
 
-def errors(rows: int, length: int, width: int, window: int) -> list[float]:
+def errors(rows: int, length: int, width: int, window: int, dtype: torch.dtype = torch.float32) -> list[float]:
     """Of y, dx and dtaps."""
     torch.manual_seed(0)
-    x, taps = torch.randn(rows, length, width, requires_grad=True), torch.randn(window, width, requires_grad=True)
-    grad, found = torch.randn(rows, length, width), []
+    x, taps = (
+        torch.randn(rows, length, width).to(dtype).requires_grad_(),
+        torch.randn(window, width, requires_grad=True),
+    )
+    grad, found = torch.randn(rows, length, width).to(dtype), []
     for implementation in ("triton", "torch"):
         y = temporal_filter(x, taps, implementation)
         found.append((y, *torch.autograd.grad(y, (x, taps), grad)))
@@ -22,4 +25,5 @@ def errors(rows: int, length: int, width: int, window: int) -> list[float]:
 
 if __name__ == "__main__":
     cases = [(2, 200, 70, 16), (1, 128, 64, 4), (3, 3, 33, 8), (2, 1, 5, 2), (1, 300, 20, 12), (1, 140, 3, 130)]
-    print(json.dumps({str(case): errors(*case) for case in cases}))
+    found = {str(case): errors(*case) for case in cases}
+    print(json.dumps({"float32": found, "bfloat16": {str(cases[0]): errors(*cases[0], torch.bfloat16)}}))

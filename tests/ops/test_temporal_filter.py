@@ -53,6 +53,7 @@ def test_kernels_in_the_interpreter():
         [sys.executable, str(script)], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for case, errors in json.loads(done.stdout).items():
-        # fp32 sums of up to 400 terms in another order.
-        assert max(errors) < 5e-6, case
+    # fp32 sums of up to 400 terms in another order; y and dx are rounded to bf16 once.
+    for dtype, allowed in (("float32", 5e-6), ("bfloat16", 8e-3)):
+        for case, errors in json.loads(done.stdout)[dtype].items():
+            assert max(errors) < allowed, (dtype, case)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from chiar import presets
 from chiar.errors import InputError
 from chiar.load import count_parameters
 from chiar.studies import toml_file
@@ -42,6 +43,16 @@ def test_routers40m_has_every_control_and_both_ways_of_the_candidates():
         assert sum(config.layer_fractions()) / len(config.routed_layers) <= 0.5
     assert {c.operators[0] for c in candidates.values()} == {"spectral", "temporal", "skip", "bypass"}
     assert {c.signal for c in candidates.values()} == {"features", "temporal"}
+
+
+@pytest.mark.parametrize("name", ["routers40m_even", "routers40m_long"])
+def test_v4_is_what_was_studied(name):
+    study = find(name)
+    studied = plain_config(study, study.variant("deep-eighth")).to_dict()
+    size = {key: studied[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "layer_types")}
+    preset = presets.get("v4-16m", **size, intermediate_size=studied["intermediate_size"]).to_dict()
+    differ = {key for key in preset if preset[key] != studied[key]}
+    assert differ <= {"max_position_embeddings", "vocab_size"}
 
 
 def test_half_the_layers_switched_off_cost_what_half_the_layers_cost():

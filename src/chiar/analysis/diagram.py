@@ -1,9 +1,10 @@
 """Architecture diagrams drawn from a configuration, as self-contained SVG."""
 
 from html import escape
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from chiar.config import ChiarConfig
+from chiar.layers.context import is_light
 
 WIDTH = 640
 CENTRE = WIDTH // 2
@@ -110,7 +111,7 @@ class Canvas:
 
 
 def draw(config: ChiarConfig, title: str) -> str:
-    """The model as SVG: equal neighbouring layers, and layers that take turns, are drawn once."""
+    """The model as SVG: equal neighbouring layers, and layers that alternate, are drawn once."""
     assert config.layer_types is not None
     canvas = Canvas()
     canvas.text(CENTRE, 26, title, size=18, weight="700")
@@ -130,11 +131,12 @@ def draw(config: ChiarConfig, title: str) -> str:
 
 
 def named(layers: list[tuple[str, bool]]) -> list[tuple[tuple[str, bool], str]]:
-    """What to draw, with a name: layers that take turns all the way once each, else equal neighbours once."""
+    """What to draw, with a name: layers that alternate all the way once each, else equal neighbours once."""
     total = len(layers)
-    for period in range(2, total // 3 + 1):
-        if total % period == 0 and layers == layers[:period] * (total // period) and len(set(layers[:period])) > 1:
-            ends = [(layers[k], k + 1, total - period + k + 1) for k in range(period)]
+    for period in range(2, total // 4 + 1):
+        pattern = layers[:period]
+        if layers == pattern * (total // period) and all(a != b for a, b in pairwise(pattern)):
+            ends = [(pattern[k], k + 1, total - period + k + 1) for k in range(period)]
             return [(layer, f"layers {a}, {a + period}, … {b} (×{total // period})") for layer, a, b in ends]
     found, first = [], 1
     for layer, group in groupby(layers):
@@ -169,7 +171,7 @@ def draw_layer(canvas: Canvas, config: ChiarConfig, kind: str, name: str, gated:
         canvas.step(LABELS[kind], kind)
     routed = kind == "routed"
     whose = "one for light tokens, one for the others" if config.own_ffn else "shared by the operators"
-    label = f"feed-forward, {whose}" if routed and (config.light_ffn or config.own_ffn) else "feed-forward"
+    label = f"feed-forward, {whose}" if routed and config.light_ffn else "feed-forward"
     hidden = "4D" if config.intermediate_size == 4 * config.hidden_size else str(config.intermediate_size)
     note = f"D → {hidden} → D, GELU" if config.light_ffn or not routed else "light tokens skip it"
     canvas.box(CENTRE - 160, canvas.y, 320, 44, label, "plain", note)
@@ -200,7 +202,7 @@ def rule(config: ChiarConfig) -> str:
 
 
 def draw_operators(canvas: Canvas, config: ChiarConfig) -> float:
-    """Where their boxes end."""
+    """The operators of a routed layer side by side; returns where their boxes end."""
     assert config.operators is not None
     count, gap = len(config.operators), 16
     width = (WIDTH - 80 - gap * (count - 1)) // count
@@ -213,7 +215,7 @@ def draw_operators(canvas: Canvas, config: ChiarConfig) -> float:
             note = f"{note}: {bounds[k]}"
         canvas.arrow(CENTRE, canvas.y, x + width / 2, y)
         canvas.box(x, y, width, 46, LABELS.get(operator, operator), operator, note)
-        if config.light_ffn or operator in ("rbf", "attention"):
+        if config.light_ffn or not is_light(operator):
             canvas.arrow(x + width / 2, y + 46, CENTRE, y + 76)
     canvas.y = y + 78
     return y + 46

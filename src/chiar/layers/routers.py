@@ -15,7 +15,7 @@ from chiar.layers.groups import counted_tokens, leads, shares
 from chiar.ops.hash import uniform_hash
 
 FEW = 3
-"""Outputs up to which a compiled map is faster as sums."""
+"""Outputs up to which a compiled map is written as sums."""
 
 
 @dataclass
@@ -165,6 +165,11 @@ class EntropyRouter(DerivedBuffers):
         return Route(choice_BT, weights_BTK, log_p_BTK.exp(), score_BT=entropy_BT, counted_BT=counted_BT)
 
 
+def joins_a_norm(x_BTD: Tensor) -> bool:
+    """Whether a compiler that joins sums over x to the norm before them is at work, on a device where it pays."""
+    return torch.compiler.is_compiling() and x_BTD.is_cuda
+
+
 def linear_as_sums(x_BTD: Tensor, weight_KD: Tensor, bias_K: Tensor) -> Tensor:
     """F.linear for few outputs, which a compiled layer takes along while it reads x for its norm."""
     return torch.stack([(x_BTD * weight_D).sum(-1) for weight_D in weight_KD], dim=-1) + bias_K
@@ -202,16 +207,16 @@ class LearnedRouter(nn.Module):
             hidden = F.gelu(self.read(self.hidden, seen, entropy_BT))
             return F.linear(hidden, self.score.weight.to(dtype), self.score.bias.to(dtype))
 
-    def read(self, map: nn.Linear, seen_BTD: Tensor, entropy_BT: Tensor | None) -> Tensor:
-        """The map of [x; H] without putting them together, which would copy every token."""
+    def read(self, linear: nn.Linear, seen_BTD: Tensor, entropy_BT: Tensor | None) -> Tensor:
+        """The map of [x; H] without putting the two together."""
         width, dtype = seen_BTD.shape[-1], seen_BTD.dtype
-        weight_KD, bias_K = map.weight[:, :width].to(dtype), map.bias.to(dtype)
-        fused = torch.compiler.is_compiling() and seen_BTD.is_cuda and len(weight_KD) <= FEW
-        scores_BTK = (linear_as_sums if fused else F.linear)(seen_BTD, weight_KD, bias_K)
+        weight_KD, bias_K = linear.weight[:, :width].to(dtype), linear.bias.to(dtype)
+        as_sums = len(weight_KD) <= FEW and joins_a_norm(seen_BTD)
+        scores_BTK = (linear_as_sums if as_sums else F.linear)(seen_BTD, weight_KD, bias_K)
         if not self.reads_entropy:
             return scores_BTK
         assert entropy_BT is not None
-        return scores_BTK + entropy_BT[..., None].to(dtype) * map.weight[:, width].to(dtype)
+        return scores_BTK + entropy_BT[..., None].to(dtype) * linear.weight[:, width].to(dtype)
 
     def forward(
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None

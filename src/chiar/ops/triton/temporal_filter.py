@@ -1,6 +1,8 @@
 """The filter along time and its gradients. A tile of tokens and channels stays in the first cache while it is read W
-times, so that memory sees each number once; the taps' gradients stay in registers while a program walks along time."""
+times, so that each kernel has it from memory once; the taps' gradients stay in registers while a program walks along
+time."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,7 +12,7 @@ from chiar.ops.triton.launch import current
 # The fastest of those tried at widths 384 and 1024 on an H200.
 ROWS, COLUMNS, WARPS = 64, 64, 4
 STEPS, TAP_COLUMNS, TAP_WARPS = 16, 64, 2
-PRODUCTS = 128  # products of one channel that a program of the taps' gradients holds: taps × tokens
+PRODUCTS = 128  # of one channel in a program of the taps' gradients: taps × tokens
 
 
 @triton.jit
@@ -72,8 +74,8 @@ def _tap_gradients(
     tl.store(sums_ptr + places_2d, tl.sum(products, 1), mask=(taps_2d < W) & (columns_2d < width))
 
 
-def shifted_sum(x_BTD: Tensor, taps_WD: Tensor, ahead: bool) -> Tensor:
-    y_BTD = x_BTD.new_empty(x_BTD.shape)
+def filtered(x_BTD: Tensor, taps_WD: Tensor, ahead: bool, dtype: torch.dtype) -> Tensor:
+    y_BTD = x_BTD.new_empty(x_BTD.shape, dtype=dtype)
     B, T, D = x_BTD.shape
     grid = triton.cdiv(T, ROWS), triton.cdiv(D, COLUMNS), B
     with current(x_BTD):
@@ -84,7 +86,7 @@ def shifted_sum(x_BTD: Tensor, taps_WD: Tensor, ahead: bool) -> Tensor:
 
 
 def triton_forward(x_BTD: Tensor, taps_WD: Tensor) -> Tensor:
-    return shifted_sum(x_BTD, taps_WD, ahead=False)
+    return filtered(x_BTD, taps_WD, ahead=False, dtype=x_BTD.dtype)
 
 
 def triton_backward(grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,10 +94,12 @@ def triton_backward(grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor) -> tuple[T
     W = len(taps_WD)
     taps = triton.next_power_of_2(W)
     rows = max(1, PRODUCTS // taps)
+    columns = max(16, TAP_COLUMNS * PRODUCTS // (rows * taps))
     blocks = triton.cdiv(T, rows * STEPS)
-    sums_PWD = taps_WD.new_empty(B * blocks, W, D)
+    sums_PWD = taps_WD.new_empty(B * blocks, W, D, dtype=torch.float32)
     with current(x_BTD):
-        _tap_gradients[blocks, triton.cdiv(D, TAP_COLUMNS), B](
-            grad_BTD, x_BTD, sums_PWD, T, D, W, taps, rows, TAP_COLUMNS, STEPS, num_warps=TAP_WARPS
+        _tap_gradients[blocks, triton.cdiv(D, columns), B](
+            grad_BTD, x_BTD, sums_PWD, T, D, W, taps, rows, columns, STEPS, num_warps=TAP_WARPS
         )
-    return shifted_sum(grad_BTD, taps_WD, ahead=True).to(x_BTD.dtype), sums_PWD.sum(0)
+    dx_BTD = filtered(grad_BTD, taps_WD, ahead=True, dtype=x_BTD.dtype)
+    return dx_BTD, sums_PWD.sum(0).to(taps_WD.dtype)

@@ -2,7 +2,8 @@
 
 With embeddings of scale 0.02 and filters that begin at 1 a light layer adds LN(x), fifty times as large as x, and a
 dark one does not: in routers40m and routers40m_steps a token's scale depends on its first routes. Here streams begin at
-scale 1 and light filters add nothing at first, in every variant, controls too.
+scale 1 and light filters add nothing at first, in every variant, controls too. v4 and what could stand in its place are
+here besides.
 """
 
 from dataclasses import replace
