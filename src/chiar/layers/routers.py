@@ -208,15 +208,17 @@ class LearnedRouter(nn.Module):
             return F.linear(hidden, self.score.weight.to(dtype), self.score.bias.to(dtype))
 
     def read(self, linear: nn.Linear, seen_BTD: Tensor, entropy_BT: Tensor | None) -> Tensor:
-        """The map of [x; H] without putting the two together."""
+        """The map of [x; H]."""
         width, dtype = seen_BTD.shape[-1], seen_BTD.dtype
-        weight_KD, bias_K = linear.weight[:, :width].to(dtype), linear.bias.to(dtype)
-        as_sums = len(weight_KD) <= FEW and joins_a_norm(seen_BTD)
-        scores_BTK = (linear_as_sums if as_sums else F.linear)(seen_BTD, weight_KD, bias_K)
-        if not self.reads_entropy:
-            return scores_BTK
-        assert entropy_BT is not None
-        return scores_BTK + entropy_BT[..., None].to(dtype) * linear.weight[:, width].to(dtype)
+        weight, bias_K = linear.weight.to(dtype), linear.bias.to(dtype)
+        entropy_BT1 = None
+        if self.reads_entropy:
+            assert entropy_BT is not None
+            entropy_BT1 = entropy_BT[..., None].to(dtype)
+        if len(weight) <= FEW and joins_a_norm(seen_BTD):
+            scores_BTK = linear_as_sums(seen_BTD, weight[:, :width], bias_K)
+            return scores_BTK if entropy_BT1 is None else scores_BTK + entropy_BT1 * weight[:, width]
+        return F.linear(seen_BTD if entropy_BT1 is None else torch.cat([seen_BTD, entropy_BT1], -1), weight, bias_K)
 
     def forward(
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
