@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from chiar import presets
 from chiar.data.tokenizers import Tokenizer
-from chiar.modeling import ChiarForCausalLM
+from chiar.model.modeling import ChiarForCausalLM
 from chromium import NoBrowser, Watched, chromium
 
 TEXT = "Light tokens take the cheap filter and dark ones attend to everything before them. "

@@ -16,7 +16,7 @@ import transformers
 from transformers.utils import logging
 
 from chiar import ChiarForCausalLM, presets
-from chiar.author_checkpoint import import_checkpoint
+from chiar.model.author_checkpoint import import_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
 # fp32 on both sides: sums in another order over four layers and a few hundred terms.

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from chiar import presets
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
-from chiar.inputs import make_context
+from chiar.kernels.transform import Transform
 from chiar.layers.attention import rotate
 from chiar.layers.block import Block, FeedForward, make_norm
 from chiar.layers.context import TokenContext, visible_keys
-from chiar.ops.transform import Transform
+from chiar.model.inputs import make_context
 from chiar.routing.flops import visible_pairs
 from timed import Routes, Setting, TimedModel, Work
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
-from chiar.modeling import ChiarForCausalLM
-from chiar.ops.linear_cross_entropy import linear_cross_entropy
+from chiar.kernels.linear_cross_entropy import linear_cross_entropy
+from chiar.model.modeling import ChiarForCausalLM
 from chiar.routing.flops import count_flops, operator_shares
 
 Routes = Mapping[int, Tensor]

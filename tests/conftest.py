@@ -17,7 +17,7 @@ from chiar.layers.meta_router import Gate
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.spectral import SpectralFilter
 from chiar.layers.temporal import TemporalFilter
-from chiar.modeling import ChiarForCausalLM
+from chiar.model.modeling import ChiarForCausalLM
 from helpers import ALONG_TIME
 
 THREE = ["spectral", "rbf", "attention"]

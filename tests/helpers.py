@@ -4,7 +4,7 @@ import torch
 
 from chiar import presets
 from chiar.config import ChiarConfig
-from chiar.modeling import ChiarForCausalLM
+from chiar.model.modeling import ChiarForCausalLM
 
 VOCABULARY = 23
 TEMPORAL = ["temporal", "attention"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import transcription
-from chiar.ops.basis import basis_matrix
+from chiar.kernels.basis import basis_matrix
 from helpers import mixed_routes, padding_mask, random_model, small_config, token_ids
 from routed import OPTIONS as ROUTER_OPTIONS
 from routed import options

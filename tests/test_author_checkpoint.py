@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from chiar import ChiarForCausalLM, ChiarForSequenceClassification
-from chiar.author_checkpoint import PUBLISHED_TAU, convert, import_checkpoint, read_file, read_tensors
 from chiar.errors import InputError
-from chiar.ops.basis import basis_matrix
-from chiar.ops.spectral_entropy import spectral_entropy
-from chiar.ops.transform import make_transform
+from chiar.kernels.basis import basis_matrix
+from chiar.kernels.spectral_entropy import spectral_entropy
+from chiar.kernels.transform import make_transform
+from chiar.model.author_checkpoint import PUBLISHED_TAU, convert, import_checkpoint, read_file, read_tensors
 from transcription import Options, forward
 
 GOLDEN = Path(__file__).parent / "golden"

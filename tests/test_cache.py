@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from chiar.cache import ChiarCache
 from chiar.errors import InputError
+from chiar.model.cache import ChiarCache
 from helpers import ALONG_TIME
 
 ROWS, TOKENS, VOCABULARY = 3, 10, 257
@@ -257,9 +257,9 @@ def test_a_gate_frozen_per_row_follows_its_beam(lively, ids, left_mask):
 def test_foreign_caches_are_refused(lively, ids):
     model = lively({})
     for cache, name in [(DynamicCache(), "DynamicCache"), (((),), "tuple")]:
-        with pytest.raises(TypeError, match=f"needs a chiar.cache.ChiarCache, got .*{name}"):
+        with pytest.raises(TypeError, match=f"needs a chiar.model.cache.ChiarCache, got .*{name}"):
             model(ids, past_key_values=cache)
-    with pytest.raises(TypeError, match=r"needs a chiar\.cache\.ChiarCache"):
+    with pytest.raises(TypeError, match=r"needs a chiar\.model\.cache\.ChiarCache"):
         greedy(model, ids, past_key_values=DynamicCache())
 
 

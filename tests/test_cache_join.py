@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from chiar.cache import ChiarCache
 from chiar.errors import InputError
+from chiar.model.cache import ChiarCache
 from helpers import ALONG_TIME
 
 SOME = {

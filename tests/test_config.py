@@ -8,7 +8,7 @@ import torch
 from chiar import ChiarConfig, ChiarForCausalLM, ChiarForSequenceClassification, presets
 from chiar.config_checks import CHOICES
 from chiar.errors import InputError, unknown_name
-from chiar.ops.white_noise import white_noise_entropy
+from chiar.kernels.white_noise import white_noise_entropy
 
 THREE = ["spectral", "rbf", "attention"]
 

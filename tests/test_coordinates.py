@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from chiar.config import ChiarConfig
-from chiar.coordinates import fold_filters, to_feature_coordinates, to_spectral_coordinates
 from chiar.errors import InputError
-from chiar.heads import read_heads, save_heads
-from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification
-from chiar.ops.basis import basis_matrix
+from chiar.kernels.basis import basis_matrix
+from chiar.model.coordinates import fold_filters, to_feature_coordinates, to_spectral_coordinates
+from chiar.model.heads import read_heads, save_heads
+from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 from commands import run
 from helpers import padding_mask, random_model, randomise, small_config, token_ids
 

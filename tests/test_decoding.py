@@ -8,9 +8,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from chiar import decoding
-from chiar.decoding import FastDecoder, Inputs
 from chiar.errors import InputError
 from chiar.layers.ragged import ROOM, Shelf
+from chiar.model.decoding import FastDecoder, Inputs
 from helpers import ALONG_TIME, mixed_routes, random_model, small_config, token_ids
 
 ROWS, TOKENS, NEW = 3, 10, 8

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from chiar.load import load_config
+from chiar.model.load import load_config
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "demo.sh"
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from chiar import ChiarForCausalLM, extensions, presets, register_operator, register_router
+from chiar import ChiarForCausalLM, presets, register_operator, register_router, registry
 from chiar.analysis.flop_tables import flop_json
-from chiar.coordinates import to_spectral_coordinates
 from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.explore.steering import ways_to_steer, why_not
 from chiar.layers import sparse
 from chiar.layers.routers import ChoiceRouter
+from chiar.model.coordinates import to_spectral_coordinates
 from chiar.routing.flops import count_flops, operator_shares
 from chiar.training import weights
 from commands import run
@@ -27,14 +27,14 @@ BLOCKS = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs" / "exten
 @pytest.fixture(autouse=True)
 def own_names(monkeypatch):
     """Nothing registered here outlives the test."""
-    monkeypatch.setenv(extensions.PLUGINS, "")
+    monkeypatch.setenv(registry.PLUGINS, "")
     yield
     forget()
 
 
 def forget():
-    extensions.ROUTERS.clear()
-    extensions.OPERATORS.clear()
+    registry.ROUTERS.clear()
+    registry.OPERATORS.clear()
     for name in [name for name in sys.modules if name.startswith("chiar_plugin_")]:
         del sys.modules[name]
 
@@ -66,7 +66,7 @@ def test_the_blocks_are_found():
 def test_router_and_operator_run_sparsely_as_densely(files, norm_position, light_ffn, packed, monkeypatch):
     if packed:
         monkeypatch.setattr(sparse, "host_sees_routes", lambda device: False)
-    extensions.add_plugins(["words.py", "scale.py"])
+    registry.add_plugins(["words.py", "scale.py"])
     design = {"norm_position": norm_position, "light_ffn": light_ffn, "keys": "routed", "gate_pool": "causal"}
     model = build(router="frequent", operators=["scale", "attention"], **design)
     found = {}
@@ -84,7 +84,7 @@ def test_router_and_operator_run_sparsely_as_densely(files, norm_position, light
 
 
 def test_a_cache_gives_the_same(files):
-    extensions.add_plugins(["words.py", "scale.py"])
+    registry.add_plugins(["words.py", "scale.py"])
     model = build(router="frequent", operators=["scale", "attention"], gate_pool="causal")
     ids, cache, steps = words(), None, []
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_a_cache_gives_the_same(files):
 
 
 def test_flops_are_what_was_said(files):
-    extensions.add_plugins(["scale.py"])
+    registry.add_plugins(["scale.py"])
     register_router("even", lambda config, layer: ChoiceRouter(2), flops=lambda config: 7.0)
     config = presets.get("v3-tiny", router="even", operators=["scale", "attention"])
     counted = count_flops(config, 16, operator_shares(config, 0.25))
@@ -144,7 +144,7 @@ def test_the_command_takes_a_plugin(files, tmp_path):
 
 
 def test_the_page_shows_them_and_has_nothing_to_move(files):
-    extensions.add_plugins(["words.py", "scale.py"])
+    registry.add_plugins(["words.py", "scale.py"])
     model = build(256, router="frequent", operators=["scale", "attention"], gate_pool="causal").float()
     model.save_pretrained("model")
     code, output = run("report", "model", "--prompt", "abc", "--out", "report.html")
@@ -155,7 +155,7 @@ def test_the_page_shows_them_and_has_nothing_to_move(files):
 
 
 def test_training_begins_with_the_weights_it_sets_and_loading_brings_back_others(files, tmp_path):
-    extensions.add_plugins(["scale.py"])
+    registry.add_plugins(["scale.py"])
     config = presets.get("v3-tiny", vocab_size=61, dropout=0.0, operators=["scale", "attention"], gate_pool="causal")
     model = weights.build(config, {}, 0).language
     scales = [layer.operators["scale"].weight for layer in model.model.layers if "scale" in layer.operators]
@@ -188,7 +188,7 @@ def test_what_could_not_be_drawn_or_loaded_is_refused(kind, message):
 
 
 def test_a_rotation_is_refused(files):
-    extensions.add_plugins(["scale.py"])
+    registry.add_plugins(["scale.py"])
     model = build(operators=["scale", "attention"], norm_position="pre", norm="rmsnorm", filter_gamma=False)
     with pytest.raises(InputError, match="operator of your own"):
         to_spectral_coordinates(model)
@@ -203,16 +203,16 @@ def test_plugins_of_one_name_and_with_dataclasses(tmp_path):
             "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom chiar import register_router\n"
             f"@dataclass\nclass Options:\n    share: float = 0.5\nregister_router('{folder}', lambda *_: None)\n"
         )
-        extensions.add_plugins([str(path)])
-    assert set(extensions.ROUTERS) == {"a", "b"}
+        registry.add_plugins([str(path)])
+    assert set(registry.ROUTERS) == {"a", "b"}
 
 
 def test_processes_started_from_here_know_the_plugin(files, monkeypatch):
-    extensions.add_plugins(["words.py"])
+    registry.add_plugins(["words.py"])
     forget()
     monkeypatch.chdir("/")
-    extensions.load_plugins()
-    assert "frequent" in extensions.ROUTERS
+    registry.load_plugins()
+    assert "frequent" in registry.ROUTERS
 
 
 def test_the_corpus_is_prepared(files, monkeypatch):

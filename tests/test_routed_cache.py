@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from chiar.cache import ChiarCache
 from chiar.errors import InputError
 from chiar.layers.ragged import BLOCK, LEAST, ROOM, Shelf
 from chiar.layers.sparse import run_sparse
+from chiar.model.cache import ChiarCache
 from helpers import VOCABULARY, mixed_routes, random_model, small_config, token_ids
 
 ROWS, TOKENS = 3, 90

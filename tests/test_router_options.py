@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from chiar import ChiarForCausalLM
-from chiar.coordinates import to_spectral_coordinates
 from chiar.errors import InputError
-from chiar.inputs import make_context
+from chiar.kernels.spectral_entropy import spectral_entropy
+from chiar.kernels.transform import Transform
 from chiar.layers.context import TokenContext
 from chiar.layers.routers import Route, Weighing
-from chiar.ops.spectral_entropy import spectral_entropy
-from chiar.ops.transform import Transform
+from chiar.model.coordinates import to_spectral_coordinates
+from chiar.model.inputs import make_context
 from chiar.routing.budget import budget_loss
 from chiar.training.graphs import PLAIN, GraphedPasses
 from helpers import mixed_routes, random_model, randomise, small_config, token_ids

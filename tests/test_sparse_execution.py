@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
+from chiar.kernels import packing
+from chiar.kernels import rows as rows_module
 from chiar.layers import block, sparse, sparse_sorted
-from chiar.ops import packing
-from chiar.ops import rows as rows_module
 from routed import OPTIONS, options
 
 B, T = 3, 12

@@ -7,9 +7,9 @@ import torch
 
 from chiar import RoutingTrace
 from chiar.errors import InputError
+from chiar.kernels.hash import uniform_hash
+from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.layers.context import TokenContext
-from chiar.ops.hash import uniform_hash
-from chiar.ops.spectral_entropy import spectral_entropy
 from chiar.routing.trace import LayerTrace
 
 ROWS, TOKENS, VOCABULARY = 3, 9, 257

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from chiar import presets
-from chiar.modeling import ChiarForCausalLM
+from chiar.model.modeling import ChiarForCausalLM
 from helpers import mixed_routes, padding_mask, random_model, small_config, token_ids
 
 ROWS, TOKENS = 2, 8

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chiar import ChiarForCausalLM, presets
-from chiar.ops.decode_attention import decode_attention
+from chiar.kernels.decode_attention import decode_attention
 
 say = partial(print, flush=True)
 
@@ -210,7 +210,7 @@ def speed(repeats: int) -> None:
 
 
 def sweep(repeats: int) -> None:
-    from chiar.ops.triton import decode_attention as module
+    from chiar.kernels.triton import decode_attention as module
 
     usual = module.PROGRAMS
     for programs in (1024, 2048, 4096, 8192, 16384):

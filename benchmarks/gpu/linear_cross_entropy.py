@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chiar.ops import linear_cross_entropy as module
-from chiar.ops.linear_cross_entropy import linear_cross_entropy
+from chiar.kernels import linear_cross_entropy as module
+from chiar.kernels.linear_cross_entropy import linear_cross_entropy
 
 say = partial(print, flush=True)
 
@@ -199,7 +199,7 @@ def speed(rows: int, repeats: int) -> None:
 
 def kernel_settings(repeats: int) -> None:
     """The kernel alone, with other blocks and numbers of warps."""
-    from chiar.ops.triton import softmax_gradient as kernel
+    from chiar.kernels.triton import softmax_gradient as kernel
 
     rows, padded = 4096, VOCABULARY + -VOCABULARY % module.COLUMN_MULTIPLE
     logits = torch.zeros(rows, padded, device="cuda", dtype=torch.bfloat16)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from chiar.ops.packed_attention import packed_attention, visible_counts
+from chiar.kernels.packed_attention import packed_attention, visible_counts
 
 say = partial(print, flush=True)
 
@@ -222,7 +222,7 @@ def speed(repeats: int) -> None:
 
 def sweep(repeats: int) -> None:
     """Each kernel by itself, with other tiles."""
-    from chiar.ops.triton import packed_attention as module
+    from chiar.kernels.triton import packed_attention as module
 
     usual = module.tiles
     for B, T in SHAPES:

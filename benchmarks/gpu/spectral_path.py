@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from chiar.ops.basis import basis_matrix
-from chiar.ops.spectral_entropy import spectral_entropy
-from chiar.ops.transform import Transform, apply_filter, make_transform
+from chiar.kernels.basis import basis_matrix
+from chiar.kernels.spectral_entropy import spectral_entropy
+from chiar.kernels.transform import Transform, apply_filter, make_transform
 
 say = partial(print, flush=True)
 # H is a sum over the row in fp32, by TF32 products of 10 bits; a filtered row is bf16 (8 bits) after two products.

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chiar.ops.temporal_filter import temporal_filter
+from chiar.kernels.temporal_filter import temporal_filter
 
 say = partial(print, flush=True)
 # y and dx are rounded to bf16 once; dtaps is an fp32 sum over all tokens of products of bf16 numbers.

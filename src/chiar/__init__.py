@@ -8,13 +8,13 @@ __version__ = "0.1.0"
 # Loaded on first use, so that `import chiar` and `chiar --help` stay quick.
 _HOMES = {
     "ChiarConfig": "chiar.config",
-    "ChiarModel": "chiar.modeling",
-    "ChiarForCausalLM": "chiar.modeling",
-    "ChiarForSequenceClassification": "chiar.modeling",
+    "ChiarModel": "chiar.model.modeling",
+    "ChiarForCausalLM": "chiar.model.modeling",
+    "ChiarForSequenceClassification": "chiar.model.modeling",
     "RoutingTrace": "chiar.routing.trace",
     "presets": "chiar.presets",
-    "register_operator": "chiar.extensions",
-    "register_router": "chiar.extensions",
+    "register_operator": "chiar.registry",
+    "register_router": "chiar.registry",
 }
 __all__ = [
     "ChiarConfig",
@@ -30,9 +30,9 @@ __all__ = [
 if TYPE_CHECKING:
     from chiar import presets
     from chiar.config import ChiarConfig
-    from chiar.decoder import ChiarModel
-    from chiar.extensions import register_operator, register_router
-    from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification
+    from chiar.model.decoder import ChiarModel
+    from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
+    from chiar.registry import register_operator, register_router
     from chiar.routing.trace import RoutingTrace
 
 

@@ -14,10 +14,10 @@ from chiar.data.cli import data_app
 from chiar.errors import InputError
 from chiar.evaluation.cli import compare, evaluate
 from chiar.explore.cli import explore, report
-from chiar.extensions import add_plugins, load_plugins
 from chiar.figures.cli import curves, figures_app
 from chiar.generation.cli import generate
 from chiar.nulltest.cli import nulltest
+from chiar.registry import add_plugins, load_plugins
 from chiar.reproduce.cli import reproduce
 from chiar.serving.cli import serve
 from chiar.studies.cli import study_app
@@ -91,7 +91,7 @@ def options(
 
 
 def write_json(out: Path, text: str) -> None:
-    from chiar.folders import write_new
+    from chiar.files import write_new
 
     if str(out) == "-":
         typer.echo(text)
@@ -107,7 +107,7 @@ def presets_command() -> None:
 
     from chiar import presets
     from chiar.config_checks import LAYER_TYPES
-    from chiar.load import count_parameters
+    from chiar.model.load import count_parameters
 
     table = Table("preset", "parameters", "D", "heads", "layers", "positions", "operators", "router", "gate", box=None)
     for name in presets.NAMES:
@@ -139,7 +139,7 @@ def flops(
 ) -> None:
     """Count forward FLOPs per token for CHIAR and its dense baseline, beside the paper's claims."""
     from chiar.analysis.flop_tables import flop_json, flop_tables
-    from chiar.load import load_config
+    from chiar.model.load import load_config
 
     try:
         lengths = [int(part) for part in length.split(",")]
@@ -205,7 +205,7 @@ def import_checkpoint_command(
     """Convert a checkpoint of the author's code into a folder that from_pretrained opens."""
     from transformers.utils import logging
 
-    from chiar.author_checkpoint import import_checkpoint
+    from chiar.model.author_checkpoint import import_checkpoint
 
     logging.disable_progress_bar()
     imported = import_checkpoint(file, out, tau=tau, routing=routing, classifier_pool=pool)
@@ -228,7 +228,7 @@ def convert(
     """Fold the basis into the weights (pre-norm RMSNorm models): the same outputs without any transform, or back."""
     from transformers.utils import logging
 
-    from chiar.coordinates import convert_folder
+    from chiar.model.coordinates import convert_folder
 
     logging.disable_progress_bar()
     converted = convert_folder(model, out, coordinates)
@@ -252,7 +252,7 @@ def trace(
     from chiar.analysis.trace_csv import routing_csv
     from chiar.analysis.trace_picture import draw_routing
     from chiar.analysis.trace_view import route_text, views
-    from chiar.folders import check_new, write_new
+    from chiar.files import check_new, write_new
 
     printed = [name for name, out in (("--json", json), ("--csv", csv)) if str(out) == "-"]
     if len(printed) == 2:
@@ -283,8 +283,8 @@ def diagram(
 ) -> None:
     """Draw the architecture of a configuration as SVG."""
     from chiar.analysis.diagram import draw
-    from chiar.folders import write_new
-    from chiar.load import load_config
+    from chiar.files import write_new
+    from chiar.model.load import load_config
 
     check_svg(out)
     write_new(out, draw(load_config(model), title=Path(model).name), overwrite)

@@ -5,10 +5,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from chiar import config_checks, extensions
+from chiar import config_checks, registry
 from chiar.config_checks import LIGHT_LAYERS, ROUTINGS_OF_ROUTER
 from chiar.errors import InputError, refuse_misspelt
-from chiar.ops.white_noise import white_noise_entropy
+from chiar.kernels.white_noise import white_noise_entropy
 
 AUTO_CLASSES = {
     "AutoConfig": "ChiarConfig",
@@ -233,21 +233,21 @@ class ChiarConfig(PreTrainedConfig):
     @property
     def weights_have_gradient(self) -> bool:
         """Whether what an operator's output is multiplied by depends on a score, not on the choice alone."""
-        if self.router in extensions.ROUTERS:
-            return extensions.ROUTERS[self.router].has_gradient
+        if self.router in registry.ROUTERS:
+            return registry.ROUTERS[self.router].has_gradient
         return self.router == "learned" or (self.router == "entropy" and self.entropy_gradient == "straight_through")
 
     @property
     def router_reads_entropy(self) -> bool:
-        if self.router in extensions.ROUTERS:
-            return extensions.ROUTERS[self.router].reads_entropy
+        if self.router in registry.ROUTERS:
+            return registry.ROUTERS[self.router].reads_entropy
         return self.router == "entropy" or (self.router == "learned" and self.router_reads == "state_and_entropy")
 
     @property
     def router_reads_state(self) -> bool:
         """Whether it reads more of x than its shape."""
-        if self.router in extensions.ROUTERS:
-            return extensions.ROUTERS[self.router].reads_state
+        if self.router in registry.ROUTERS:
+            return registry.ROUTERS[self.router].reads_state
         return self.router == "learned"
 
     @property

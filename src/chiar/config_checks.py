@@ -3,7 +3,7 @@
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
-from chiar import extensions
+from chiar import registry
 from chiar.errors import InputError, unknown_name
 from chiar.layers.context import LIGHT_OPERATORS
 from chiar.routing.options import check_router_options
@@ -69,7 +69,7 @@ def check_names(config: Any) -> None:
     """Whether every choice is one of those there are."""
     for name, allowed in CHOICES.items():
         if name == "router":
-            allowed = (*allowed, *extensions.ROUTERS)
+            allowed = (*allowed, *registry.ROUTERS)
         if getattr(config, name) not in allowed:
             own = "A router of your own? Import it first, or give its file with --plugin." if name == "router" else ""
             raise unknown_name(name, getattr(config, name), allowed, own)
@@ -77,9 +77,9 @@ def check_names(config: Any) -> None:
         if kind not in LAYER_TYPES:
             raise unknown_name("layer type", kind, LAYER_TYPES)
     for operator in config.operators:
-        if operator not in (*OPERATORS, *extensions.OPERATORS):
+        if operator not in (*OPERATORS, *registry.OPERATORS):
             own = "An operator of your own? Import it first, or give its file with --plugin."
-            raise unknown_name("operator", operator, (*OPERATORS, *extensions.OPERATORS), own)
+            raise unknown_name("operator", operator, (*OPERATORS, *registry.OPERATORS), own)
 
 
 def check_sizes(config: Any) -> None:
@@ -151,7 +151,7 @@ def check_temporal_sizes(config: Any) -> None:
 
 def check_routing(config: Any) -> None:
     """Operators, router, routing and thresholds that go together."""
-    sets = [*OPERATOR_SETS, *([light, "attention"] for light in extensions.OPERATORS)]
+    sets = [*OPERATOR_SETS, *([light, "attention"] for light in registry.OPERATORS)]
     if list(config.operators) not in sets:
         allowed = " or ".join(str(names) for names in sets)
         raise InputError(f"operators={config.operators} is not supported: use {allowed}.")

@@ -21,7 +21,7 @@ from chiar.analysis.theorem import (
     klt_of,
 )
 from chiar.errors import InputError
-from chiar.ops.basis import dct_matrix
+from chiar.kernels.basis import dct_matrix
 from commands import run
 
 

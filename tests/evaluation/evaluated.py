@@ -8,7 +8,7 @@ from chiar.data.prepare import prepare
 from chiar.data.shards import Corpus
 from chiar.data.text import Text
 from chiar.data.tokenizer_choice import TokenizerChoice
-from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification
+from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 from helpers import randomise, small_config
 
 BYTES = TokenizerChoice("bytes")

@@ -4,10 +4,10 @@ import pytest
 import torch
 from evaluated import tiny_model
 
+from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.evaluation.continuations import Pair, StopAtText, continue_texts, fit, score_continuations
 from chiar.generation.stream import Sampling
-from chiar.tokens import TextCodec
 
 PAIRS = [Pair(list(a), list(b)) for a, b in [(b"light", b" and dark"), (b"x", b"y"), (b"filter the", b" tokens of a")]]
 BYTES = TextCodec(None, None)

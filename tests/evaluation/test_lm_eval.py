@@ -9,11 +9,11 @@ import pytest
 import torch
 from evaluated import LENGTH, language_corpus, save, tiny_model
 
+from chiar.data.tokens import TextCodec
 from chiar.evaluation.continuations import continue_texts
 from chiar.evaluation.downstream import OFFLINE, stay_offline
 from chiar.evaluation.perplexity import measure_perplexity, windows
 from chiar.generation.stream import Sampling
-from chiar.tokens import TextCodec
 from commands import run
 
 END = 256

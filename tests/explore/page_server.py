@@ -10,7 +10,7 @@ from chiar.data.tokenizers import Tokenizer
 from chiar.explore.loaded import open_models
 from chiar.explore.server import Explorer, make_app
 from chiar.explore.start import listen, make_server
-from chiar.modeling import ChiarForCausalLM
+from chiar.model.modeling import ChiarForCausalLM
 from helpers import randomise, small_config
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from chiar.data.tokenizers import Tokenizer
+from chiar.data.tokens import TextCodec
 from chiar.explore.pieces import BROKEN, PART, Pieces
-from chiar.tokens import TextCodec
 
 
 def shown(codec, ids):

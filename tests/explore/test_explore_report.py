@@ -9,7 +9,7 @@ from page_server import save_model
 from chiar.analysis.trace_picture import LIGHT, NAMES, RAMPS
 from chiar.evaluation.report import EvaluationReport, LanguageScores, LayerUse, RoutingUse
 from chiar.explore.report import STATIC, as_data, digest, table
-from chiar.load import load_config
+from chiar.model.load import load_config
 from commands import run
 
 HOSTILE = '</script><script>alert("x")</script> & \u202e \x1b[31m'

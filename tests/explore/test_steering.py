@@ -5,7 +5,7 @@ import torch
 
 from chiar.errors import InputError
 from chiar.explore.steering import Steering, cut_at, moved_thresholds, steered, ways_to_steer, why_not
-from chiar.modeling import ChiarForCausalLM
+from chiar.model.modeling import ChiarForCausalLM
 
 IDS = torch.randint(0, 200, (1, 24), generator=torch.Generator().manual_seed(1))
 SCORED = {

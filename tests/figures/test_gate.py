@@ -11,7 +11,7 @@ from chiar.analysis.chart import Line
 from chiar.analysis.curves import open_curves
 from chiar.errors import InputError
 from chiar.figures.gate import BARS, draw_gate, gates_of, outline
-from chiar.modeling import ChiarForCausalLM
+from chiar.model.modeling import ChiarForCausalLM
 from chiar.training.trainer import open_rows
 
 

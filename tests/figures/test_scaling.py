@@ -10,7 +10,7 @@ from chiar.analysis.chart import size_name, size_ticks
 from chiar.errors import InputError
 from chiar.evaluation.report import ClassScores
 from chiar.figures.scaling import draw_scaling, gap, lines, read_points
-from chiar.load import count_parameters
+from chiar.model.load import count_parameters
 
 
 def pair(folder):

@@ -6,11 +6,11 @@ from typer.testing import CliRunner
 
 from chiar.cli import app
 from chiar.data.tokenizers import Tokenizer
-from chiar.decoding import FastDecoder
+from chiar.data.tokens import TextCodec
 from chiar.generation.routes import SHADES
 from chiar.generation.stream import TokenStreamer
-from chiar.modeling import ChiarForCausalLM
-from chiar.tokens import TextCodec
+from chiar.model.decoding import FastDecoder
+from chiar.model.modeling import ChiarForCausalLM
 from chiar.visible import visible
 from helpers import randomise, small_config
 

@@ -106,8 +106,8 @@ def test_a_group_shares_evenly_among_those_who_wait():
 
 
 def small_context():
+    from chiar.kernels.transform import Transform
     from chiar.layers.context import TokenContext
-    from chiar.ops.transform import Transform
 
     return TokenContext(Transform(), torch.zeros(1, 2, dtype=torch.long), None, None, None)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from chiar import presets
+from chiar.kernels.transform import Transform
 from chiar.layers.context import TokenContext
 from chiar.layers.meta_router import MetaRouter
-from chiar.modeling import ChiarForCausalLM
-from chiar.ops.transform import Transform
+from chiar.model.modeling import ChiarForCausalLM
 from helpers import padding_mask, random_model, small_config, token_ids
 
 WIDTH = 5

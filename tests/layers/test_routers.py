@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from chiar.errors import InputError
+from chiar.kernels.transform import Transform, transform_matrices
 from chiar.layers import routers
 from chiar.layers.context import TokenContext
 from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, StaticRouter, Weighing, make_router
-from chiar.ops.transform import Transform, transform_matrices
 from helpers import random_model, small_config, token_ids
 
 WIDTH = 6

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from chiar import ChiarForCausalLM, presets
-from chiar.cache import LayerState
 from chiar.errors import InputError
+from chiar.kernels.temporal_filter import naive_temporal_filter
+from chiar.kernels.transform import Transform
 from chiar.layers.context import TokenContext
 from chiar.layers.ragged import Shelf
 from chiar.layers.temporal import TemporalFilter, TemporalSignal
-from chiar.ops.temporal_filter import naive_temporal_filter
-from chiar.ops.transform import Transform
+from chiar.model.cache import LayerState
 from chiar.training.optim import make_optimizer
 from chiar.training.settings import TrainSettings
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from chiar.kernels.basis import random_orthogonal
 from chiar.nulltest.compaction import KLT, NOISE, energy_shares, klt, measure_compaction, unit
 from chiar.nulltest.white import model_bases
-from chiar.ops.basis import random_orthogonal
 
 WIDTH, N = 64, 8000
 

@@ -14,9 +14,9 @@ from chiar.data.catalog import build_source
 from chiar.data.prepare import prepare
 from chiar.data.text import Text
 from chiar.data.tokenizer_choice import TokenizerChoice
-from chiar.modeling import ChiarForCausalLM
+from chiar.kernels.white_noise import white_noise_entropy
+from chiar.model.modeling import ChiarForCausalLM
 from chiar.nulltest.words import CONTENT, FUNCTION
-from chiar.ops.white_noise import white_noise_entropy
 from commands import run
 from helpers import randomise, small_config
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from chiar.kernels.white_noise import white_noise_entropy
 from chiar.nulltest.white import make_null, model_bases, repeated_distance, whiteness
-from chiar.ops.white_noise import white_noise_entropy
 
 WIDTH, N = 64, 4000
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from chiar.data.tokens import batches
 from chiar.evaluation.harness import evaluate
-from chiar.load import load_model
+from chiar.model.load import load_model
 from chiar.reproduce.plan import make_plan
 from chiar.routing.calibration import calibrate
-from chiar.tokens import batches
 from commands import run
 
 LENGTH = 16

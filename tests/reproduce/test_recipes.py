@@ -5,7 +5,7 @@ import math
 import pytest
 
 from chiar import presets
-from chiar.load import count_parameters
+from chiar.model.load import count_parameters
 from chiar.reproduce.recipes import RECIPES
 
 # Tables 1 and 2 of the paper, typed again from its text: validation and test perplexity.

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
-from chiar.ops.spectral_entropy import spectral_entropy
-from chiar.ops.transform import Transform
-from chiar.ops.white_noise import white_noise_entropy
+from chiar.kernels.spectral_entropy import spectral_entropy
+from chiar.kernels.transform import Transform
+from chiar.kernels.white_noise import white_noise_entropy
 from chiar.routing.calibration import calibrate, cut, noise_quantiles, temporal_noise_quantiles
 from chiar.routing.quantiles import StreamingQuantiles
 

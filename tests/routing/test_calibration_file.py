@@ -5,7 +5,7 @@ import json
 import pytest
 
 from chiar.errors import InputError
-from chiar.load import load_config
+from chiar.model.load import load_config
 from chiar.routing.calibration_file import read_thresholds
 from commands import run
 from helpers import small_config

@@ -2,7 +2,7 @@ import pytest
 from served import serving
 
 from chiar.data.tokenizers import Tokenizer
-from chiar.modeling import ChiarForCausalLM
+from chiar.model.modeling import ChiarForCausalLM
 from helpers import randomise, small_config
 
 

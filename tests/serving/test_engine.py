@@ -8,7 +8,8 @@ from collections import deque
 import pytest
 import torch
 
-from chiar.load import load_model
+from chiar.data.tokens import TextCodec
+from chiar.model.load import load_model
 from chiar.serving.app import Watch
 from chiar.serving.batch import SCORED
 from chiar.serving.engine import Engine
@@ -18,7 +19,6 @@ from chiar.serving.metrics import Metrics
 from chiar.serving.pieces import Piece
 from chiar.serving.problems import ApiError, stopping
 from chiar.serving.requests import CompletionRequest, Prompt
-from chiar.tokens import TextCodec
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chiar.data.tokens import TextCodec
 from chiar.serving.pieces import Piece, TokenScore, Writer
-from chiar.tokens import TextCodec
 
 BYTES = TextCodec(None, None)
 SHORT = st.text("ab漢", min_size=1, max_size=4)

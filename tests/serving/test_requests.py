@@ -2,10 +2,10 @@
 
 import pytest
 
+from chiar.data.tokens import TextCodec
 from chiar.serving.limits import Limits
 from chiar.serving.problems import ApiError
 from chiar.serving.requests import parse_request, read_json
-from chiar.tokens import TextCodec
 
 BYTES = TextCodec(None, None)
 

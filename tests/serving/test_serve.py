@@ -12,7 +12,7 @@ from served import serving
 from typer.testing import CliRunner
 
 from chiar.cli import app
-from chiar.load import load_model
+from chiar.model.load import load_model
 from chiar.serving.limits import Limits
 from chiar.visible import visible
 

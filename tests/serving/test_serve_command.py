@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from chiar.data.tokenizers import Tokenizer
-from chiar.modeling import ChiarForCausalLM
+from chiar.model.modeling import ChiarForCausalLM
 from commands import run
 from helpers import small_config
 

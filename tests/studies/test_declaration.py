@@ -6,7 +6,7 @@ import pytest
 
 from chiar import presets
 from chiar.errors import InputError
-from chiar.load import count_parameters
+from chiar.model.load import count_parameters
 from chiar.studies import toml_file
 from chiar.studies.catalog import DECLARED, find
 from chiar.studies.plan import changed, chosen, make_plan, plain_config

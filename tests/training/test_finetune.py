@@ -20,8 +20,8 @@ from chiar.data.prepare import prepare
 from chiar.data.tokenizer_choice import TokenizerChoice
 from chiar.errors import InputError
 from chiar.evaluation.harness import evaluate
-from chiar.heads import HEADS, save_heads
-from chiar.modeling import ChiarForSequenceClassification
+from chiar.model.heads import HEADS, save_heads
+from chiar.model.modeling import ChiarForSequenceClassification
 from chiar.training.batches import ClassificationRows
 from chiar.training.finetune import classification_settings
 from chiar.training.loop import is_better, train

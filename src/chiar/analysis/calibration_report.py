@@ -12,12 +12,12 @@ from transformers.utils import logging
 
 from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus
+from chiar.data.tokens import batches, encode, read_text_file, read_token_file
 from chiar.errors import InputError
-from chiar.folders import check_new, new_folder, write_new
-from chiar.load import check_tokenizer, load_model, resolve_model
+from chiar.files import check_new, new_folder, write_new
+from chiar.model.load import check_tokenizer, load_model, resolve_model
 from chiar.routing.calibration import PERCENTILES, Calibration, LayerReport, calibrate
 from chiar.routing.calibration_file import check_comparable, to_json
-from chiar.tokens import batches, encode, read_text_file, read_token_file
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
 

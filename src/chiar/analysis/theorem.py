@@ -21,10 +21,10 @@ from rich.table import Table
 from torch import Tensor
 
 from chiar.errors import InputError
-from chiar.ops.basis import dct_matrix, random_orthogonal
-from chiar.ops.spectral_entropy import spectral_entropy
-from chiar.ops.transform import Transform
-from chiar.ops.white_noise import white_noise_entropy
+from chiar.kernels.basis import dct_matrix, random_orthogonal
+from chiar.kernels.spectral_entropy import spectral_entropy
+from chiar.kernels.transform import Transform
+from chiar.kernels.white_noise import white_noise_entropy
 
 FORMAT = "chiar-theorem/1"
 KEPT = 8

@@ -23,7 +23,7 @@ def theorem(
     from chiar.analysis.theorem import check_theorem, to_json, to_table
     from chiar.analysis.theorem_picture import draw_theorem
     from chiar.cli import check_svg, show, write_json
-    from chiar.folders import check_new, write_new
+    from chiar.files import check_new, write_new
 
     printed = json is not None and str(json) == "-"
     for new in (picture, None if printed else json):

@@ -8,10 +8,10 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from chiar.data.tokens import encode
 from chiar.errors import InputError
-from chiar.load import load_model, resolve_model
+from chiar.model.load import load_model, resolve_model
 from chiar.routing.trace import LayerTrace, RoutingTrace
-from chiar.tokens import encode
 
 # Readable without colour (the marks differ) and with either common colour blindness (blue against yellow).
 PALE = ("░", "black on bright_yellow")

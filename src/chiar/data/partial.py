@@ -10,7 +10,7 @@ from typing import Any
 
 from chiar.data.encoding import WorkerDied
 from chiar.errors import InputError
-from chiar.folders import check_new, hold
+from chiar.files import check_new, hold
 
 INPUTS = "inputs.json"
 LOCK = "lock"

@@ -21,7 +21,7 @@ from chiar.data.tokenizers import Tokenizer
 from chiar.data.tokens_file import TokensFile
 from chiar.data.writer import SplitWriter
 from chiar.errors import InputError
-from chiar.folders import check_new
+from chiar.files import check_new
 
 SHARD_TOKENS = 1 << 26
 

@@ -52,7 +52,7 @@ def evaluate(
 
     from chiar.evaluation.harness import evaluate as run_evaluation
     from chiar.evaluation.report import report_tables
-    from chiar.folders import check_new
+    from chiar.files import check_new
 
     if json is not None and str(json) != "-":
         check_new(json)

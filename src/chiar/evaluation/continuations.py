@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
+from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.evaluation.perplexity import LOGIT_ROWS
-from chiar.tokens import TextCodec
 
 Advance = Callable[[int], None]
 """Told how many rows were done."""

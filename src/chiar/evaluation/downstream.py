@@ -84,10 +84,10 @@ def run_tasks(
     import torch
     from lm_eval import evaluator as harness
 
+    from chiar.data.tokens import TextCodec
     from chiar.evaluation.harness import PRECISIONS, choose_device, describe_device
     from chiar.evaluation.lm_eval_model import ChiarLM
-    from chiar.load import load_model, resolve_model
-    from chiar.tokens import TextCodec
+    from chiar.model.load import load_model, resolve_model
 
     if precision not in PRECISIONS:
         raise unknown_name("precision", precision, PRECISIONS)

@@ -52,7 +52,7 @@ def evaluate_downstream(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
     from chiar.evaluation.cli import publish
-    from chiar.folders import check_new
+    from chiar.files import check_new
 
     if json is not None and str(json) != "-":
         check_new(json)

@@ -11,8 +11,8 @@ from chiar.errors import InputError, unknown_name
 from chiar.evaluation.classification import choose_documents, measure_classification
 from chiar.evaluation.perplexity import count_windows, measure_perplexity
 from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, RoutingUse
-from chiar.heads import open_classifier
-from chiar.load import check_tokenizer, load_config, load_model, resolve_model
+from chiar.model.heads import open_classifier
+from chiar.model.load import check_tokenizer, load_config, load_model, resolve_model
 from chiar.routing.flops import Shares, baseline_of, count_flops, operator_shares
 
 PRECISIONS = ("fp32", "bf16")

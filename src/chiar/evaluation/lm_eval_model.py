@@ -9,10 +9,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.evaluation.continuations import Pair, continue_texts, fit, score_continuations
 from chiar.generation.stream import Sampling
-from chiar.tokens import TextCodec
 
 # What a task may ask of generated text; anything else would change it unseen.
 SUPPORTED = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from rich.table import Table
 
 from chiar.errors import InputError, first_line
-from chiar.folders import check_file
+from chiar.files import check_file
 
 FORMAT = "chiar-evaluation/1"
 

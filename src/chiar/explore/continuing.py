@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chiar.cache import ChiarCache
 from chiar.errors import InputError
 from chiar.explore.loaded import LoadedModel
 from chiar.explore.pieces import Pieces
 from chiar.explore.steering import Steering, moved_thresholds, steered
 from chiar.explore.view import describe_layer, describe_tokens, describe_view, encode_text, token_nats
 from chiar.generation.stream import GREEDY_BELOW
+from chiar.model.cache import ChiarCache
 from chiar.routing.trace import RoutingTrace
 
 

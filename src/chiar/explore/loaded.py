@@ -5,11 +5,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.explore.steering import ways_to_steer, why_not
-from chiar.load import count_parameters, load_model, resolve_model
+from chiar.model.load import count_parameters, load_model, resolve_model
 from chiar.nulltest.white import Null, make_null
-from chiar.tokens import TextCodec
 from chiar.visible import visible
 
 NULL_SAMPLES = 8192

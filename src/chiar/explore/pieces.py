@@ -1,6 +1,6 @@
 """What to show of each token: a character that several tokens make up stands where it is whole."""
 
-from chiar.tokens import TextCodec
+from chiar.data.tokens import TextCodec
 from chiar.visible import visible
 
 PART = "◦"

@@ -17,7 +17,7 @@ from chiar.evaluation.compare import REPORT
 from chiar.evaluation.report import EvaluationReport, cost_rows, score_rows
 from chiar.explore.loaded import LoadedModel, open_models
 from chiar.explore.view import route_view
-from chiar.folders import check_new, write_new
+from chiar.files import check_new, write_new
 from chiar.routing.flops import compare_flops, counted_parts, operator_shares
 from chiar.training.run_folder import METRICS, RunFolder
 from chiar.visible import visible

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from chiar.errors import InputError, unknown_name
-from chiar.extensions import ROUTERS
 from chiar.layers.context import TokenContext
 from chiar.layers.groups import leads
 from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, Route
+from chiar.registry import ROUTERS
 from chiar.routing.trace import RoutingTrace
 
 SHIFT, SHARE = "shift", "share"

@@ -26,7 +26,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file i
 def save(out: Path, overwrite: bool, draw: Callable[[], str]) -> None:
     """The name is checked before the work is done."""
     from chiar.cli import check_svg
-    from chiar.folders import check_new, write_new
+    from chiar.files import check_new, write_new
 
     check_svg(out)
     if not overwrite:

@@ -77,7 +77,7 @@ def final_panel(
 def gates_of(path: Path, folder: Path, run: Curves, rows: int) -> tuple[str, str, Tensor]:
     """Name of the corpus, pool, and g of each batch, row or token (whatever the pool makes one value of)."""
     from chiar.data.shards import Corpus
-    from chiar.load import check_tokenizer, load_model, resolve_model
+    from chiar.model.load import check_tokenizer, load_model, resolve_model
     from chiar.training.run_folder import told
     from chiar.training.trainer import open_rows
 

@@ -7,7 +7,7 @@ from chiar.analysis.chart import COLOURS, Line, Panel, draw_chart
 from chiar.analysis.flop_tables import PAPER_ATTENTION, PAPER_TOTAL, describe_fraction, is_light, savings_by_length
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
-from chiar.load import count_parameters, load_config
+from chiar.model.load import count_parameters, load_config
 from chiar.routing.flops import FlopCount, Savings
 
 DEFAULT = ("v3-16m", "v3-400m", "v3-1b")

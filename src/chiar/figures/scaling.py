@@ -11,7 +11,7 @@ from chiar.config import ChiarConfig
 from chiar.errors import InputError, unknown_name
 from chiar.evaluation.compare import differences, read_entry
 from chiar.evaluation.report import EvaluationReport, LanguageScores
-from chiar.load import count_parameters, load_config
+from chiar.model.load import count_parameters, load_config
 from chiar.training.run_folder import RUN, RunFolder, told
 
 AGAINST = {"parameters": "trainable parameters", "flops": "counted FLOPs a token, forward"}

@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from chiar.cache import ChiarCache
+from chiar.model.cache import ChiarCache
 
 SHADES = "░▒▓█"
 # From yellow (light) to blue (dark), which either common colour blindness keeps apart; text turns from black to white.

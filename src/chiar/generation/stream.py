@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from chiar.data.tokens import TextCodec
 from chiar.errors import InputError, unknown_name
 from chiar.evaluation.harness import choose_device
 from chiar.generation.routes import RouteReader, legend, marked
-from chiar.load import load_model, resolve_model
-from chiar.tokens import TextCodec
+from chiar.model.load import load_model, resolve_model
 from chiar.visible import visible
 
 GATES = ("prefill", "refuse")
@@ -121,7 +121,7 @@ def stream_text(
     note: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Prompt and continuation on standard output; `note` is told what a reader should know. `fast`: decode through the
-    fixed step (chiar.decoding), None where there is a GPU."""
+    fixed step (chiar.model.decoding), None where there is a GPU."""
     model, found = open_writer(name, gate, fast, device, note)
     config = model.config
     codec = TextCodec.open(config, found, tokenizer)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chiar import extensions
-from chiar.extensions import OPERATORS
+from chiar import registry
+from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.layers.attention import CausalAttention
 from chiar.layers.benefit import attention_benefit, benefit_loss
 from chiar.layers.context import LayerMemory, TokenContext, is_light
@@ -23,7 +23,7 @@ from chiar.layers.routers import Route, make_router
 from chiar.layers.sparse import run_sparse
 from chiar.layers.spectral import SpectralFilter
 from chiar.layers.temporal import TemporalFilter, TemporalSignal, TemporalSublayer
-from chiar.ops.spectral_entropy import spectral_entropy
+from chiar.registry import OPERATORS
 
 LIGHT = "spectral"
 
@@ -50,7 +50,7 @@ def make_norm(config: Any, operator: str | None = None) -> nn.Module:
 
 def make_operator(name: str, config: Any) -> nn.Module:
     if name in OPERATORS:
-        return extensions.make_operator(name, config)
+        return registry.make_operator(name, config)
     if name == "attention":
         return CausalAttention(config.hidden_size, config.num_attention_heads, config.dropout)
     if name == "rbf":

@@ -6,18 +6,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from chiar import extensions
+from chiar import registry
+from chiar.kernels.transform import Transform
 from chiar.layers.groups import Turn
 from chiar.layers.ragged import RaggedStore
 from chiar.layers.router_state import LayerState
-from chiar.ops.transform import Transform
 
 LIGHT_OPERATORS = ("spectral", "temporal", "skip", "bypass")
 """What a routed layer gives tokens that need no attention: a model has one of them."""
 
 
 def is_light(operator: str) -> bool:
-    return operator in LIGHT_OPERATORS or operator in extensions.OPERATORS
+    return operator in LIGHT_OPERATORS or operator in registry.OPERATORS
 
 
 class LayerMemory(Protocol):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chiar.ops.decode_attention import decode_attention
+from chiar.kernels.decode_attention import decode_attention
 
 BLOCK = 32
 """Capacities are multiples of this."""

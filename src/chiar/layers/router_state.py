@@ -7,9 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from chiar.kernels.white_noise import white_noise_entropy
 from chiar.layers.derived import DerivedBuffers, stored_in
 from chiar.layers.groups import shares
-from chiar.ops.white_noise import white_noise_entropy
 
 SAMPLE = 4096
 """Scores a pass sorts, or up to twice as many: their quantile is off by some 0.008 in its share before averaging."""

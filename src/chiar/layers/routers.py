@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chiar import extensions
+from chiar import registry
 from chiar.errors import InputError
+from chiar.kernels.hash import uniform_hash
 from chiar.layers.context import TokenContext
 from chiar.layers.derived import DerivedBuffers, stored_in
 from chiar.layers.groups import counted_tokens, leads, shares
-from chiar.ops.hash import uniform_hash
 
 FEW = 3
 """Outputs up to which a compiled map is written as sums."""
@@ -291,8 +291,8 @@ class LedRouter(nn.Module):
 
 
 def make_router(config: Any, layer: int) -> nn.Module:
-    if config.router in extensions.ROUTERS and leads(config, layer):
-        return extensions.make_router(config, layer)
+    if config.router in registry.ROUTERS and leads(config, layer):
+        return registry.make_router(config, layer)
     operators, nth = len(config.operators), config.routed_layers.index(layer)
     estimator = config.hard_estimator if config.router == "learned" else "selected"
     weighing = Weighing(estimator, config.router_scale, config.anneal)

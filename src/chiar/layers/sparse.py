@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chiar.extensions import OPERATORS
+from chiar.kernels.packed_attention import prefix_attention
+from chiar.kernels.packed_gelu import packed_gelu
+from chiar.kernels.packed_norm import packed_norm, unpack_sum
+from chiar.kernels.packing import Packing, make_packing, pack, pack_all, packed_linear, unpack, used
+from chiar.kernels.rotary_attention import fits, rotary_attention
 from chiar.layers.attention import CausalAttention, rotate
 from chiar.layers.context import LayerMemory, TokenContext, is_light, surely_none
 from chiar.layers.routers import Route
 from chiar.layers.sparse_sorted import SortedLayer
-from chiar.ops.packed_attention import prefix_attention
-from chiar.ops.packed_gelu import packed_gelu
-from chiar.ops.packed_norm import packed_norm, unpack_sum
-from chiar.ops.packing import Packing, make_packing, pack, pack_all, packed_linear, unpack, used
-from chiar.ops.rotary_attention import fits, rotary_attention
+from chiar.registry import OPERATORS
 
 FEWEST = {"routed": 256, "all": 512}
 """Tokens in a batch, for each key policy, below which "auto" runs densely on a CPU."""

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chiar.extensions import OPERATORS
+from chiar.kernels.packed_attention import prefix_attention
+from chiar.kernels.rows import Ragged, Reorder, causal_attention, inverse_of, put, take
 from chiar.layers.attention import CausalAttention, rotate
 from chiar.layers.context import LayerMemory, TokenContext, is_light
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import Route
-from chiar.ops.packed_attention import prefix_attention
-from chiar.ops.rows import Ragged, Reorder, causal_attention, inverse_of, put, take
+from chiar.registry import OPERATORS
 
 LONG = 512
 """From here on, and where at most half of the tokens are dark, all keys get attention for dark queries only: torch's

@@ -5,8 +5,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from chiar.kernels.transform import Transform, apply_filter, transform_matrices
 from chiar.layers.derived import DerivedBuffers
-from chiar.ops.transform import Transform, apply_filter, transform_matrices
 
 
 class SpectralBasis(DerivedBuffers):

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, nn
 
+from chiar.kernels.basis import dct_matrix
+from chiar.kernels.temporal_entropy import channel_directions, channels_of, temporal_entropy
+from chiar.kernels.temporal_filter import temporal_basis, temporal_filter
 from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.derived import DerivedBuffers
 from chiar.layers.lookback import put_back, with_past
-from chiar.ops.basis import dct_matrix
-from chiar.ops.temporal_entropy import channel_directions, channels_of, temporal_entropy
-from chiar.ops.temporal_filter import temporal_basis, temporal_filter
 
 
 class TemporalFilter(DerivedBuffers):

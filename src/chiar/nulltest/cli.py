@@ -37,7 +37,7 @@ def nulltest(
     from rich.progress import Progress, TaskID
 
     from chiar.cli import show, write_json
-    from chiar.folders import check_new, new_folder
+    from chiar.files import check_new, new_folder
     from chiar.nulltest.pictures import pictures
     from chiar.nulltest.run import nulltest as run_nulltest
     from chiar.nulltest.tables import report_tables

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from chiar.kernels.transform import Transform
 from chiar.nulltest.white import Basis
-from chiar.ops.transform import Transform
 
 DIVISORS = (16, 8, 4)
 NOISE = "white noise"

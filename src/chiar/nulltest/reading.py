@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from chiar.errors import InputError, first_line
-from chiar.folders import check_file
+from chiar.files import check_file
 from chiar.nulltest.compaction import Compaction
 from chiar.nulltest.flips import Flip, Mean, Worth
 from chiar.nulltest.information import Information

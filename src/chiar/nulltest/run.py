@@ -7,7 +7,7 @@ from typing import Any
 from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.evaluation.harness import choose_device, describe_device
-from chiar.load import check_tokenizer, load_config, load_model, resolve_model
+from chiar.model.load import check_tokenizer, load_config, load_model, resolve_model
 from chiar.nulltest.flips import Flip, flip_routes
 from chiar.nulltest.questions import BINS, Labels, Questions, worth_of_all
 from chiar.nulltest.report import NullTest

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from chiar.kernels.spectral_entropy import spectral_entropy
+from chiar.kernels.transform import Transform, make_transform
+from chiar.kernels.white_noise import white_noise_entropy
 from chiar.nulltest.statistics import ks_distance, ks_under_null, mean_and_error
-from chiar.ops.spectral_entropy import spectral_entropy
-from chiar.ops.transform import Transform, make_transform
-from chiar.ops.white_noise import white_noise_entropy
 
 PERCENTILES = (5, 25, 50, 75, 95)
 KINDS = ("dct", "identity", "random")

@@ -28,7 +28,7 @@ def reproduce(
 ) -> None:
     """Train and evaluate every row of one of the paper's tables alike, with the paper's numbers beside ours."""
     from chiar.cli import show
-    from chiar.folders import write_whole
+    from chiar.files import write_whole
     from chiar.reproduce.plan import make_plan, parse_changes
     from chiar.reproduce.procedure import Result
     from chiar.reproduce.procedure import reproduce as run_procedure

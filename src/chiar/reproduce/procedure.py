@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
+from chiar.data.tokens import batches
 from chiar.errors import InputError
 from chiar.evaluation.compare import REPORT, read_training
 from chiar.evaluation.harness import choose_device, evaluate
 from chiar.evaluation.report import EvaluationReport
-from chiar.folders import aside_of, write_whole
-from chiar.load import count_parameters, load_model
+from chiar.files import aside_of, write_whole
+from chiar.model.load import count_parameters, load_model
 from chiar.reproduce.plan import Plan, PlannedRow
 from chiar.routing.calibration import calibrate
 from chiar.routing.calibration_file import read_thresholds, to_json
-from chiar.tokens import batches
 from chiar.training.compiling import clear_device
 from chiar.training.loop import train
 from chiar.training.run_folder import METRICS, RUN, RunFolder

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from chiar.errors import InputError, unknown_name
-from chiar.inputs import begin_stream, check_tokens
+from chiar.kernels.basis import dct_matrix
+from chiar.kernels.spectral_entropy import spectral_entropy
+from chiar.kernels.temporal_entropy import temporal_entropy
+from chiar.kernels.transform import Transform
 from chiar.layers.temporal import TemporalSignal
-from chiar.ops.basis import dct_matrix
-from chiar.ops.spectral_entropy import spectral_entropy
-from chiar.ops.temporal_entropy import temporal_entropy
-from chiar.ops.transform import Transform
+from chiar.model.inputs import begin_stream, check_tokens
 from chiar.routing.quantiles import StreamingQuantiles
 
 RULES = ("embeddings", "layers")

@@ -6,7 +6,7 @@ from typing import Any
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, first_line
-from chiar.folders import check_file
+from chiar.files import check_file
 from chiar.routing.calibration import Calibration
 
 FORMAT = "chiar-calibration/1"

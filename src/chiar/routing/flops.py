@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from chiar.config import ChiarConfig
 from chiar.config_checks import CHOICES
 from chiar.errors import InputError, unknown_name
-from chiar.extensions import OPERATORS, ROUTERS
 from chiar.layers.groups import leads
+from chiar.registry import OPERATORS, ROUTERS
 
 PARTS = ("router", "spectral", "temporal", "bypass", "rbf", "projections", "scores", "ffn", "gate", "logits")
 TRANSFORMS = ("gemm", "even_odd", "free")

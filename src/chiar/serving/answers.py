@@ -5,9 +5,9 @@ import time
 import uuid
 from typing import Any
 
+from chiar.data.tokens import TextCodec
 from chiar.serving.job import Job
 from chiar.serving.pieces import Piece, TokenScore
-from chiar.tokens import TextCodec
 
 
 class Answer:

@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from chiar.data.tokens import TextCodec
 from chiar.hosts import is_called_rightly
 from chiar.serving.answers import Answer, event, to_json
 from chiar.serving.engine import Engine
@@ -22,7 +23,6 @@ from chiar.serving.limits import Limits
 from chiar.serving.metrics import COMPLETIONS, Metrics
 from chiar.serving.problems import ApiError, stopping
 from chiar.serving.requests import parse_request, read_json
-from chiar.tokens import TextCodec
 
 READ_ON = 64
 """How many times the allowed size is read of a body before the line is cut."""

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chiar.cache import ChiarCache
+from chiar.data.tokens import TextCodec
+from chiar.model.cache import ChiarCache
 from chiar.serving.job import Job
 from chiar.serving.pieces import Piece, TokenScore, Writer
 from chiar.serving.requests import Prompt
 from chiar.serving.sampling import Sampler, find_likeliest, score
-from chiar.tokens import TextCodec
 
 SCORED = 256
 """Tokens of a prompt whose logits are there at the same time."""

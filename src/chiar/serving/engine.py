@@ -7,12 +7,12 @@ import traceback
 from collections import deque
 from typing import Any
 
+from chiar.data.tokens import TextCodec
 from chiar.serving.batch import Batch
 from chiar.serving.job import Job
 from chiar.serving.limits import Limits
 from chiar.serving.metrics import Metrics
 from chiar.serving.problems import ApiError, stopping
-from chiar.tokens import TextCodec
 
 
 class Engine:

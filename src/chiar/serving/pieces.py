@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from chiar.data.tokens import TextCodec
 from chiar.generation.stream import TokenStreamer
-from chiar.tokens import TextCodec
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.serving.limits import Limits
 from chiar.serving.problems import ApiError, wrong
-from chiar.tokens import TextCodec
 
 DEFAULT_TOKENS = 16
 """OpenAI's."""

@@ -10,6 +10,7 @@ from types import FrameType
 
 import uvicorn
 
+from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.generation.stream import open_writer
 from chiar.hosts import is_loopback
@@ -17,7 +18,6 @@ from chiar.serving.app import Service, make_app
 from chiar.serving.engine import Engine
 from chiar.serving.limits import Limits
 from chiar.serving.metrics import Metrics
-from chiar.tokens import TextCodec
 
 FAREWELL = 3.0
 """Seconds for last answers to be read, and for the engine's last step."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from chiar.errors import InputError
-from chiar.folders import write_whole
+from chiar.files import write_whole
 from chiar.studies.folder import ADDED, STUDY, TIMES, StudyFolder, complain, read_json
 from chiar.studies.table import read_saved
 

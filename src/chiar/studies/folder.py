@@ -16,7 +16,7 @@ from typing import Any
 
 from chiar.errors import InputError
 from chiar.evaluation.compare import REPORT
-from chiar.folders import aside_of, hold, write_whole
+from chiar.files import aside_of, hold, write_whole
 from chiar.studies.plan import COSMETIC, Plan, PlannedRun
 from chiar.training.run_folder import read_records
 

@@ -7,7 +7,7 @@ from chiar.analysis.pareto import frontier
 from chiar.evaluation.compare import REPORT, read_training
 from chiar.evaluation.harness import measured_shares
 from chiar.evaluation.report import EvaluationReport, exponential, finite
-from chiar.load import count_parameters, load_config
+from chiar.model.load import count_parameters, load_config
 from chiar.studies.costs import count_costs
 from chiar.studies.folder import StudyFolder
 from chiar.training.command import train_arguments

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from chiar.errors import InputError
 from chiar.evaluation.report import shown
-from chiar.folders import check_file, write_whole
-from chiar.load import count_parameters
+from chiar.files import check_file, write_whole
+from chiar.model.load import count_parameters
 from chiar.routing.flops import operator_shares
 from chiar.studies.costs import count_costs
 from chiar.studies.declaration import Study, Variant

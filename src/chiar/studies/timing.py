@@ -17,8 +17,8 @@ import torch
 from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.evaluation.harness import describe_device
-from chiar.folders import write_whole
-from chiar.load import load_config
+from chiar.files import write_whole
+from chiar.model.load import load_config
 from chiar.studies.folder import TIMES, StudyFolder, read_json
 from chiar.studies.plan import Plan, PlannedRun
 from chiar.training.compiling import clear_device

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from chiar.errors import InputError, first_line, unknown_name
-from chiar.folders import check_file
+from chiar.files import check_file
 from chiar.studies.declaration import Study, Variant, check
 
 TYPES: dict[str, tuple[type, ...]] = {

@@ -29,7 +29,7 @@ def work(folder: Path, name: str, jobs: int) -> None:
 
     from chiar.evaluation.compare import REPORT
     from chiar.evaluation.harness import evaluate
-    from chiar.folders import aside_of, write_whole
+    from chiar.files import aside_of, write_whole
     from chiar.studies.folder import StudyFolder, read_json
     from chiar.training.cli import configuration
     from chiar.training.loop import TrainingStopped, train

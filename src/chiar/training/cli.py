@@ -120,7 +120,7 @@ def configuration(model: str, changes: dict[str, Any], corpus: Path) -> Any:
     from chiar import presets
     from chiar.config import ChiarConfig
     from chiar.data import Corpus
-    from chiar.load import load_config
+    from chiar.model.load import load_config
     from chiar.training.settings import TrainSettings
 
     for name in changes:

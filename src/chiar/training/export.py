@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from chiar.heads import export_model
+from chiar.model.heads import export_model
 from chiar.training import checkpoint
 from chiar.training.run_folder import RunFolder
 from chiar.training.tasks import TaskModel

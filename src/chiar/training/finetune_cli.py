@@ -47,7 +47,7 @@ def finetune(
     """Train a classifier on labelled corpora, from a model's weights or from scratch; --resume as in chiar train."""
     from chiar import presets
     from chiar.data import Corpus
-    from chiar.load import resolve_model
+    from chiar.model.load import resolve_model
     from chiar.training.finetune import classification_settings
 
     given: dict[str, Any] = {"steps": steps, "batch": batch, "micro_batch": micro_batch, "length": length}

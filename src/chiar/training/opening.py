@@ -7,7 +7,7 @@ from typing import Any
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
-from chiar.load import check_tokenizer
+from chiar.model.load import check_tokenizer
 from chiar.training import checkpoint
 from chiar.training.distributed import Processes, attempt
 from chiar.training.events import require_tensorboard

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chiar.kernels.linear_cross_entropy import linear_cross_entropy
 from chiar.layers.routers import one_hot
-from chiar.modeling import ChiarForCausalLM, pool_states
-from chiar.ops.linear_cross_entropy import linear_cross_entropy
+from chiar.model.modeling import ChiarForCausalLM, pool_states
 from chiar.routing.collapse import mean_over_tokens
 
 

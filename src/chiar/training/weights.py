@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from chiar.load import load_weights
-from chiar.modeling import ChiarForCausalLM
+from chiar.model.load import load_weights
+from chiar.model.modeling import ChiarForCausalLM
 from chiar.training.distributed import local_rows
 from chiar.training.tasks import TaskModel
 

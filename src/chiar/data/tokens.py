@@ -1,0 +1,104 @@
+"""Token ids from a user's text or token file, in rows of one length."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chiar.errors import InputError, first_line
+from chiar.files import check_file
+
+BYTE_VOCABULARIES = (256, 257)
+
+
+class TextCodec:
+    """A model's own tokenizer, or bytes where the vocabulary is bytes."""
+
+    def __init__(self, tokenizer: Any, source: Path | None) -> None:
+        self.tokenizer, self.source = tokenizer, source
+
+    @classmethod
+    def open(cls, config: Any, folder: Path | None, tokenizer: Path | None = None) -> "TextCodec":
+        source = tokenizer or folder
+        if source is not None and any((source / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+            from transformers import AutoTokenizer
+
+            with blamed_on(source):
+                return cls(AutoTokenizer.from_pretrained(source), source)
+        if tokenizer is not None:
+            raise InputError(f"{tokenizer} is not a tokenizer folder: it has no tokenizer.json or vocab.json.")
+        if config.vocab_size in BYTE_VOCABULARIES:
+            return cls(None, None)
+        raise InputError(
+            f"the model has a vocabulary of {config.vocab_size} and no tokenizer beside it: pass --tokenizer FOLDER."
+        )
+
+    def encode(self, text: str) -> list[int]:
+        if self.source is None:
+            return list(text.encode())
+        with blamed_on(self.source):
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of these ids; the end of text stands for none."""
+        if self.source is None:
+            return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def pieces(self, ids: list[int]) -> list[str]:
+        """What to show of each id."""
+        if self.source is None:
+            return [chr(i) if 32 <= i < 127 else "·" for i in ids]
+        return [self.tokenizer.decode([i]) for i in ids]
+
+
+@contextmanager
+def blamed_on(source: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
+        raise InputError(f"the tokenizer in {source} cannot be used: {first_line(error)}") from error
+
+
+def encode(text: str, config: Any, folder: Path | None, tokenizer: Path | None = None) -> tuple[list[int], list[str]]:
+    """Ids and the piece of text each stands for."""
+    codec = TextCodec.open(config, folder, tokenizer)
+    ids = codec.encode(text)
+    return ids, codec.pieces(ids)
+
+
+def read_token_file(path: Path) -> np.ndarray:
+    """Ids from a NumPy file (.npy) or raw little-endian uint16 (anything else)."""
+    check_file(path)
+    if path.suffix == ".npy":
+        try:
+            ids = np.load(path, allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise InputError(f"{path} is not a readable .npy file: {error}") from error
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise InputError(f"{path} holds {ids.dtype} of shape {ids.shape}, expected one row of integers.")
+        return ids
+    if path.stat().st_size % 2:
+        raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")
+    return np.fromfile(path, dtype="<u2")
+
+
+def read_text_file(path: Path) -> str:
+    check_file(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start}): is it binary?") from error
+
+
+def batches(ids: np.ndarray, rows: int, length: int, batch_size: int) -> list[dict[str, Tensor]]:
+    """The first rows × length ids as batches; the last row may be shorter than the rest and is left out."""
+    available = len(ids) // length
+    if available == 0:
+        raise InputError(f"{len(ids)} tokens are fewer than one row of {length}: give more text or a smaller --length.")
+    table = torch.from_numpy(ids[: min(rows, available) * length].astype(np.int64)).view(-1, length)
+    return [{"input_ids": part} for part in table.split(batch_size)]

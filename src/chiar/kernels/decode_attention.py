@@ -1,0 +1,147 @@
+"""Attention of one new token a row: it is stored behind its row's entries and sees them all, itself included.
+
+How many entries a row has is known on the device only. Tensors keep their place and shape, so the same call serves
+every step, and a kernel reads no more than the rows' true lengths.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from chiar.kernels.packed_attention import LARGEST_HEAD, accumulation_dtype, triton_takes
+
+IMPLEMENTATIONS = ("auto", "torch", "cpu", "triton")
+
+
+@torch.library.custom_op("chiar::decode_attention", mutates_args=("key_BHLd", "value_BHLd", "length_B"))
+def decode_attention(
+    q_BHd: Tensor,
+    k_BHd: Tensor,
+    v_BHd: Tensor,
+    key_BHLd: Tensor,
+    value_BHLd: Tensor,
+    length_B: Tensor,
+    takes_part_B: Tensor,
+    implementation: str = "auto",
+) -> Tensor:
+    """softmax(q Kᵀ/√d) V, (B, H, d), over the first `length_B` entries of each row and the new one.
+
+    Rows that take part store k and v at entry `length_B`, which rises by one and must stay below L. Of the others
+    nothing is read or stored, and their output is 0. What lies behind a row's entries is arbitrary, on a CPU finite.
+    Scores and sums are fp32 (float64 for float64).
+    """
+    tensors = q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B
+    check_shapes(*tensors)
+    implementation = chosen_implementation(q_BHd, implementation)
+    if implementation == "triton":
+        from chiar.kernels.triton.decode_attention import triton_forward
+
+        return triton_forward(*tensors)
+    return cpu_forward(*tensors) if implementation == "cpu" else torch_forward(*tensors)
+
+
+def chosen_implementation(q_BHd: Tensor, implementation: str) -> str:
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}.")
+    if implementation != "auto":
+        return implementation
+    if q_BHd.device.type == "cpu":
+        return "cpu"
+    return "triton" if triton_takes(q_BHd) and q_BHd.shape[-1] <= LARGEST_HEAD else "torch"
+
+
+def check_shapes(
+    q_BHd: Tensor,
+    k_BHd: Tensor,
+    v_BHd: Tensor,
+    key_BHLd: Tensor,
+    value_BHLd: Tensor,
+    length_B: Tensor,
+    takes_part_B: Tensor,
+) -> None:
+    """A kernel would read and write beside the tensors."""
+    (B, H, d), stored = q_BHd.shape, key_BHLd.shape
+    same = q_BHd.shape == k_BHd.shape == v_BHd.shape and stored == value_BHLd.shape
+    if not same or (stored[0], stored[1], stored[3]) != (B, H, d) or not len(length_B) == len(takes_part_B) == B:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B))
+        raise ValueError(f"new and stored entries must agree in rows, heads and features, got {shapes}.")
+    if len({x.dtype for x in (q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd)}) > 1:
+        raise ValueError("new and stored entries must share a dtype.")
+
+
+def torch_forward(
+    q_BHd: Tensor,
+    k_BHd: Tensor,
+    v_BHd: Tensor,
+    key_BHLd: Tensor,
+    value_BHLd: Tensor,
+    length_B: Tensor,
+    takes_part_B: Tensor,
+) -> Tensor:
+    """The definition."""
+    store(key_BHLd, k_BHd, length_B, takes_part_B)
+    store(value_BHLd, v_BHd, length_B, takes_part_B)
+    length_B += takes_part_B
+    dtype = accumulation_dtype(q_BHd)
+    seen_B = torch.where(takes_part_B, length_B, 0)
+    hidden_B1L1 = (torch.arange(key_BHLd.shape[2], device=q_BHd.device) >= seen_B[:, None])[:, None, :, None]
+    # What lies behind a row's entries may be anything, NaN too.
+    key, value = (part.to(dtype).masked_fill(hidden_B1L1, 0.0) for part in (key_BHLd, value_BHLd))
+    scores_BHL = (key * q_BHd.to(dtype)[:, :, None]).sum(-1) * q_BHd.shape[-1] ** -0.5
+    weights_BHL = scores_BHL.masked_fill(hidden_B1L1[..., 0], float("-inf")).softmax(-1)
+    weights_BHL = torch.where(takes_part_B[:, None, None], weights_BHL, 0.0)
+    return (weights_BHL[..., None] * value).sum(2).to(q_BHd.dtype)
+
+
+def store(stored_BHLd: Tensor, new_BHd: Tensor, length_B: Tensor, takes_part_B: Tensor) -> None:
+    row_B = torch.arange(len(length_B), device=length_B.device)
+    before_BHd = stored_BHLd[row_B, :, length_B]
+    stored_BHLd[row_B, :, length_B] = torch.where(takes_part_B[:, None, None], new_BHd, before_BHd)
+
+
+def cpu_forward(
+    q_BHd: Tensor,
+    k_BHd: Tensor,
+    v_BHd: Tensor,
+    key_BHLd: Tensor,
+    value_BHLd: Tensor,
+    length_B: Tensor,
+    takes_part_B: Tensor,
+) -> Tensor:
+    """By torch's own attention over the longest row that takes part: the host is the device, so it may look."""
+    rows = takes_part_B.nonzero()[:, 0]
+    out_BHd = torch.zeros_like(q_BHd)
+    if not len(rows):
+        return out_BHd
+    key_BHLd[rows, :, length_B[rows]] = k_BHd[rows]
+    value_BHLd[rows, :, length_B[rows]] = v_BHd[rows]
+    length_B += takes_part_B
+    every, longest = len(rows) == len(length_B), int(length_B[rows].max())
+    seen = slice(None) if every else rows
+    key, value = key_BHLd[seen, :, :longest], value_BHLd[seen, :, :longest]
+    visible = (torch.arange(longest) < length_B[seen][:, None])[:, None, None]
+    mask = None if bool(visible.all()) else visible
+    out_BHd[rows] = F.scaled_dot_product_attention(q_BHd[seen][:, :, None], key, value, attn_mask=mask)[:, :, 0]
+    return out_BHd
+
+
+@decode_attention.register_fake
+def _(q_BHd: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty_like(q_BHd, memory_format=torch.contiguous_format)
+
+
+@register_flop_formula(torch.ops.chiar.decode_attention)
+def flops(
+    q_shape: tuple[int, int, int],
+    k_shape: tuple[int, int, int],
+    v_shape: tuple[int, int, int],
+    key_shape: tuple[int, int, int, int],
+    *_: Any,
+    **__: Any,
+) -> int:
+    """At most: two products over all entries there is room for, since lengths are on the device."""
+    B, H, L, d = key_shape
+    return 2 * 2 * B * H * L * d

@@ -1,0 +1,235 @@
+"""The language loss straight from the last states: no N×V tensor of logits is ever kept.
+
+L = Σ_n logsumexp(W x_n) − (W x_n)[t_n]. Its gradient needs nothing that comes later: ∂L/∂X = G W and ∂L/∂W = Gᵀ X
+with G = softmax(X Wᵀ) − onehot(t). So the forward pass goes over chunks of rows, turns each chunk's logits into its G
+where they lie, takes both products at once and reuses the memory; the backward pass only scales what is stored.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+from chiar.kernels.packed_attention import triton_takes
+
+REDUCTIONS = ("mean", "sum", "none")
+IMPLEMENTATIONS = ("auto", "torch", "triton")
+CHUNK_ROWS = 3072
+# 50257 is odd: rows of logits that begin at odd places slow down every product and every load.
+COLUMN_MULTIPLE = 16
+
+
+def linear_cross_entropy(
+    states_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk_rows: int = CHUNK_ROWS,
+    implementation: str = "auto",
+) -> Tensor:
+    """F.cross_entropy(states @ weight.T, targets), in fp32 (float64 for float64 states), in little memory.
+
+    Products run in the dtype of the states, or in autocast's where it is on; softmax, loss and the sum over chunks of
+    the weight's gradient are fp32. Where every target is ignored the mean is 0, not nan: such a batch teaches nothing.
+    "none" gives the loss of each row and has no gradient. `implementation` is that of the softmax: "auto" takes
+    Triton on CUDA where it is installed.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}.")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}.")
+    if chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}.")
+    device = states_ND.device.type
+    if torch.is_autocast_enabled(device) and states_ND.dtype != torch.float64:
+        states_ND = states_ND.to(torch.get_autocast_dtype(device))
+    differentiable = torch.is_grad_enabled()
+    for_states = differentiable and states_ND.requires_grad
+    for_weight = differentiable and weight_VD.requires_grad
+    if reduction == "none" and (for_states or for_weight):
+        raise ValueError('reduction "none" has no gradient: call it under torch.no_grad().')
+    total, losses_N, _, _ = fused_forward(
+        states_ND, weight_VD, targets_N, ignore_index, chunk_rows, for_states, for_weight, implementation
+    )
+    if reduction == "none":
+        return losses_N
+    if reduction == "sum":
+        return total
+    return total / (targets_N != ignore_index).sum().clamp(min=1)
+
+
+@torch.library.custom_op("chiar::linear_cross_entropy", mutates_args=())
+def fused_forward(
+    states_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    ignore_index: int,
+    chunk_rows: int,
+    for_states: bool,
+    for_weight: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The summed loss, the loss of each row, and the gradients asked for (empty where not)."""
+    # Autocast is still on in here, and would cast fp32 products again.
+    with torch.autocast(states_ND.device.type, enabled=False):
+        return run_in_chunks(
+            states_ND, weight_VD, targets_N, ignore_index, chunk_rows, for_states, for_weight, implementation
+        )
+
+
+def run_in_chunks(
+    states_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    ignore_index: int,
+    chunk_rows: int,
+    for_states: bool,
+    for_weight: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, vocabulary = len(states_ND), len(weight_VD)
+    precise = accumulation_dtype(states_ND)
+    # Added words have zero weights: their logits stay 0 and nobody reads them.
+    padded_PD = aligned(weight_VD, states_ND.dtype)
+    losses_N = states_ND.new_empty(rows, dtype=precise)
+    grad_states_ND = states_ND.new_empty(states_ND.shape) if for_states else states_ND.new_empty(0)
+    grad_weight_PD = states_ND.new_zeros(padded_PD.shape if for_weight else (0,), dtype=precise)
+    buffer_cP = states_ND.new_empty(min(chunk_rows, rows), len(padded_PD))
+    to_gradient = softmax_gradient(states_ND, implementation)
+    for first in range(0, rows, chunk_rows):
+        chunk = slice(first, min(first + chunk_rows, rows))
+        states_nD = states_ND[chunk]
+        logits_nP = buffer_cP[: len(states_nD)]
+        torch.mm(states_nD, padded_PD.T, out=logits_nP)
+        gradient = for_states or for_weight
+        to_gradient(logits_nP, vocabulary, targets_N[chunk], ignore_index, losses_N[chunk], gradient)
+        if for_states:
+            torch.mm(logits_nP, padded_PD, out=grad_states_ND[chunk])
+        if for_weight:
+            add_product(grad_weight_PD, logits_nP.T, states_nD)
+    return losses_N.sum(), losses_N, grad_states_ND, grad_weight_PD[:vocabulary]
+
+
+def accumulation_dtype(states_ND: Tensor) -> torch.dtype:
+    return torch.float64 if states_ND.dtype == torch.float64 else torch.float32
+
+
+def aligned(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`, with rows of zeros up to the next multiple; itself where nothing has to change."""
+    vocabulary, width = weight_VD.shape
+    missing = -vocabulary % COLUMN_MULTIPLE
+    if not missing:
+        return weight_VD.to(dtype)
+    padded_PD = weight_VD.new_empty(vocabulary + missing, width, dtype=dtype)
+    padded_PD[:vocabulary].copy_(weight_VD)
+    padded_PD[vocabulary:].zero_()
+    return padded_PD
+
+
+def add_product(sum_VD: Tensor, left_Vn: Tensor, right_nD: Tensor) -> None:
+    """sum += left @ right, without rounding the product to the operands' dtype first where the device can."""
+    if left_Vn.dtype == sum_VD.dtype:
+        sum_VD.addmm_(left_Vn, right_nD)
+    elif sum_VD.is_cuda:
+        torch.addmm(sum_VD, left_Vn, right_nD, out_dtype=sum_VD.dtype, out=sum_VD)
+    else:
+        sum_VD.add_(left_Vn @ right_nD)
+
+
+def softmax_gradient(states_ND: Tensor, implementation: str) -> Any:
+    """The function that turns a chunk's logits into its G."""
+    if implementation == "auto":
+        implementation = "triton" if triton_takes(states_ND) else "torch"
+    if implementation == "torch":
+        return torch_softmax_gradient
+    from chiar.kernels.triton.softmax_gradient import triton_softmax_gradient
+
+    return triton_softmax_gradient
+
+
+def torch_softmax_gradient(
+    logits_nP: Tensor, vocabulary: int, targets_n: Tensor, ignore_index: int, losses_n: Tensor, gradient: bool
+) -> None:
+    """Writes the rows' losses and, in place of their logits, softmax − onehot (0 where the target is ignored).
+
+    Columns beyond the vocabulary are padding: they count for nothing and are 0 before and after.
+    """
+    logits_nV = logits_nP[:, :vocabulary]
+    kept_n = targets_n != ignore_index
+    targets_n1 = targets_n.masked_fill(~kept_n, 0).unsqueeze(1)
+    x_nV = logits_nV.to(losses_n.dtype)
+    log_sum_n1 = x_nV.logsumexp(1, keepdim=True)
+    losses_n.copy_((log_sum_n1 - x_nV.gather(1, targets_n1)).squeeze(1).masked_fill_(~kept_n, 0.0))
+    if not gradient:
+        return
+    x_nV.sub_(log_sum_n1).exp_()
+    x_nV.scatter_add_(1, targets_n1, x_nV.new_full((1, 1), -1.0).expand_as(targets_n1))
+    x_nV.masked_fill_(~kept_n.unsqueeze(1), 0.0)
+    if x_nV.data_ptr() != logits_nV.data_ptr():
+        logits_nV.copy_(x_nV)
+
+
+@fused_forward.register_fake
+def _fake(
+    states_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    ignore_index: int,
+    chunk_rows: int,
+    for_states: bool,
+    for_weight: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    precise = accumulation_dtype(states_ND)
+    return (
+        states_ND.new_empty((), dtype=precise),
+        states_ND.new_empty(states_ND.shape[0], dtype=precise),
+        states_ND.new_empty(states_ND.shape if for_states else 0),
+        states_ND.new_empty(weight_VD.shape if for_weight else 0, dtype=precise),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, losses_N, grad_states_ND, grad_weight_VD = output
+    ctx.for_states, ctx.for_weight, ctx.weight_dtype = inputs[5], inputs[6], inputs[1].dtype
+    ctx.mark_non_differentiable(losses_N, grad_states_ND, grad_weight_VD)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(grad_states_ND, grad_weight_VD)
+
+
+@once_differentiable
+def _backward(ctx: Any, grad_total: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    grad_states_ND, grad_weight_VD = ctx.saved_tensors
+    by_states = by_weight = None
+    if grad_total is not None:
+        # With an axis of its own the factor is not rounded to bf16 before the product, as a bare number would be.
+        factor_1 = grad_total.reshape(1)
+        if ctx.for_states:
+            by_states = (grad_states_ND * factor_1).to(grad_states_ND.dtype)
+        if ctx.for_weight:
+            by_weight = (grad_weight_VD * factor_1).to(ctx.weight_dtype)
+    return by_states, by_weight, *[None] * 6
+
+
+fused_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.chiar.linear_cross_entropy)
+def linear_cross_entropy_flops(
+    states_shape: tuple[int, int],
+    weight_shape: tuple[int, int],
+    targets_shape: tuple[int],
+    ignore_index: int,
+    chunk_rows: int,
+    for_states: bool,
+    for_weight: bool,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """One product for the logits and one for each gradient, all in the forward pass; a multiply-add is 2 FLOPs."""
+    rows, width = states_shape
+    return 2 * rows * width * weight_shape[0] * (1 + for_states + for_weight)

@@ -1,0 +1,275 @@
+"""Chosen rows gathered, added to and normed in one pass that reads and writes only the rows in use.
+
+u = x[token] + (a + b) and h = norm(u). Left to a compiler these would be kernels over all P packed rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chiar.kernels.packed_attention import accumulation_dtype, wants_triton
+from chiar.kernels.packing import Packing, row_sum
+
+
+def packed_norm(
+    x_ND: Tensor,
+    norm: nn.Module | None,
+    packing: Packing,
+    add_PD: Tensor | None = None,
+    add_bias_D: Tensor | None = None,
+    implementation: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """u and h, packed; rows that are not in use are undefined. Without `add` u is empty: nobody needs a copy of x.
+
+    `norm` is an nn.RMSNorm, an nn.LayerNorm or None. h has autocast's dtype where that is on: a product reads it.
+    """
+    kind, eps, weight_D, bias_D = describe(norm, x_ND)
+    device = x_ND.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
+    return PackedNorm.apply(
+        x_ND, packing.token_P, packing.place_N, packing.chosen_N, packing.count,
+        weight_D, bias_D, add_PD, add_bias_D, kind, eps, dtype, implementation,
+    )  # fmt: skip
+
+
+def describe(norm: nn.Module | None, x_ND: Tensor) -> tuple[str, float, Tensor | None, Tensor | None]:
+    if norm is None:
+        return "none", 0.0, None, None
+    if isinstance(norm, nn.RMSNorm):
+        eps = torch.finfo(x_ND.dtype).eps if norm.eps is None else norm.eps
+        return "rms", eps, norm.weight, None
+    assert isinstance(norm, nn.LayerNorm)
+    return "layer", norm.eps, norm.weight, norm.bias
+
+
+class PackedNorm(torch.autograd.Function):
+    """Its gradient for x is a gather: tokens that were not chosen get zeros."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        x_ND: Tensor,
+        token_P: Tensor,
+        place_N: Tensor,
+        chosen_N: Tensor,
+        count: Tensor,
+        weight_D: Tensor | None,
+        bias_D: Tensor | None,
+        add_PD: Tensor | None,
+        add_bias_D: Tensor | None,
+        kind: str,
+        eps: float,
+        dtype: torch.dtype,
+        implementation: str,
+    ) -> tuple[Tensor, Tensor]:
+        u_PD, h_PD, mean_P, scale_P = packed_norm_forward(
+            x_ND, token_P, count, weight_D, bias_D, add_PD, add_bias_D, kind, eps, dtype, add_PD is not None,
+            implementation,
+        )  # fmt: skip
+        context.added = None if add_PD is None else add_PD.dtype
+        context.add_bias = None if add_bias_D is None else add_bias_D.dtype
+        context.kind, context.implementation = kind, implementation
+        read = x_ND if add_PD is None else u_PD
+        context.save_for_backward(read, token_P, place_N, chosen_N, count, weight_D, bias_D, mean_P, scale_P)
+        if add_PD is None:
+            context.mark_non_differentiable(u_PD)
+        return u_PD, h_PD
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> Any:
+        read, token_P, place_N, chosen_N, count, weight_D, bias_D, mean_P, scale_P = context.saved_tensors
+        added = context.added is not None
+        du_PD, dh_PD = grads
+        dx_PD, dadd_PD, dweight_D, dbias_D = packed_norm_backward(
+            dh_PD, du_PD if added else None, read, None if added else token_P, count, weight_D, mean_P, scale_P,
+            context.kind, context.added, context.implementation,
+        )  # fmt: skip
+        dx_ND = torch.where(chosen_N[:, None], dx_PD[place_N], 0.0)
+        add_bias = None
+        if context.add_bias is not None:
+            add_bias = row_sum(dadd_PD, count, context.implementation).to(context.add_bias)
+        return (
+            dx_ND,
+            *(None,) * 4,
+            None if weight_D is None else dweight_D.to(weight_D.dtype),
+            None if bias_D is None else dbias_D.to(bias_D.dtype),
+            dadd_PD if added else None,
+            add_bias,
+            *(None,) * 4,
+        )
+
+
+@torch.library.custom_op("chiar::packed_norm", mutates_args=())
+def packed_norm_forward(
+    x_ND: Tensor,
+    token_P: Tensor,
+    count: Tensor,
+    weight_D: Tensor | None,
+    bias_D: Tensor | None,
+    add_PD: Tensor | None,
+    add_bias_D: Tensor | None,
+    kind: str,
+    eps: float,
+    dtype: torch.dtype,
+    keep: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """u (empty if not to `keep`), h, and the mean and 1/scale of each row."""
+    outputs = new_outputs(x_ND, token_P, add_PD, dtype, keep)
+    if wants_triton(x_ND, implementation):
+        from chiar.kernels.triton.norm import triton_forward
+
+        triton_forward(x_ND.contiguous(), token_P, count, weight_D, bias_D, add_PD, add_bias_D, kind, eps, outputs)
+        return outputs
+    u_PD, h_PD, mean_P, scale_P = outputs
+    used, sums = int(count), mean_P.dtype
+    u = x_ND[token_P[:used]]
+    if add_PD is not None:
+        added = add_PD[:used] if add_bias_D is None else add_PD[:used] + add_bias_D
+        u = u + added
+    if keep:
+        u_PD[:used] = u
+    h = u.to(sums)
+    if kind != "none":
+        if kind == "layer":
+            mean_P[:used] = h.mean(1)
+            h = h - mean_P[:used, None]
+        scale_P[:used] = (h.square().mean(1) + eps).rsqrt()
+        h = h * scale_P[:used, None]
+        h = h if weight_D is None else h * weight_D
+        h = h if bias_D is None else h + bias_D
+    h_PD[:used] = h
+    return outputs
+
+
+def new_outputs(
+    x_ND: Tensor, token_P: Tensor, add_PD: Tensor | None, dtype: torch.dtype, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, width = len(token_P), x_ND.shape[1]
+    kept = x_ND.dtype if add_PD is None else torch.promote_types(x_ND.dtype, add_PD.dtype)
+    u_PD = x_ND.new_empty((rows if keep else 0, width), dtype=kept)
+    sums = accumulation_dtype(x_ND)
+    h_PD = x_ND.new_empty((rows, width), dtype=dtype)
+    return u_PD, h_PD, x_ND.new_empty(rows, dtype=sums), x_ND.new_empty(rows, dtype=sums)
+
+
+@packed_norm_forward.register_fake
+def _(x_ND: Tensor, token_P: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    add_PD, dtype, keep = rest[3], rest[7], rest[8]
+    return new_outputs(x_ND, token_P, add_PD, dtype, keep)
+
+
+@torch.library.custom_op("chiar::packed_norm_backward", mutates_args=())
+def packed_norm_backward(
+    dh_PD: Tensor,
+    du_PD: Tensor | None,
+    read: Tensor,
+    token_P: Tensor | None,
+    count: Tensor,
+    weight_D: Tensor | None,
+    mean_P: Tensor,
+    scale_P: Tensor,
+    kind: str,
+    added: torch.dtype | None,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the gathered x, of `add` (empty without), and of the norm's weight and bias. `read` is u, or x
+    with `token_P`."""
+    outputs = new_gradients(dh_PD, read, mean_P, added)
+    if wants_triton(dh_PD, implementation):
+        from chiar.kernels.triton.norm import triton_backward
+
+        dx_PD, dadd_PD, *_ = outputs
+        norm_gradients = triton_backward(
+            dh_PD.contiguous(), du_PD, read.contiguous(), token_P, count, weight_D, mean_P, scale_P, kind,
+            dx_PD, dadd_PD,
+        )  # fmt: skip
+        return dx_PD, dadd_PD, *norm_gradients
+    dx_PD, dadd_PD, dweight_D, dbias_D = outputs
+    used, sums = int(count), mean_P.dtype
+    u = (read[:used] if token_P is None else read[token_P[:used]]).to(sums)
+    dh = dh_PD[:used].to(sums)
+    dweight_D.zero_()
+    dbias_D.copy_(dh.sum(0))
+    if kind != "none":
+        u = u - mean_P[:used, None] if kind == "layer" else u
+        normed = u * scale_P[:used, None]
+        dweight_D.copy_((dh * normed).sum(0))
+        dh = dh if weight_D is None else dh * weight_D
+        inner = dh - normed * (dh * normed).mean(1, keepdim=True)
+        inner = inner - dh.mean(1, keepdim=True) if kind == "layer" else inner
+        dh = inner * scale_P[:used, None]
+    dx = dh if du_PD is None else dh + du_PD[:used]
+    dx_PD[:used] = dx
+    if added is not None:
+        dadd_PD[:used] = dx
+    return outputs
+
+
+def new_gradients(
+    dh_PD: Tensor, read: Tensor, mean_P: Tensor, added: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, width = dh_PD.shape
+    dadd_PD = read.new_empty((rows if added is not None else 0, width), dtype=added or read.dtype)
+    return read.new_empty((rows, width)), dadd_PD, mean_P.new_empty(width), mean_P.new_empty(width)
+
+
+@packed_norm_backward.register_fake
+def _(
+    dh_PD: Tensor,
+    du_PD: Tensor | None,
+    read: Tensor,
+    token_P: Tensor | None,
+    count: Tensor,
+    weight_D: Tensor | None,
+    mean_P: Tensor,
+    scale_P: Tensor,
+    kind: str,
+    added: torch.dtype | None,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return new_gradients(dh_PD, read, mean_P, added)
+
+
+def unpack_sum(
+    u_PD: Tensor, more_PD: Tensor, bias_D: Tensor, other_ND: Tensor, packing: Packing, implementation: str = "auto"
+) -> Tensor:
+    """u + more + bias where a token was chosen, `other` elsewhere: the end of a path that began with packed_norm."""
+    return UnpackSum.apply(
+        u_PD, more_PD, bias_D, other_ND, packing.token_P, packing.place_N, packing.chosen_N, packing.count,
+        implementation,
+    )  # fmt: skip
+
+
+class UnpackSum(torch.autograd.Function):
+    """Its gradient reads the chosen rows once, for u and, in the dtype of products, for `more`."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        u_PD: Tensor,
+        more_PD: Tensor,
+        bias_D: Tensor,
+        other_ND: Tensor,
+        token_P: Tensor,
+        place_N: Tensor,
+        chosen_N: Tensor,
+        count: Tensor,
+        implementation: str,
+    ) -> Tensor:
+        context.save_for_backward(token_P, chosen_N, count)
+        context.dtypes, context.implementation = (u_PD.dtype, more_PD.dtype, bias_D.dtype), implementation
+        y_ND = u_PD[place_N] + (more_PD[place_N] + bias_D)
+        return torch.where(chosen_N[:, None], y_ND, other_ND)
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> Any:
+        token_P, chosen_N, count = context.saved_tensors
+        (grad_ND,), (u_dtype, more_dtype, bias_dtype) = grads, context.dtypes
+        du_PD, dmore_PD, _, _ = packed_norm_forward(
+            grad_ND, token_P, count, None, None, None, None, "none", 0.0, more_dtype, True, context.implementation
+        )
+        dbias_D = row_sum(dmore_PD, count, context.implementation)
+        dother_ND = torch.where(chosen_N[:, None], 0.0, grad_ND)
+        return du_PD.to(u_dtype), dmore_PD, dbias_D.to(bias_dtype), dother_ND, *(None,) * 5

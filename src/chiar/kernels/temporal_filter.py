@@ -1,0 +1,95 @@
+"""A causal filter along time, one for each channel: y_t = Σ_j taps_j · x_{t−j} over the last W tokens.
+
+Its taps are a few DCT-II coefficients along the window, so a channel has K numbers and not W, and what it can say
+about the past is smooth.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chiar.kernels.basis import dct_matrix
+
+
+def temporal_basis(window: int, coefficients: int) -> Tensor:
+    """The first K DCT-II functions along the window, (W, K) in float64; row j belongs to the token j before."""
+    return dct_matrix(window)[:coefficients].T.contiguous()
+
+
+def naive_temporal_filter(x_BTD: Tensor, taps_WD: Tensor) -> Tensor:
+    """The definition. There is nothing before the first token."""
+    outputs = []
+    for t in range(x_BTD.shape[1]):
+        reach = min(t + 1, len(taps_WD))
+        outputs.append(torch.stack([taps_WD[j] * x_BTD[:, t - j] for j in range(reach)]).sum(0))
+    return torch.stack(outputs, dim=1).to(x_BTD.dtype)
+
+
+def temporal_filter(x_BTD: Tensor, taps_WD: Tensor, implementation: str = "auto") -> Tensor:
+    """The same as W shifted products, summed in the precision of the taps; a kernel of its own on a GPU.
+
+    One operator to the compiler, which otherwise takes minutes over the shifts of a few layers.
+    """
+    return filter_forward(x_BTD, taps_WD, implementation)
+
+
+def wants_triton(x_BTD: Tensor, implementation: str) -> bool:
+    usable = x_BTD.is_cuda and x_BTD.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+    return implementation == "triton" or (implementation == "auto" and usable)
+
+
+@torch.library.custom_op("chiar::temporal_filter", mutates_args=())
+def filter_forward(x_BTD: Tensor, taps_WD: Tensor, implementation: str) -> Tensor:
+    x_BTD, taps_WD = x_BTD.contiguous(), taps_WD.contiguous()
+    if wants_triton(x_BTD, implementation):
+        from chiar.kernels.triton.temporal_filter import triton_forward
+
+        return triton_forward(x_BTD, taps_WD)
+    return shifted_sum(x_BTD, taps_WD)
+
+
+@filter_forward.register_fake
+def _(x_BTD: Tensor, taps_WD: Tensor, implementation: str) -> Tensor:
+    return x_BTD.new_empty(x_BTD.shape)
+
+
+def shifted_sum(x_BTD: Tensor, taps_WD: Tensor) -> Tensor:
+    length = x_BTD.shape[1]
+    y_BTD = taps_WD[0] * x_BTD
+    for j in range(1, min(len(taps_WD), length)):
+        y_BTD[:, j:] += taps_WD[j] * x_BTD[:, : length - j]
+    return y_BTD.to(x_BTD.dtype)
+
+
+@torch.library.custom_op("chiar::temporal_filter_backward", mutates_args=())
+def filter_backward(grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor, implementation: str) -> tuple[Tensor, Tensor]:
+    """The gradients of x, the same filter backwards in time, and of the taps."""
+    grad_BTD, x_BTD, taps_WD = grad_BTD.contiguous(), x_BTD.contiguous(), taps_WD.contiguous()
+    if wants_triton(x_BTD, implementation):
+        from chiar.kernels.triton.temporal_filter import triton_backward
+
+        return triton_backward(grad_BTD, x_BTD, taps_WD)
+    length, dtaps_WD = x_BTD.shape[1], torch.zeros_like(taps_WD)
+    for j in range(min(len(taps_WD), length)):
+        product_BTD = grad_BTD[:, j:].to(taps_WD.dtype) * x_BTD[:, : length - j]
+        dtaps_WD[j] = product_BTD.sum((0, 1))
+    return shifted_sum(grad_BTD.flip(1), taps_WD).flip(1).to(x_BTD.dtype), dtaps_WD
+
+
+@filter_backward.register_fake
+def _(grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor, implementation: str) -> tuple[Tensor, Tensor]:
+    return x_BTD.new_empty(x_BTD.shape), taps_WD.new_empty(taps_WD.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.implementation = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:
+    return *filter_backward(grad_BTD, *ctx.saved_tensors, ctx.implementation), None
+
+
+filter_forward.register_autograd(_backward, setup_context=_setup_context)

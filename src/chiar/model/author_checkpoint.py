@@ -1,0 +1,297 @@
+"""Read the checkpoints of the author's released code and write them as folders `from_pretrained` opens.
+
+Nothing inside a file is ever executed: torch's restricted unpickler admits tensors and plain containers only.
+"""
+
+import pickle
+import re
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chiar.config import ChiarConfig
+from chiar.config_checks import CHOICES
+from chiar.errors import InputError, first_line, unknown_name
+from chiar.files import check_file, check_new, new_folder
+
+# The published 400M threshold; the files do not carry one.
+PUBLISHED_TAU = {1024: 0.8954}
+# The released DCT is twice the orthonormal one and its inverse ∘ forward is 2x: the filter absorbs the factor. At DC
+# it is larger by a further √2, so that bin's energy counts double in H; ε is added in both places of the entropy.
+FILTER_SCALE = 2.0
+ENTROPY_EPS = 1e-8
+ROUTINGS = CHOICES["routing"]
+ENTROPY_DC_WEIGHT = 2.0
+ROPE_BUFFER = re.compile(r"(layers\.\d+\.attn|attns\.\d+)\.rope\.(inv_freq|cos_cache|sin_cache)")
+
+
+@dataclass
+class Imported:
+    """A converted checkpoint: our configuration and tensors, and what had to be assumed."""
+
+    config: ChiarConfig
+    tensors: dict[str, Tensor]
+    heads: dict[str, Tensor] = field(default_factory=dict)
+    """Classification heads of mixed training, under their own names."""
+    notes: list[str] = field(default_factory=list)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The dictionary in a `.pt` file, or an InputError that says what is wrong with it."""
+    check_file(path)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        forbidden = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"it asks for {forbidden[1]}" if forbidden else "it is not a checkpoint at all, or it is damaged"
+        raise InputError(f"{path} is not a file of tensors and plain values, so it was not opened: {what}.") from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is not a readable checkpoint (truncated or damaged): {first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path} holds a {type(content).__name__}, expected a dictionary with the model's tensors.")
+    return content
+
+
+def read_tensors(content: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by name and the stored cfg. Accepts {step, model, val_ppl, cfg} and a bare state dict."""
+    tensors = content.get("model", content)
+    if not isinstance(tensors, dict) or not tensors:
+        raise InputError("the checkpoint has no tensors under 'model'.")
+    for name, value in tensors.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise InputError(f"the checkpoint's entry {name!r} is a {type(value).__name__}, expected a tensor.")
+        check_tensor(name, value)
+    stored = content.get("cfg")
+    return dict(tensors), stored if isinstance(stored, dict) else {}
+
+
+def check_tensor(name: str, value: Tensor) -> None:
+    """Refuse what is not plainly numbers in memory: a stride of 0 can claim terabytes, a sparse tensor anything."""
+    if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+        raise InputError(f"tensor {name} is not an ordinary dense tensor.")
+    if not value.dtype.is_floating_point:
+        raise InputError(f"tensor {name} has dtype {value.dtype}, expected floating point.")
+    if value.numel() == 0 or value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise InputError(f"tensor {name} of shape {tuple(value.shape)} is empty or larger than what the file stores.")
+    if not bool(value.isfinite().all()):
+        raise InputError(f"tensor {name} holds values that are not finite.")
+
+
+def convert(
+    tensors: dict[str, Tensor],
+    stored: dict[str, Any],
+    tau: float | None = None,
+    routing: str | None = None,
+    classifier_pool: str = "last",
+) -> Imported:
+    """Rename the author's tensors to ours, deriving the sizes from their shapes."""
+    notes: list[str] = []
+    if routing not in (None, *ROUTINGS):
+        raise unknown_name("routing", routing, ROUTINGS)
+    if classifier_pool not in CHOICES["classifier_pool"]:
+        raise unknown_name("pool", classifier_pool, CHOICES["classifier_pool"])
+    tensors = {name.removeprefix("backbone."): value for name, value in tensors.items()}
+    heads = {name: tensors.pop(name) for name in list(tensors) if name.startswith("_cls_head_")}
+    embedding = take_shape(tensors, "token_emb.weight", 2)
+    vocabulary, width = embedding
+    layer_types = find_layer_types(tensors)
+    head_size, length = find_rope(tensors)
+    if width % head_size:
+        raise InputError(f"the head size {head_size} in rope.inv_freq does not divide the width {width}.")
+
+    fields: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "num_attention_heads": width // head_size,
+        "layer_types": layer_types,
+        "max_position_embeddings": length,
+        "meta_router": "meta_router.gate_proj.weight" in tensors,
+        "gate_init": "neutral",
+        "entropy_eps": ENTROPY_EPS,
+        "entropy_dc_weight": ENTROPY_DC_WEIGHT,
+    }
+    if "routed" in layer_types:
+        fields.update(find_routing(tensors, stored, routing, tau, width, notes))
+    if "classifier.weight" in tensors:
+        fields["num_labels"] = take_shape(tensors, "classifier.weight", 2)[0]
+        fields["classifier_pool"] = classifier_pool
+        notes.append(f"the file does not say how the classifier pools tokens; using {classifier_pool!r} (--pool).")
+    elif heads:
+        notes.append(f"{len(heads)} tensors of mixed-training heads are kept apart: {', '.join(sorted(heads))}.")
+    config = ChiarConfig(**fields)
+    return Imported(config, rename(tensors, config), heads, notes)
+
+
+def find_layer_types(tensors: dict[str, Tensor]) -> list[str]:
+    baseline = layer_numbers(tensors, "attns")
+    if baseline:
+        return ["attention"] * len(baseline)
+    kinds = []
+    for i in layer_numbers(tensors, "layers"):
+        light, dark = f"layers.{i}.dct_mix.w" in tensors, f"layers.{i}.attn.qkv.weight" in tensors
+        if not light and not dark:
+            raise InputError(f"layer {i} has neither layers.{i}.dct_mix.w nor layers.{i}.attn.qkv.weight.")
+        kinds.append("routed" if light and dark else "spectral" if light else "attention")
+    if not kinds:
+        raise InputError("no layers found: the tensors are named neither layers.N.* nor attns.N.*.")
+    return kinds
+
+
+def layer_numbers(tensors: dict[str, Tensor], prefix: str) -> list[int]:
+    found = {int(match[1]) for name in tensors if (match := re.match(rf"{prefix}\.(\d+)\.", name))}
+    for number in range(len(found)):
+        if number not in found:
+            raise InputError(f"missing tensors: the file has {prefix}.{max(found)} but nothing of {prefix}.{number}.")
+    return sorted(found)
+
+
+def find_rope(tensors: dict[str, Tensor]) -> tuple[int, int]:
+    """Head size and trained length, from the rotary buffers."""
+    frequencies = next((name for name in sorted(tensors) if name.endswith("rope.inv_freq")), None)
+    if frequencies is None:
+        raise InputError("missing tensor: no *.rope.inv_freq, from which the number of heads follows.")
+    head_size = 2 * take_shape(tensors, frequencies, 1)[0]
+    for name in tensors:
+        if name.endswith("rope.inv_freq"):
+            exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+            value = tensors[name].float()
+            if value.shape != exponents.shape or not torch.allclose(value, 10000.0**-exponents, rtol=1e-4):
+                raise InputError(f"{name} is not RoPE with base 10000 for heads of {head_size}.")
+    cache = frequencies.replace("inv_freq", "cos_cache")
+    return head_size, take_shape(tensors, cache, 2)[0] if cache in tensors else 256
+
+
+def find_routing(
+    tensors: dict[str, Tensor],
+    stored: dict[str, Any],
+    routing: str | None,
+    tau: float | None,
+    width: int,
+    notes: list[str],
+) -> dict[str, Any]:
+    if routing is not None and stored.get("routing_mode") not in (None, routing):
+        raise InputError(
+            f"the file says {stored['routing_mode']!r}: leave --routing out, it is for files that do not say."
+        )
+    routing = routing or stored.get("routing_mode")
+    has_router = any(".router.gate_proj." in name for name in tensors)
+    if routing is None and has_router:
+        raise InputError("the file has router weights but does not say soft or hard: pass --routing soft or hard.")
+    routing = routing or "threshold"
+    if routing not in ROUTINGS:
+        raise unknown_name("routing", routing, ROUTINGS)
+    if has_router != (routing != "threshold"):
+        held = "has" if has_router else "has no"
+        raise InputError(f"the file {held} router weights (layers.N.router.gate_proj), which contradicts {routing!r}.")
+    if routing != "threshold":
+        if tau is not None:
+            notes.append(f"{routing} routing has no threshold: --tau is not used.")
+        return {"routing": routing}
+    if tau is None:
+        if width not in PUBLISHED_TAU:
+            raise InputError(
+                f"the file carries no threshold and none is published for width {width}: pass --tau, for example from "
+                "'chiar calibrate' on the baseline."
+            )
+        tau = PUBLISHED_TAU[width]
+        notes.append(f"the file carries no threshold; using the published τ = {tau} (--tau).")
+    return {"routing": "threshold", "thresholds": tau}
+
+
+def rename(tensors: dict[str, Tensor], config: ChiarConfig) -> dict[str, Tensor]:
+    """Our names and values; every tensor must be there, with the right shape, and none may be left over."""
+    result: dict[str, Tensor] = {}
+    wrong: list[str] = []
+    used: set[str] = {name for name in tensors if ROPE_BUFFER.fullmatch(name)}
+    for ours, (theirs, shape) in tensor_map(config, classifier="classifier.weight" in tensors).items():
+        used.add(theirs)
+        if theirs not in tensors:
+            wrong.append(f"missing {theirs}")
+        elif tuple(tensors[theirs].shape) != shape:
+            wrong.append(f"{theirs} has shape {tuple(tensors[theirs].shape)}, expected {shape}")
+        else:
+            value = tensors[theirs].float().contiguous()
+            result[ours] = value * FILTER_SCALE if theirs.endswith("dct_mix.w") else value
+    tied = tensors.get("lm_head.weight")
+    if tied is not None and not wrong and not torch.equal(tied, tensors["token_emb.weight"]):
+        wrong.append("lm_head.weight differs from token_emb.weight, to which it should be tied")
+    wrong += [f"unexpected {name}" for name in sorted(set(tensors) - used - {"lm_head.weight"})]
+    if wrong:
+        raise InputError("the tensors do not fit: " + "; ".join(wrong) + ".")
+    return result
+
+
+def tensor_map(config: ChiarConfig, classifier: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Our tensor name → (the author's name, its shape)."""
+    assert config.layer_types is not None
+    D, hidden = config.hidden_size, 4 * config.hidden_size
+    names: dict[str, tuple[str, tuple[int, ...]]] = {
+        "model.embed_tokens.weight": ("token_emb.weight", (config.vocab_size, D))
+    }
+
+    def linear(ours: str, theirs: str, out: int, inputs: int) -> None:
+        names[f"{ours}.weight"] = (f"{theirs}.weight", (out, inputs))
+        names[f"{ours}.bias"] = (f"{theirs}.bias", (out,))
+
+    def norm(ours: str, theirs: str) -> None:
+        for part in ("weight", "bias"):
+            names[f"{ours}.{part}"] = (f"{theirs}.{part}", (D,))
+
+    norm("model.norm", "norm")
+    if config.meta_router:
+        linear("model.meta_router.gate", "meta_router.gate_proj", 1, D)
+    if classifier:
+        linear("score", "classifier", config.num_labels, D)
+    baseline = set(config.layer_types) == {"attention"}
+    for i, kind in enumerate(config.layer_types):
+        ours, theirs = f"model.layers.{i}", f"layers.{i}"
+        attention = f"attns.{i}" if baseline else f"{theirs}.attn"
+        feed_forward = f"ffns.{i}" if baseline else f"{theirs}.ffn"
+        if kind != "attention":
+            names[f"{ours}.operators.spectral.weight"] = (f"{theirs}.dct_mix.w", (D,))
+            norm(f"{ours}.norms.spectral", f"{theirs}.dct_mix.norm")
+        if kind != "spectral":
+            linear(f"{ours}.operators.attention.qkv", f"{attention}.qkv", 3 * D, D)
+            linear(f"{ours}.operators.attention.out", f"{attention}.out_proj", D, D)
+            norm(f"{ours}.norms.attention", f"{attention}.norm")
+        if kind == "routed" and config.router == "learned":
+            linear(f"{ours}.router.score", f"{theirs}.router.gate_proj", 2, D + 1)
+        linear(f"{ours}.ffn.up", f"{feed_forward}.0", hidden, D)
+        linear(f"{ours}.ffn.down", f"{feed_forward}.3", D, hidden)
+        norm(f"{ours}.ffn_norm", f"ffn_norms.{i}" if baseline else f"{theirs}.ffn_norm")
+    return names
+
+
+def take_shape(tensors: dict[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:
+    if name not in tensors:
+        raise InputError(f"the tensors do not fit: missing {name}.")
+    if tensors[name].ndim != dimensions:
+        raise InputError(f"{name} has shape {tuple(tensors[name].shape)}, expected {dimensions} dimensions.")
+    return tuple(tensors[name].shape)
+
+
+def import_checkpoint(path: Path, out: Path, **options: Any) -> Imported:
+    """Convert the file and write a complete model folder to `out`, which must not exist or be empty."""
+    from safetensors.torch import save_file
+
+    from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
+
+    check_new(out)
+    imported = convert(*read_tensors(read_file(path)), **options)
+    kind = ChiarForSequenceClassification if "score.weight" in imported.tensors else ChiarForCausalLM
+    with torch.device("meta"):
+        model = kind(imported.config)
+    model = model.to_empty(device="cpu")
+    missing, unexpected = model.load_state_dict(imported.tensors, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    model.tie_weights()
+    with new_folder(out) as folder:
+        model.save_pretrained(folder)
+        if imported.heads:
+            save_file(imported.heads, folder / "mixed_heads.safetensors")
+    return imported

@@ -1,0 +1,138 @@
+"""What a model remembers between decoding steps."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+from chiar.errors import InputError
+from chiar.layers.ragged import RaggedStore, Shelf, may_write
+
+Joined = tuple[dict[str, RaggedStore], dict[str, Tensor]]
+"""The stores and named tensors of a layer."""
+
+
+class LayerState(DynamicLayer):
+    """What one layer keeps: a ragged store of keys for each operator that has keys, and named tensors (gate sums), all
+    with the batch first. Padding is never stored, nor, under keys="routed", a token sent to another operator."""
+
+    is_croppable = False
+
+    def __init__(self, shelf: Shelf) -> None:
+        """`shelf` collects the stores of all layers."""
+        super().__init__()
+        self.state: dict[str, Tensor] = {}
+        self.stores: dict[str, RaggedStore] = {}
+        self.shelf = shelf
+
+    def get(self, name: str) -> Tensor | None:
+        return self.state.get(name)
+
+    def put(self, name: str, value: Tensor) -> None:
+        before = self.state.get(name)
+        if before is not None and before.shape == value.shape and may_write(before, value.requires_grad):
+            before.copy_(value)
+        else:
+            self.state[name] = value.clone()
+            self.shelf.moves += 1
+
+    def ragged(self, name: str) -> RaggedStore:
+        if name not in self.stores:
+            self.stores[name] = RaggedStore(self.shelf)
+            self.shelf.stores.append(self.stores[name])
+        return self.stores[name]
+
+    def make_writable(self) -> None:
+        """Copy what a step could not write into: what was made in inference mode, or belongs to a gradient."""
+        for store in self.stores.values():
+            store.make_writable()
+        for name, value in self.state.items():
+            if not may_write(value, False):
+                self.state[name] = value.detach().clone()
+                self.shelf.moves += 1
+
+    def _select_rows(self, rows: Tensor) -> None:
+        for store in self.stores.values():
+            store.select_rows(rows)
+        for name, value in list(self.state.items()):
+            self.put(name, value.index_select(0, rows.to(value.device)))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for store in self.stores.values():
+            store.repeat_rows(repeats)
+        for name, value in list(self.state.items()):
+            self.put(name, value.repeat_interleave(repeats, dim=0))
+
+    def joined(self, other: "LayerState", rows: int, more: int) -> Joined:
+        """The `more` rows of another state behind these `rows`; what either of them never stored is empty there."""
+        if self.state.keys() != other.state.keys():
+            raise InputError("caches of different models cannot be joined.")
+        names = dict.fromkeys([*self.stores, *other.stores])
+        stores = {name: self.ragged(name).joined(other.ragged(name), rows, more) for name in names}
+        return stores, {name: torch.cat([self.state[name], value]) for name, value in other.state.items()}
+
+    def replace(self, joined: Joined) -> None:
+        stores, self.state = joined
+        for name, store in stores.items():
+            self.stores[name].replace(store)
+        self.shelf.moves += 1
+
+    def crop(self, *_: Any) -> None:
+        raise NotImplementedError("a CHIAR cache cannot be cropped: its causal gate keeps sums, not tokens")
+
+    def reset(self) -> None:
+        self.state = {}
+        for store in self.stores.values():
+            store.clear()
+
+
+class ChiarCache(Cache):
+    """One LayerState a layer. Its length is the number of tokens seen: a spectral layer stores no keys at all."""
+
+    def __init__(self, layers: int) -> None:
+        self.shelf = Shelf()
+        super().__init__(layers=[LayerState(self.shelf) for _ in range(layers)])
+        self.seen = 0
+        """Tokens of the longest row; rows that were joined later may have fewer."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+    def check_rows(self, rows: int) -> None:
+        """A batch of another size would be written beside its own rows."""
+        for layer in self.layers:
+            for store in layer.stores.values():
+                if store.length_B is not None and len(store.length_B) != rows:
+                    raise InputError(
+                        f"the cache holds {len(store.length_B)} rows and the input has {rows}: "
+                        "a cache goes on with the batch it began with."
+                    )
+
+    def join(self, other: "ChiarCache", rows: int, more: int) -> None:
+        """Go on with the `more` rows of another cache behind these `rows`. Lengths stay each row's own: whoever decodes
+        them together gives `position_ids`, and no mask. Where memory runs out, nothing has changed."""
+        joined = [mine.joined(theirs, rows, more) for mine, theirs in zip(self.layers, other.layers, strict=True)]
+        for layer, new in zip(self.layers, joined, strict=True):
+            layer.replace(new)
+        self.seen = max(self.seen, other.seen)
+
+    def reset(self) -> None:
+        super().reset()
+        self.seen = 0
+
+
+def check_cache(cache: Any) -> ChiarCache:
+    """The cache as ours, or a TypeError: transformers' general ones have no place for key marks and gate sums."""
+    if isinstance(cache, ChiarCache):
+        return cache
+    raise TypeError(
+        f"CHIAR-Former needs a chiar.model.cache.ChiarCache, got {type(cache).__name__}: pass none to have one made."
+    )

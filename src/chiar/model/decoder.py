@@ -1,0 +1,331 @@
+"""The decoder: embedding, layers, final norm. Read this first."""
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.utils import logging
+
+from chiar.config import ChiarConfig
+from chiar.errors import InputError, refuse_misspelt
+from chiar.layers.block import Block, LayerOutput, make_norm
+from chiar.layers.context import LayerMemory, TokenContext
+from chiar.layers.derived import DerivedBuffers
+from chiar.layers.groups import Groups
+from chiar.layers.light import SpectralWeights
+from chiar.layers.meta_router import Gate, MetaRouter
+from chiar.layers.rbf import RBFMixing
+from chiar.layers.router_state import RouterState
+from chiar.layers.routers import EntropyRouter, Route
+from chiar.layers.sparse import sparse_pays
+from chiar.layers.spectral import SpectralBasis, SpectralFilter
+from chiar.layers.temporal import TemporalFilter
+from chiar.model.cache import ChiarCache, check_cache
+from chiar.model.inputs import begin_stream, check_routes, check_tokens, make_context
+from chiar.model.outputs import ChiarModelOutput
+from chiar.routing.budget import budget_loss
+from chiar.routing.collapse import collapse_loss
+from chiar.routing.trace import LayerTrace, RoutingTrace, trace_layer
+
+logger = logging.get_logger(__name__)
+
+
+class ChiarPreTrainedModel(PreTrainedModel):
+    config_class = ChiarConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _keep_in_fp32_modules_strict = ["router_state"]  # noqa: RUF012
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """N(0, 0.02), biases 0, norms 1, light filters `filter_init`, those in every layer 0; derived buffers are
+        computed again. Extensions set weights of their own."""
+        std = self.config.initializer_range
+        if getattr(module, "sets_own_weights", False):
+            with torch.no_grad():
+                module.reset_parameters()  # type: ignore[operator]
+            if isinstance(module, DerivedBuffers):
+                module.rebuild()
+        elif isinstance(module, Gate) and self.config.gate_init == "biased":
+            init.zeros_(module.weight)
+            init.constant_(module.bias, self.config.gate_bias)
+        elif isinstance(module, nn.Linear):
+            init.normal_(module.weight, mean=0.0, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=std)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            if module.weight is not None:
+                init.ones_(module.weight)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, SpectralFilter):
+            init.constant_(module.weight, self.config.filter_init)
+        elif isinstance(module, RBFMixing):
+            init.normal_(module.omega_Dm, std=module.std)
+        elif isinstance(module, SpectralWeights):
+            init.constant_(module.raw_D, module.FIRST)
+        elif isinstance(module, DerivedBuffers):
+            module.rebuild()
+            if isinstance(module, TemporalFilter):
+                init.constant_(module.now_D, module.initial)
+                init.zeros_(module.coefficients_KD)
+            for name, value in module.initial().items() if isinstance(module, RouterState) else ():
+                init.copy_(getattr(module, name), value)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
+        given = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+        if given["use_reentrant"]:
+            raise InputError("use_reentrant=True would lose the gradient of the collapse regulariser: leave it off.")
+        super().gradient_checkpointing_enable(given, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Exports always carry our shim instead of a copy of the source."""
+
+
+class ChiarModel(ChiarPreTrainedModel):
+    """Embedding, layers, final norm. Layer 1 may be gated by the MetaRouter."""
+
+    def __init__(self, config: ChiarConfig) -> None:
+        super().__init__(config)
+        config.validate()
+        assert config.layer_types is not None
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = (
+            nn.Embedding(config.max_position_embeddings, config.hidden_size) if config.positions == "learned" else None
+        )
+        self.basis = SpectralBasis(config.basis, config.hidden_size, config.basis_seed)
+        self.meta_router = (
+            MetaRouter(config.hidden_size, config.gate_pool, config.gate_skip_below) if config.meta_router else None
+        )
+        self.layers = nn.ModuleList(Block(config, i) for i in range(len(config.layer_types)))
+        self.router_state = RouterState(config) if config.has_router_state else None
+        self.norm = make_norm(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def set_thresholds(self, thresholds: float | list | None) -> None:
+        """Route with other thresholds from now on (None: white noise's); saved with the configuration."""
+        if thresholds is not None and self.config.target_fraction is not None:
+            raise InputError(
+                f"target_fraction={self.config.target_fraction} finds the thresholds in training: set "
+                "config.target_fraction to None before the model is built to give them yourself."
+            )
+        before = self.config.thresholds
+        self.config.thresholds = thresholds
+        try:
+            self.config.validate()
+        except InputError:
+            self.config.thresholds = before
+            raise
+        for layer, values in zip(self.config.routed_layers, self.config.layer_thresholds(), strict=True):
+            router = self.layers[layer].router
+            if isinstance(router, EntropyRouter):
+                router.values = values
+                router.rebuild()
+
+    def set_progress(self, share: float) -> None:
+        """Say what share of training is done, for routers that go from soft to hard or settle; saved with the weights.
+        It never falls: a model that is trained again stays hard and settled."""
+        if self.router_state is not None:
+            self.router_state.progress.clamp_(min=share)
+
+    def layer_contexts(self, context: TokenContext) -> list[TokenContext]:
+        """The context of each layer: a routed one's has its part of the routers' state."""
+        contexts = [context] * len(self.layers)
+        if self.router_state is not None:
+            for layer, state in zip(self.config.routed_layers, self.router_state.of_layers(), strict=True):
+                contexts[layer] = replace(context, router_state=state)
+        return contexts
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: ChiarCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        output_routing: bool = False,
+        output_routes: bool = False,
+        forced_routes: dict[int, Tensor] | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> ChiarModelOutput | tuple:
+        """`output_routing` returns a RoutingTrace; `forced_routes` maps a routed layer to a (B, T) choice of operator.
+        `output_routes` returns only the routes and the gate as they were used, for losses and averages in training.
+
+        `attention_mask` is 1 for real tokens and 0 for padding, (B, cached + new tokens). Positions count real
+        tokens unless `position_ids` are given.
+        """
+        config: ChiarConfig = self.config
+        if kwargs:
+            refuse_misspelt("argument", kwargs, inspect.signature(ChiarModel.forward).parameters)
+        if (use_cache or past_key_values is not None) and self.gradient_checkpointing and self.training:
+            logger.warning_once("a checkpointed layer runs twice, so no cache is kept while training.")
+            use_cache, past_key_values = False, None
+        if use_cache and past_key_values is None:
+            past_key_values = ChiarCache(len(self.layers))
+        if past_key_values is not None:
+            past_key_values = check_cache(past_key_values)
+            self.check_gate_can_generate()
+            if self.training and torch.is_grad_enabled():
+                self._check_cache_has_gradients()
+        check_tokens(input_ids, inputs_embeds, self.embed_tokens.num_embeddings)
+        x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if past_key_values is not None:
+            past_key_values.check_rows(len(x_BTD))
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        context = make_context(config, self.basis.transform(), x_BTD, input_ids, attention_mask, position_ids, past)
+        context.keep_entropy = output_routing
+        # Sparse execution reads no stored keys. It can fill a cache, but one token alone has nothing to leave out.
+        continues = past_key_values is not None and (past > 0 or x_BTD.shape[1] == 1)
+        context.sparse = self._runs_sparse(context, x_BTD) and not continues
+        check_routes(forced_routes, config, tuple(x_BTD.shape[:2]))
+        if self.embed_positions is not None:
+            x_BTD = x_BTD + self.embed_positions(context.positions_BT)
+        x_BTD = begin_stream(config, x_BTD)
+        x_BTD = F.dropout(x_BTD, config.dropout, self.training)
+
+        keep_hidden = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        keep_attentions = config.output_attentions if output_attentions is None else output_attentions
+        if keep_attentions and context.attention_implementation != "eager":
+            raise InputError("attention weights are only kept with attn_implementation='eager'.")
+        hidden_states, attentions, routes, traces = [], [], [], []
+        gate_BT1 = None
+        contexts, groups = self.layer_contexts(context), Groups(config)
+        for i, layer in enumerate(self.layers):
+            if keep_hidden:
+                hidden_states.append(x_BTD)
+            memory = None if past_key_values is None else past_key_values.layers[i]
+            forced_BT = None if forced_routes is None else forced_routes.get(i)
+            run = self._run_gated if i == 0 and self.meta_router is not None else self._run
+            done = run(layer, x_BTD, groups.context(i, contexts[i]), memory, forced_BT)
+            x_BTD = done.y_BTD
+            gate_BT1 = done.gate_BT1 if i == 0 else gate_BT1
+            if keep_attentions:
+                attentions.append(done.attention_weights)
+            if done.route is not None:
+                routes.append(done.route)
+                groups.took(i, done.route)
+            if output_routing:
+                traces.append(trace_layer(i, layer, done, contexts[i].router_state))
+        if self.router_state is not None and self.training:
+            scores = [(r.score_BT, r.counted_BT) for r in routes if r.score_BT is not None]
+            self.router_state.follow([score_BT for score_BT, _ in scores], [counted_BT for _, counted_BT in scores])
+        x_BTD = self.norm(x_BTD)
+        if keep_hidden:
+            hidden_states.append(x_BTD)
+        if past_key_values is not None:
+            past_key_values.seen += x_BTD.shape[1]
+        output = ChiarModelOutput(
+            last_hidden_state=x_BTD,
+            past_key_values=past_key_values,
+            hidden_states=tuple(hidden_states) if keep_hidden else None,
+            attentions=tuple(attentions) if keep_attentions else None,
+            routing=self._trace(traces, context) if output_routing else None,
+            routing_loss=self._routing_loss(routes, context.real_BT),
+            routes=tuple(routes) if output_routes else None,
+            gate_BT1=gate_BT1 if output_routes else None,
+        )
+        return output if return_dict is not False else output.to_tuple()
+
+    def _routing_loss(self, routes: list[Route], real_BT: Tensor | None) -> Tensor | None:
+        """What the configuration asks of the routes beside the task, added up."""
+        config: ChiarConfig = self.config
+        losses = [
+            collapse_loss(routes, real_BT, config.collapse_regulariser),
+            budget_loss(routes, real_BT, config.layer_fractions(), config.budget_weight),
+        ]
+        benefits = [route.benefit_loss for route in routes if route.benefit_loss is not None]
+        if benefits:
+            losses.append(config.benefit_weight * torch.stack(benefits).mean())
+        asked = [loss for loss in losses if loss is not None]
+        return sum(asked[1:], asked[0]) if asked else None
+
+    def _check_cache_has_gradients(self) -> None:
+        config: ChiarConfig = self.config
+        if config.keys == "routed" and config.trains_densely:
+            raise InputError(
+                f"{config.trains_densely} needs attention's output for light tokens too, and under keys='routed' a "
+                "cache has none: train with use_cache=False."
+            )
+        if config.keys == "routed" and config.routing == "hard" and config.hard_estimator == "both":
+            raise InputError(
+                "hard_estimator='both' trains the router with attention's output for light tokens too, and under "
+                "keys='routed' a cache has none: train with use_cache=False, or with hard_estimator='selected'."
+            )
+
+    def _runs_sparse(self, context: TokenContext, x_BTD: Tensor) -> bool:
+        """Whether routed layers run only what was chosen; where `sparse` was asked for and cannot be, an error."""
+        config: ChiarConfig = self.config
+        if config.execution == "dense" or not config.routed_layers:
+            return False
+        obstacle = None
+        if self.training and config.dropout > 0:
+            obstacle = "it has no dropout of attention weights: set dropout=0.0"
+        elif self.training and config.trains_densely:
+            obstacle = f"in training {config.trains_densely} needs every operator's output: set it to 0"
+        elif context.attention_implementation == "eager":
+            obstacle = "it keeps no attention weights: leave attn_implementation at sdpa"
+        if obstacle and config.execution == "sparse":
+            raise InputError(f"execution='sparse' is not possible here: {obstacle}, or use 'auto'.")
+        pays = config.execution == "sparse" or sparse_pays(x_BTD, config.keys)
+        return obstacle is None and config.can_run_sparse and pays
+
+    def _run(
+        self,
+        layer: nn.Module,
+        x_BTD: Tensor,
+        context: TokenContext,
+        memory: LayerMemory | None,
+        forced_BT: Tensor | None,
+    ) -> LayerOutput:
+        # What the last layer keeps, the backward pass needs first: computing it again would free nothing for long.
+        if self.gradient_checkpointing and self.training and layer is not self.layers[-1]:
+            return self._gradient_checkpointing_func(layer.__call__, x_BTD, context, memory, forced_BT)
+        return layer(x_BTD, context, memory, forced_BT)
+
+    def _run_gated(
+        self,
+        layer: nn.Module,
+        x_BTD: Tensor,
+        context: TokenContext,
+        memory: LayerMemory | None,
+        forced_BT: Tensor | None,
+    ) -> LayerOutput:
+        """Layer 1 under the MetaRouter: g · layer(x) + (1 − g) · x."""
+        assert self.meta_router is not None
+        gate_BT1 = self.meta_router(x_BTD, context, memory)
+        unseen = not (context.keep_entropy or (layer.looks_back and memory is not None))
+        if unseen and self.meta_router.shut(gate_BT1):
+            return LayerOutput(x_BTD, gate_BT1=gate_BT1)
+        output = self._run(layer, x_BTD, context, memory, forced_BT)
+        gate = gate_BT1.to(x_BTD.dtype)
+        return replace(output, y_BTD=gate * output.y_BTD + (1 - gate) * x_BTD, gate_BT1=gate_BT1)
+
+    def _trace(self, traces: list[LayerTrace], context: TokenContext) -> RoutingTrace:
+        real_BT = context.real_BT
+        if real_BT is None:
+            real_BT = torch.ones_like(traces[0].choice_BT, dtype=torch.bool)
+        pool = self.config.gate_pool if self.meta_router is not None else None
+        return RoutingTrace(traces, real_BT, context.token_ids_BT, pool)
+
+    def check_gate_can_generate(self) -> None:
+        """Tokens decoded one by one cannot know a mean over tokens that are not there yet."""
+        config = self.config
+        if config.meta_router and config.gate_pool != "causal" and config.gate_generation == "refuse":
+            raise InputError(
+                f"gate_pool={config.gate_pool!r} lets every token see the whole {config.gate_pool}, so generation is "
+                "not defined: set config.gate_generation='prefill' to freeze the gate at the prompt, or train with "
+                "gate_pool='causal'."
+            )

@@ -1,0 +1,268 @@
+"""One token for every row, as a step that is the same each time: fixed shapes, fixed addresses, no look at values.
+
+Such a step can be compiled layer by layer and, on a GPU, captured as one CUDA graph and replayed: the host's part of a
+step is then a few copies. On a CPU the same step runs plainly.
+"""
+
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from chiar.errors import first_line
+from chiar.layers.attention import compute_rotary_tables
+from chiar.layers.context import LayerMemory, TokenContext
+from chiar.layers.groups import Groups
+from chiar.layers.meta_router import MetaRouter
+from chiar.layers.routers import Route
+from chiar.model.cache import ChiarCache
+from chiar.model.inputs import begin_stream, check_routes, check_tokens, place_tokens
+
+Rope = tuple[Tensor, Tensor]
+logger = logging.get_logger(__name__)
+
+
+class Inputs:
+    """Where a step finds its tokens, always in the same place."""
+
+    def __init__(self, rows: int, routed_layers: list[int], device: torch.device) -> None:
+        self.rows, self.device = rows, device
+        self.ids_B1, self.positions_B1 = (torch.zeros(rows, 1, dtype=torch.long, device=device) for _ in range(2))
+        self.real_B1 = torch.ones(rows, 1, dtype=torch.bool, device=device)
+        # Each layer's on a boundary of 16 bytes: compiled code copies what lies elsewhere, in every step.
+        spaced = torch.zeros(len(routed_layers), rows + rows % 2, 1, dtype=torch.long, device=device)
+        self.routes = {layer: spaced[n, :rows] for n, layer in enumerate(routed_layers)}
+        self.forced: dict[int, Tensor] = {}
+
+    def fill(self, ids_B1: Tensor, positions_B1: Tensor, real_B1: Tensor | None, routes: dict[int, Tensor]) -> None:
+        self.ids_B1.copy_(ids_B1)
+        self.positions_B1.copy_(positions_B1)
+        if real_B1 is None:
+            self.real_B1.fill_(True)
+        else:
+            self.real_B1.copy_(real_B1)
+        self.forced = {layer: place_B1 for layer, place_B1 in self.routes.items() if layer in routes}
+        if self.forced:  # one kernel, not one for each layer
+            torch._foreach_copy_(list(self.forced.values()), [routes[layer] for layer in self.forced])
+
+
+class Captured:
+    """A step as a CUDA graph, good while its cache keeps all tensors where they were."""
+
+    def __init__(self, cache: ChiarCache, forced: dict[int, Tensor]) -> None:
+        self.cache, self.moves, self.forced = weakref.ref(cache), cache.shelf.moves, set(forced)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits_B1V: Tensor | None = None
+
+    def fits(self, cache: ChiarCache, forced: dict[int, Tensor]) -> bool:
+        return self.cache() is cache and self.moves == cache.shelf.moves and self.forced == set(forced)
+
+
+class FastDecoder:
+    """Takes over the decoding steps of a language model wherever a fixed step can stand in for them.
+
+    `compile`: layers run compiled, which takes a minute at first. `graph`: steps are captured and replayed; None means
+    on a GPU.
+    """
+
+    def __init__(self, compile: bool = False, graph: bool | None = None) -> None:
+        self.compile, self.graph = compile, graph
+        compiled = torch.compile(dynamic=False) if compile else lambda function: function
+        self.enter, self.run_layer, self.leave = compiled(enter), compiled(run_layer), compiled(leave)
+        self.inputs: Inputs | None = None
+        self.captured: Captured | None = None
+        self.prepared: tuple[Any, ...] | None = None
+        """The cache, and its state, that was last seen to be fit for writing."""
+        self.steps = 0
+        """Tokens a row decoded this way."""
+
+    def __reduce__(self) -> Any:
+        """A copy of a model begins anew: graphs belong to the weights they were captured with."""
+        return FastDecoder, (self.compile, self.graph)
+
+    def forget(self) -> None:
+        """Weights have moved."""
+        self.inputs = self.captured = self.prepared = None
+
+    def applies(self, model: Any, ids_BT: Tensor | None, cache: Any, options: dict[str, Any]) -> bool:
+        """Whether this pass is a step: one token a row, behind a prompt, and nothing asked for but logits."""
+        config = model.config
+        if ids_BT is None or ids_BT.ndim != 2 or ids_BT.shape[1] != 1 or not isinstance(cache, ChiarCache):
+            return False
+        if torch.is_grad_enabled() or model.training or torch.compiler.is_compiling():
+            return False
+        if torch.is_autocast_enabled(ids_BT.device.type) or config._attn_implementation == "eager":
+            return False
+        if config.output_hidden_states or config.output_attentions or "rbf" in config.operators:
+            return False
+        if any(value for name, value in options.items() if name != "forced_routes"):
+            return False
+        return cache.seen > 0
+
+    @torch.no_grad()
+    def step(
+        self,
+        language: Any,
+        ids_B1: Tensor,
+        mask_BS: Tensor | None,
+        position_ids: Tensor | None,
+        cache: ChiarCache,
+        routes: dict[int, Tensor] | None,
+    ) -> Tensor:
+        """The logits of the token behind each row's, (B, 1, V)."""
+        model, rows = language.model, len(ids_B1)
+        cache.check_rows(rows)
+        check_tokens(ids_B1, None, model.embed_tokens.num_embeddings)
+        check_routes(routes, model.config, tuple(ids_B1.shape))
+        positions_B1, real_B1 = place_tokens(model.config, ids_B1, mask_BS, position_ids, cache.seen)
+        if self.inputs is None or (self.inputs.rows, self.inputs.device) != (rows, ids_B1.device):
+            with torch.inference_mode(False):  # later steps may come from outside of it
+                self.inputs = Inputs(rows, model.config.routed_layers, ids_B1.device)
+            self.captured = None
+        self.inputs.fill(ids_B1, positions_B1, real_B1, routes or {})
+        state = weakref.ref(cache), cache.shelf.moves, torch.is_inference_mode_enabled()
+        if state != self.prepared:
+            for layer, memory in zip(model.layers, cache.layers, strict=True):
+                begin_store(layer, memory, rows)
+                memory.make_writable()
+            self.prepared = state[0], cache.shelf.moves, state[2]
+        cache.shelf.make_room()
+        logits_B1V = self.replay(language, self.inputs, cache)
+        cache.seen += 1
+        self.steps += 1
+        return logits_B1V
+
+    def replay(self, language: Any, inputs: Inputs, cache: ChiarCache) -> Tensor:
+        """The first step after tensors moved runs plainly, which also warms up; the second is captured."""
+        if not (inputs.device.type == "cuda" if self.graph is None else self.graph):
+            return self.run(language, inputs, cache)
+        captured = self.captured
+        if captured is None or not captured.fits(cache, inputs.forced):
+            self.captured = None
+            logits_B1V = self.run(language, inputs, cache)
+            self.captured = Captured(cache, inputs.forced)
+            return logits_B1V
+        if captured.graph is None and not self.capture(captured, language, inputs, cache):
+            return self.run(language, inputs, cache)
+        assert captured.graph is not None
+        captured.graph.replay()
+        assert captured.logits_B1V is not None
+        return captured.logits_B1V.clone()  # the next replay writes into the same place
+
+    def capture(self, captured: Captured, language: Any, inputs: Inputs, cache: ChiarCache) -> bool:
+        """Record the step, which runs nothing. Where that fails, steps run plainly from here on."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads, a server's or a streamer's, may use the device meanwhile.
+            with (
+                torch.cuda.device(inputs.device),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
+                captured.logits_B1V = self.run(language, inputs, cache)
+            captured.graph = graph
+        except RuntimeError as error:
+            self.graph, self.captured = False, None
+            logger.warning(f"decoding cannot be captured as a CUDA graph and runs plainly: {first_line(error)}")
+        return captured.graph is not None
+
+    def run(self, language: Any, inputs: Inputs, cache: ChiarCache) -> Tensor:
+        """All of a step on the device."""
+        model = language.model
+        x_B1D, rope = self.enter(model, inputs.ids_B1, inputs.positions_B1)
+        context = TokenContext(
+            transform=model.basis.transform(),
+            positions_BT=inputs.positions_B1,
+            real_BT=inputs.real_B1,
+            token_ids_BT=inputs.ids_B1,
+            rope=rope,
+            room_is_made=True,
+        )
+        more_B1D, contexts = None, model.layer_contexts(context)
+        groups = Groups(model.config)
+        with many_graphs() if self.compile else nullcontext():
+            for i, (layer, memory) in enumerate(zip(model.layers, cache.layers, strict=True)):
+                if self.compile:
+                    expect_growth(memory)
+                gate = model.meta_router if i == 0 else None
+                x_B1D, more_B1D, _, *chosen = self.run_layer(
+                    layer, gate, x_B1D, more_B1D, groups.context(i, contexts[i]), memory, inputs.forced.get(i)
+                )
+                if chosen[0] is not None:
+                    groups.took(i, Route(*chosen))
+        return self.leave(model.norm, language.lm_head, x_B1D, more_B1D)
+
+
+def begin_store(layer: Any, memory: LayerMemory, rows: int) -> None:
+    """A prompt without dark tokens leaves no store on a CPU; a step needs one to write to."""
+    if "attention" in layer.operators and memory.ragged("attention").is_empty:
+        attention = layer.operators["attention"]
+        weight = attention.qkv.weight
+        none_BH0d = weight.new_zeros(rows, attention.heads, 0, weight.shape[1] // attention.heads)
+        memory.ragged("attention").begin({"key": none_BH0d, "value": none_BH0d})
+
+
+def many_graphs() -> Any:
+    """Layers of one kind share one, unless a router knows the number of its layer: none may run uncompiled unseen."""
+    from torch._dynamo import config
+
+    return config.patch({"recompile_limit": 256, "accumulated_recompile_limit": 4096})
+
+
+def expect_growth(memory: Any) -> None:
+    """Tell the compiler that capacities change; the same graph then serves all of them."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    for store in memory.stores.values():
+        for part in store.parts.values():
+            maybe_mark_dynamic(part, 2)
+
+
+def enter(model: Any, ids_B1: Tensor, positions_B1: Tensor) -> tuple[Tensor, Rope | None]:
+    """Embedded tokens, and RoPE's tables for all layers."""
+    config, x_B1D = model.config, model.embed_tokens(ids_B1)
+    if model.embed_positions is not None:
+        return begin_stream(config, x_B1D + model.embed_positions(positions_B1)), None
+    return begin_stream(config, x_B1D), compute_rotary_tables(positions_B1, config.head_size, config.rope_base)
+
+
+def run_layer(
+    layer: nn.Module,
+    gate: MetaRouter | None,
+    x_B1D: Tensor,
+    more_B1D: Tensor | None,
+    context: TokenContext,
+    memory: LayerMemory,
+    forced_B1: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """A layer's output, the H its router read (returned, so that forced routes do not let a compiler drop it), and
+    its choice, weights and probabilities where others of a group are told of them.
+
+    Compiled, states go from layer to layer as two summands where they are a sum: adding them is then no kernel of its
+    own, but part of the next layer's norm.
+    """
+    x_B1D = add(x_B1D, more_B1D)
+    done = layer(x_B1D, context, memory, forced_B1)
+    beside = done.entropy_BT, None, None, None
+    if layer.in_group:
+        route = done.route
+        beside = done.entropy_BT, route.choice_BT, route.weights_BTK, route.probabilities_BTK
+    if gate is None and done.summands is not None and torch.compiler.is_compiling():
+        return *done.summands, *beside
+    if gate is None:
+        return done.y_BTD, None, *beside
+    gate_B11 = gate(x_B1D, context, memory).to(x_B1D.dtype)
+    light_B1D, rest_B1D = gate_B11 * done.y_BTD, (1 - gate_B11) * x_B1D
+    if done.summands is not None and torch.compiler.is_compiling():
+        return light_B1D, rest_B1D, *beside
+    return light_B1D + rest_B1D, None, *beside
+
+
+def add(x_B1D: Tensor, more_B1D: Tensor | None) -> Tensor:
+    return x_B1D if more_B1D is None else x_B1D + more_B1D
+
+
+def leave(norm: nn.Module, head: nn.Module, x_B1D: Tensor, more_B1D: Tensor | None) -> Tensor:
+    return head(norm(add(x_B1D, more_B1D)))

@@ -1,0 +1,88 @@
+"""Classifiers as a decoder and a head: how a run exports them, how an evaluation opens them.
+
+A run whose first corpus is classified exports a ChiarForSequenceClassification. Heads of further corpora, and of those
+a language model was trained beside, lie in `heads.safetensors` in the same folder, by the corpus' name.
+"""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from chiar.data.shards import Corpus
+from chiar.errors import InputError, first_line
+from chiar.model.decoder import ChiarModel
+from chiar.model.load import architecture, open_weights
+from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
+
+HEADS = "heads.safetensors"
+
+
+def as_classifier(decoder: ChiarModel, head: nn.Linear, labels: list[str]) -> ChiarForSequenceClassification:
+    """The decoder and the head themselves, not copies, with the names of the classes in a configuration of its own."""
+    config = deepcopy(decoder.config)
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {label: number for number, label in enumerate(labels)}
+    with torch.device("meta"):  # laid out only: both parts are replaced
+        classifier = ChiarForSequenceClassification(config)
+    classifier.model, classifier.score = decoder, head
+    return classifier
+
+
+def export_model(model: Any, corpus: Corpus, target: Path) -> None:
+    """A TaskModel as a folder: a classifier of its first corpus if that has classes, else the language model."""
+    heads = dict(model.heads.items())
+    if corpus.labels:
+        as_classifier(model.language.model, heads.pop(corpus.name), corpus.labels).save_pretrained(target)
+    else:
+        model.language.save_pretrained(target)
+    if heads:
+        save_heads(target, heads)
+
+
+def save_heads(folder: Path, heads: dict[str, nn.Linear]) -> None:
+    named = {f"{name}.{part}": value for name, head in heads.items() for part, value in head.state_dict().items()}
+    save_file({name: value.detach().cpu().contiguous() for name, value in named.items()}, folder / HEADS)
+
+
+def read_heads(folder: Path) -> dict[str, nn.Linear]:
+    """Every head beside a model, by the name of its corpus."""
+    path = folder / HEADS
+    if not path.is_file():
+        return {}
+    try:
+        stored: dict[str, Tensor] = load_file(path)
+        heads = {}
+        for name in sorted({key.rpartition(".")[0] for key in stored}):
+            classes, width = stored[f"{name}.weight"].shape
+            heads[name] = nn.Linear(width, classes)
+            heads[name].load_state_dict({part: stored[f"{name}.{part}"] for part in ("weight", "bias")})
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise InputError(f"{path} cannot be loaded: {first_line(error)}") from error
+    return heads
+
+
+def open_classifier(name: str, corpus: Corpus) -> ChiarForSequenceClassification:
+    """The classifier a folder holds for a corpus: the head of the corpus' name, or the folder's own classifier."""
+    folder = Path(name)
+    heads = read_heads(folder)
+    own = folder.is_dir() and architecture(name) != "ChiarForCausalLM"
+    if corpus.name in heads:
+        head, kind = heads[corpus.name], ChiarForSequenceClassification if own else ChiarForCausalLM
+        if head.out_features != len(corpus.labels):
+            raise InputError(
+                f"the head for {corpus.name} in {name} knows {head.out_features} classes, but {corpus.folder} has "
+                f"{len(corpus.labels)}: it was trained on another corpus of that name."
+            )
+        return as_classifier(open_weights(kind, name).model, head, corpus.labels)
+    if own:
+        return open_weights(ChiarForSequenceClassification, name)
+    if heads:
+        raise InputError(f"{name} has no head for {corpus.name}, only for {', '.join(heads)}.")
+    raise InputError(
+        f"{name} is a language model without a classifier: it has no classes to choose from; chiar finetune makes one."
+    )

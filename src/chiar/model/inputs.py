@@ -1,0 +1,116 @@
+"""What a user feeds a model, checked and turned into what the layers share."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chiar.config import ChiarConfig
+from chiar.errors import InputError
+from chiar.kernels.transform import Transform
+from chiar.layers.attention import rotary_tables
+from chiar.layers.context import TokenContext
+
+EMBEDDING_EPS = 1e-10
+"""Far below the mean square embeddings begin with (4e-4): only a token whose embedding is 0 notices it."""
+
+
+def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, vocabulary: int) -> None:
+    """Raise InputError unless exactly one of the two is there, in rows, and inside the vocabulary."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise InputError("give exactly one of input_ids and inputs_embeds.")
+    given = input_ids if inputs_embeds is None else inputs_embeds
+    assert given is not None
+    if given.ndim != (2 if inputs_embeds is None else 3):
+        raise InputError(f"the input has shape {tuple(given.shape)}: expected rows of tokens, (B, T) or (B, T, D).")
+    if given.numel() == 0:
+        raise InputError(f"the input is empty: shape {tuple(given.shape)}.")
+    # On a GPU the check would wait for the device, and the embedding's own assertion stops the kernel anyway.
+    if input_ids is not None and input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = int(input_ids.min()), int(input_ids.max())
+        if low < 0 or high >= vocabulary:
+            raise InputError(
+                f"token id {low if low < 0 else high} is outside the vocabulary 0..{vocabulary - 1}: "
+                "was the text encoded with this model's tokenizer?"
+            )
+
+
+def check_routes(routes: dict[int, Tensor] | None, config: ChiarConfig, shape: tuple[int, ...]) -> None:
+    """Raise InputError unless forced routes name routed layers and give an operator for every token."""
+    assert config.operators is not None
+    if routes and config.routing == "soft":
+        raise InputError("routes cannot be forced under soft routing: it blends all operators.")
+    if not routes:
+        return
+    routed_layers = config.routed_layers
+    for layer, choice_BT in routes.items():
+        if layer not in routed_layers:
+            raise InputError(f"layer {layer} is not routed: routes can be forced in {routed_layers}.")
+        if tuple(choice_BT.shape) != shape or choice_BT.dtype != torch.int64:
+            raise InputError(
+                f"forced routes of layer {layer} are {choice_BT.dtype} {tuple(choice_BT.shape)}, "
+                f"expected int64 {shape}: an operator number for each token."
+            )
+        on_cpu = choice_BT.device.type == "cpu" and not torch.compiler.is_compiling()
+        if on_cpu and not 0 <= int(choice_BT.min()) <= int(choice_BT.max()) < len(config.operators):
+            raise InputError(f"forced routes of layer {layer} must be below {len(config.operators)} operators.")
+
+
+def place_tokens(
+    config: ChiarConfig, new_BT: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past: int
+) -> tuple[Tensor, Tensor | None]:
+    """Positions of T new tokens after `past` cached ones, and which of them are real (None: all)."""
+    B, T = new_BT.shape[:2]
+    real_BS = None
+    if attention_mask is not None:
+        if attention_mask.shape != (B, past + T):
+            raise InputError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, expected {(B, past + T)}: "
+                "one entry for each cached and new token."
+            )
+        real_BS = attention_mask.bool()
+    if position_ids is not None:
+        positions_BT = position_ids.expand(B, T)
+    elif real_BS is not None:
+        positions_BT = (real_BS.long().cumsum(1) - 1).clamp_min(0)[:, past:]
+    else:
+        positions_BT = torch.arange(past, past + T, device=new_BT.device).expand(B, T)
+    if config.positions == "learned":
+        # Padding takes no position, but counting what it leaves means looking at values.
+        looked_at = positions_BT.device.type == "cpu" and not torch.compiler.is_compiling()
+        needed = int(positions_BT.max()) + 1 if looked_at else past + T
+        if needed > config.max_position_embeddings:
+            raise InputError(
+                f"{needed} tokens, but the model has {config.max_position_embeddings} learned positions: "
+                "shorten the text or use a model with RoPE."
+            )
+    return positions_BT, None if real_BS is None else real_BS[:, past:]
+
+
+def begin_stream(config: ChiarConfig, x_BTD: Tensor) -> Tensor:
+    """What the first layer reads of embedded tokens."""
+    return F.rms_norm(x_BTD, (config.hidden_size,), eps=EMBEDDING_EPS) if config.embedding_norm else x_BTD
+
+
+def make_context(
+    config: ChiarConfig,
+    transform: Transform,
+    x_BTD: Tensor,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    past: int,
+) -> TokenContext:
+    """Positions, padding and RoPE's angles for T new tokens after `past` cached ones."""
+    positions_BT, real_BT = place_tokens(config, x_BTD, attention_mask, position_ids, past)
+    alike = position_ids is None and attention_mask is None  # then one row of angles serves all
+    rope = config.positions == "rope"
+    return TokenContext(
+        transform=transform,
+        positions_BT=positions_BT,
+        real_BT=real_BT,
+        token_ids_BT=input_ids,
+        rope=rotary_tables(positions_BT[:1] if alike else positions_BT, config.head_size, config.rope_base)
+        if rope
+        else None,
+        attention_implementation=config._attn_implementation or "sdpa",
+    )

@@ -1,0 +1,124 @@
+"""Models by folder or preset name, for the command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from chiar import presets
+from chiar.config import ChiarConfig
+from chiar.errors import InputError, first_line, unknown_name
+
+
+def resolve_model(name: str) -> tuple[str, str | None]:
+    """The folder to load, and the training run it belongs to if one was named."""
+    best = Path(name) / "best"
+    if (best / "config.json").is_file():
+        return str(best), name
+    if (Path(name) / "metrics.jsonl").is_file() and not (Path(name) / "config.json").is_file():
+        raise InputError(f"{name} is a training run without a best model yet: let it reach its first evaluation.")
+    return name, None
+
+
+def load_config(name: str) -> ChiarConfig:
+    """A preset's configuration or a folder's."""
+    path = Path(name) / "config.json"
+    if path.is_file():
+        try:
+            kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+        except (ValueError, AttributeError) as error:
+            raise InputError(f"{path} is damaged: {first_line(error)}") from error
+        if kind != ChiarConfig.model_type:
+            raise InputError(f"{name} holds a {kind!r} model, not a CHIAR-Former.")
+        return ChiarConfig.from_pretrained(name)
+    if Path(name).exists():
+        raise InputError(f"{name} is not a model folder: it has no config.json.")
+    if "/" in name:
+        raise InputError(f"there is no folder {name}.")
+    if name not in presets.NAMES:
+        raise unknown_name("preset or folder", name, presets.NAMES)
+    return presets.get(name)
+
+
+def architecture(folder: str) -> str | None:
+    """The class whose weights a folder says it holds."""
+    path = Path(folder) / "config.json"
+    names = json.loads(path.read_text(encoding="utf-8")).get("architectures") if path.is_file() else None
+    return names[0] if names else None
+
+
+def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
+    """A language model and its folder; a preset gives random weights and no folder."""
+    import torch
+
+    from chiar.model.modeling import ChiarForCausalLM
+
+    config = load_config(name)
+    if Path(name).is_dir():
+        if architecture(name) == "ChiarForSequenceClassification":
+            raise InputError(f"{name} is a classifier, not a language model: chiar eval measures it on labelled text.")
+        return open_weights(ChiarForCausalLM, name).eval(), Path(name)
+    torch.manual_seed(seed)
+    return ChiarForCausalLM(config).eval(), None
+
+
+def load_weights(folder: str, config: ChiarConfig) -> Any:
+    """A language model of this configuration to train on, in fp32, with the weights of a folder; a classifier's too."""
+    import torch
+
+    from chiar.model.modeling import ChiarForCausalLM
+
+    return open_weights(ChiarForCausalLM, folder, whole=True, config=config, dtype=torch.float32)
+
+
+def open_weights(kind: Any, folder: str, whole: bool = False, **options: Any) -> Any:
+    """A model of class `kind` with all its weights from a folder; `whole`: and no layer of the folder left over."""
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
+    except (SafetensorError, RuntimeError, OSError) as error:
+        raise InputError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
+    if info["missing_keys"]:
+        raise InputError(f"{folder} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
+    left = sorted(name for name in info["unexpected_keys"] if not name.startswith("score."))
+    if whole and left:
+        raise InputError(f"the model has no place for {left[0]} of {folder}: keep the folder's own configuration.")
+    return model
+
+
+def check_tokenizer(folder: str, config: Any, corpus: Any) -> list[str]:
+    """InputError where the corpus was not prepared for this model; a remark where that cannot be told."""
+    from chiar.data.tokenizers import Tokenizer
+
+    if corpus.vocab_size > config.vocab_size:
+        raise InputError(
+            f"{corpus.folder} has a vocabulary of {corpus.vocab_size} ({corpus.tokenizer_kind}), more than the "
+            f"{config.vocab_size} entries of {folder}: prepare the corpus with the model's tokenizer."
+        )
+    if not Path(folder).is_dir():
+        return [f"{folder} is a preset with random weights."]
+    places = [place for place in (Path(folder), Path(folder) / "tokenizer") if (place / "tokenizer.json").is_file()]
+    if not places:
+        return [f"{folder} has no tokenizer: that the ids of {corpus.name} are those it was trained on is not checked."]
+    try:
+        own = Tokenizer.open(places[0]).fingerprint
+    except InputError as error:
+        return [f"the tokenizers of model and corpus were not compared: {error}"]
+    if own != corpus.tokenizer_fingerprint:
+        raise InputError(
+            f"{corpus.folder} was prepared with another tokenizer ({corpus.tokenizer_kind}, {corpus.vocab_size} "
+            f"entries) than the one in {folder}: prepare it again with that one."
+        )
+    return []
+
+
+def count_parameters(config: ChiarConfig) -> int:
+    """Trainable parameters, tied ones once; the model is laid out on the meta device and holds no memory."""
+    import torch
+
+    from chiar.model.modeling import ChiarForCausalLM
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in ChiarForCausalLM(config).parameters())

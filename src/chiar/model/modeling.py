@@ -1,0 +1,175 @@
+"""The language model and the classifier: a decoder and a head each, known to transformers' Auto classes."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationMixin,
+)
+
+from chiar.config import ChiarConfig
+from chiar.errors import InputError
+from chiar.model.cache import ChiarCache
+from chiar.model.decoder import ChiarModel, ChiarPreTrainedModel
+from chiar.model.decoding import FastDecoder
+from chiar.model.outputs import ChiarModelOutput, ChiarOutput
+
+
+class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
+    """The decoder with its output projection tied to the token embedding."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: ChiarConfig) -> None:
+        super().__init__(config)
+        self.model = ChiarModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.fast_decoder: FastDecoder | None = None
+        self.post_init()
+
+    def enable_fast_decoding(self, compile: bool = False, graph: bool | None = None) -> None:
+        """Decode through fixed steps from now on: captured as CUDA graphs on a GPU, compiled if asked for. Passes that
+        are no such step (prompts, gradients, traces, eager attention, RBF mixing) run as before."""
+        self.fast_decoder = FastDecoder(compile, graph)
+
+    def disable_fast_decoding(self) -> None:
+        self.fast_decoder = None
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fast_decoder is not None:
+            self.fast_decoder.forget()
+        return super()._apply(*args, **kwargs)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: ChiarCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> ChiarOutput | tuple:
+        """Arguments of ChiarModel, and `labels` (the ids themselves; −100 is ignored) for the next-token loss.
+
+        The loss is a mean over labels, in training with what routers are asked for; with `num_items_in_batch` it is
+        this batch's share of a mean over that many labels (transformers' Trainer counts all accumulated batches).
+        """
+        # generate() reads this signature to learn what the model takes.
+        fast, plain = self.fast_decoder, labels is None and inputs_embeds is None
+        if fast is not None and plain and fast.applies(self.model, input_ids, past_key_values, kwargs):
+            assert input_ids is not None and past_key_values is not None
+            forced = kwargs.get("forced_routes")
+            logits_B1V = fast.step(self, input_ids, attention_mask, position_ids, past_key_values, forced)
+            output = ChiarOutput(logits=logits_B1V, past_key_values=past_key_values)
+            return output if return_dict is not False else output.to_tuple()
+        decoded = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
+        )
+        states_BTD = decoded.last_hidden_state
+        logits_BTV = self.lm_head(states_BTD[:, -logits_to_keep:] if logits_to_keep else states_BTD)
+        loss = None
+        if labels is not None:
+            if logits_to_keep:
+                raise InputError("labels need the logits of every token: leave logits_to_keep at 0.")
+            targets = labels[:, 1:].flatten().to(logits_BTV.device)
+            loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), targets)
+            if self.training and decoded.routing_loss is not None:
+                loss = loss + decoded.routing_loss
+            if num_items_in_batch is not None:
+                loss = loss * (targets != -100).sum() / num_items_in_batch
+        return to_output(decoded, loss, logits_BTV, return_dict)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. A gate that sees the future needs `gate_generation="prefill"`, and its cache."""
+        self.model.check_gate_can_generate()
+        frozen = self.config.meta_router and self.config.gate_pool != "causal"
+        settings = kwargs.get("generation_config") or self.generation_config
+        if frozen and kwargs.get("use_cache", settings.use_cache) is False:
+            raise InputError("gate_generation='prefill' keeps the gate in the cache: generate with use_cache=True.")
+        return super().generate(*args, **kwargs)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """The model makes its own cache on the first step: transformers' general one cannot hold our state."""
+        return False
+
+
+class ChiarForSequenceClassification(ChiarPreTrainedModel):
+    """The decoder with a linear classifier over one state a row."""
+
+    accepts_loss_kwargs = False  # the loss is a mean over rows: Trainer divides by accumulation itself
+
+    def __init__(self, config: ChiarConfig) -> None:
+        super().__init__(config)
+        if config.problem_type == "multi_label_classification":
+            raise InputError("problem_type='multi_label_classification' is not supported: a row has one label.")
+        self.num_labels = config.num_labels
+        self.model = ChiarModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> ChiarOutput | tuple:
+        """Arguments of ChiarModel, and `labels` (B,): class numbers, or targets when there is one label."""
+        decoded = self.model(input_ids, attention_mask=attention_mask, **kwargs)
+        logits = self.score(pool_states(decoded.last_hidden_state, attention_mask, self.config.classifier_pool))
+        loss = None
+        if labels is not None:
+            labels = labels.to(logits.device)
+            if self.num_labels == 1:
+                loss = F.mse_loss(logits[:, 0].float(), labels.float())
+            else:
+                loss = F.cross_entropy(logits.float(), labels)
+            if self.training and decoded.routing_loss is not None:
+                loss = loss + decoded.routing_loss
+        return to_output(decoded, loss, logits, return_dict)
+
+
+def pool_states(states_BTD: Tensor, mask_BT: Tensor | None, how: str) -> Tensor:
+    """The state a row is classified by: its last real token's, or the mean over its real tokens."""
+    B, T, _ = states_BTD.shape
+    if mask_BT is None:
+        mask_BT = torch.ones(B, T, dtype=torch.long, device=states_BTD.device)
+    if how == "mean":
+        real_BT1 = mask_BT[..., None].to(states_BTD.dtype)
+        return (states_BTD * real_BT1).sum(1) / real_BT1.sum(1).clamp_min(1)
+    last_B = (mask_BT.long() * torch.arange(T, device=states_BTD.device)).argmax(1)
+    return states_BTD[torch.arange(B, device=states_BTD.device), last_B]
+
+
+def to_output(
+    decoded: ChiarModelOutput, loss: Tensor | None, logits: Tensor, return_dict: bool | None
+) -> ChiarOutput | tuple:
+    output = ChiarOutput(
+        loss=loss,
+        logits=logits,
+        past_key_values=decoded.past_key_values,
+        hidden_states=decoded.hidden_states,
+        attentions=decoded.attentions,
+        routing=decoded.routing,
+        routing_loss=decoded.routing_loss,
+    )
+    return output if return_dict is not False else output.to_tuple()
+
+
+AutoConfig.register("chiar", ChiarConfig, exist_ok=True)
+AutoModel.register(ChiarConfig, ChiarModel, exist_ok=True)
+AutoModelForCausalLM.register(ChiarConfig, ChiarForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(ChiarConfig, ChiarForSequenceClassification, exist_ok=True)
