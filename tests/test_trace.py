@@ -10,7 +10,7 @@ from chiar.errors import InputError
 from chiar.kernels.hash import uniform_hash
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.layers.context import TokenContext
-from chiar.routing.trace import LayerTrace
+from chiar.model.trace import LayerTrace
 
 ROWS, TOKENS, VOCABULARY = 3, 9, 257
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from chiar.data.tokens import encode
 from chiar.errors import InputError
 from chiar.model.load import load_model, resolve_model
-from chiar.routing.trace import LayerTrace, RoutingTrace
+from chiar.model.trace import LayerTrace, RoutingTrace
 
 # Readable without colour (the marks differ) and with either common colour blindness (blue against yellow).
 PALE = ("░", "black on bright_yellow")

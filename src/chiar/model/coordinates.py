@@ -119,8 +119,8 @@ def check_can_turn(model: nn.Module) -> None:
             "a model with temporal filters or the temporal signal has no spectral coordinates: they work on one "
             "feature or direction at a time, which no rotation passes."
         )
-    own = config.router in registry.ROUTERS and config.router_reads_state
-    if own or any(name in registry.OPERATORS for name in config.operators or []):
+    own = not registry.built_in(config.router_kind) and config.router_kind.reads_state
+    if own or any(not registry.built_in(registry.OPERATORS[name]) for name in config.operators or []):
         raise InputError(
             "a model with an operator of your own, or a router of your own that reads states, has no spectral "
             "coordinates: nobody knows how to rotate its weights."
@@ -180,11 +180,11 @@ def turn_layer(layer: Block, turn: Turn) -> None:
             operator.weight.mul_(gammas[name].to(operator.weight))  # constant, so it passes the rotation
     if isinstance(layer.router, LearnedRouter):
         # It reads [x; H], with x as attention reads it.
-        first = layer.router.score if layer.router.hidden is None else layer.router.hidden
+        first = layer.router.score
         turn_reader(first.weight[:, : len(gammas["attention"])], turn, gammas["attention"])
     assert isinstance(layer.ffn, FeedForward)
     gamma_D = take_gamma(layer.ffn_norm)
-    for ffn in (layer.ffn, layer.own_ffn):
+    for ffn in (layer.ffn,):
         if ffn is not None:
             turn_reader(ffn.up.weight, turn, gamma_D)
             turn_writer(ffn.down, turn)

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from chiar.errors import InputError, unknown_name
-from chiar.kernels.basis import dct_matrix
 from chiar.kernels.spectral_entropy import spectral_entropy
-from chiar.kernels.temporal_entropy import temporal_entropy
 from chiar.kernels.transform import Transform
-from chiar.layers.temporal import TemporalSignal
-from chiar.model.inputs import begin_stream, check_tokens
+from chiar.model.inputs import check_tokens
 from chiar.routing.quantiles import StreamingQuantiles
 
 RULES = ("embeddings", "layers")
@@ -88,35 +85,17 @@ def noise_quantiles(width: int, eps: float, dc_weight: float, samples: int = 163
     return quantiles
 
 
-def temporal_noise_quantiles(
-    window: int, channels: int, eps: float, dc_weight: float, samples: int = 16384
-) -> StreamingQuantiles:
-    """The same of windows of W white Gaussian tokens in C channels."""
-    generator = torch.Generator().manual_seed(0)
-    quantiles, dct_WW = StreamingQuantiles(), dct_matrix(window).float()
-    for _ in range(0, samples, 2048):
-        noise = torch.randn(2048, window, channels, generator=generator)
-        quantiles.add(temporal_entropy(noise, dct_WW, eps, dc_weight))
-    return quantiles
-
-
 def noise_of(decoder: Any, receiver: Any) -> StreamingQuantiles:
     """White noise's H, as the receiver's signal sees it in the decoder's states."""
-    config, routed = decoder.config, receiver.config
+    config = decoder.config
     eps, dc_weight = config.entropy_eps, config.entropy_dc_weight
-    if routed.signal == "temporal":
-        return temporal_noise_quantiles(routed.temporal_window, routed.temporal_channels, eps, dc_weight)
     return noise_quantiles(config.hidden_size, eps, dc_weight)
 
 
 def embedding_entropy(decoder: Any, receiver: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
     """H of the decoder's embeddings (B, T, D), some of them real, as the receiver's signal sees it."""
-    config, routed = decoder.config, receiver.config
+    config = decoder.config
     eps, dc_weight = config.entropy_eps, config.entropy_dc_weight
-    if routed.signal == "temporal":
-        sizes = config.hidden_size, routed.temporal_window, routed.temporal_channels
-        signal = TemporalSignal(*sizes, routed.basis_seed).to(decoder.device)
-        return lambda x_BTD, real_BT: signal(x_BTD.float(), real_BT, None, eps, dc_weight)
     return lambda x_BTD, real_BT: spectral_entropy(x_BTD, decoder.basis.transform(), eps, dc_weight)
 
 
@@ -195,7 +174,7 @@ def calibrate_embeddings(
     for batch in batches:
         ids = batch["input_ids"]
         check_tokens(ids, None, decoder.embed_tokens.num_embeddings)
-        x_BTD = begin_stream(decoder.config, decoder.embed_tokens(ids.to(decoder.device)))
+        x_BTD = decoder.begin_stream(decoder.embed_tokens(ids.to(decoder.device)))
         mask = batch.get("attention_mask")
         real_BT = None if mask is None else mask.bool().to(x_BTD.device)
         entropy_BT = entropy_of(x_BTD, real_BT)

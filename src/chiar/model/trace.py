@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from chiar.errors import InputError, first_line
 from chiar.layers.block import Block, LayerOutput
-from chiar.layers.router_state import LayerState
+from chiar.layers.context import TokenContext
 from chiar.layers.routers import EntropyRouter, Route, one_hot
 
 FORMAT = "chiar-routing-trace/1"
@@ -35,12 +35,12 @@ class LayerTrace:
     thresholds: list[float] | None = None
 
 
-def trace_layer(index: int, layer: nn.Module, output: LayerOutput, state: LayerState | None = None) -> LayerTrace:
+def trace_layer(index: int, layer: nn.Module, output: LayerOutput, context: TokenContext) -> LayerTrace:
     """What `layer` did; a layer without a router sends every token to its one operator."""
     assert isinstance(layer, Block)
     route, entropy_BT, gate_BT1 = output.route, output.entropy_BT, output.gate_BT1
     if route is None:
-        choice_BT = torch.zeros(output.y_BTD.shape[:2], dtype=torch.long, device=output.y_BTD.device)
+        choice_BT = torch.zeros_like(context.positions_BT)
         route = Route(choice_BT, one_hot(choice_BT, 1))
     return LayerTrace(
         index=index,
@@ -51,17 +51,17 @@ def trace_layer(index: int, layer: nn.Module, output: LayerOutput, state: LayerS
         entropy_BT=None if entropy_BT is None else entropy_BT.detach(),
         probabilities_BTK=None if route.probabilities_BTK is None else route.probabilities_BTK.detach(),
         gate_BT=None if gate_BT1 is None else gate_BT1.detach()[..., 0],
-        thresholds=thresholds_of(layer, state),
+        thresholds=thresholds_of(layer, context),
     )
 
 
-def thresholds_of(layer: Block, state: LayerState | None) -> list[float] | None:
+def thresholds_of(layer: Block, context: TokenContext) -> list[float] | None:
     """The entropies a layer's router cuts at."""
     if not isinstance(layer.router, EntropyRouter):
         return None
     if layer.router.follows:
-        assert state is not None
-        return [float(state.threshold)]
+        assert context.threshold is not None
+        return [float(context.threshold)]
     return list(layer.router.values)
 
 
