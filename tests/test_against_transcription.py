@@ -43,8 +43,6 @@ def transcribed_weights(model):
         "operators.temporal.": "temporal.",
         "everywhere.": "everywhere.",
         "router.score.": "router.",
-        "router.hidden.": "router_hidden.",
-        "entropy_weights.raw_D": "entropy_weights",
         "ffn.": "ffn.",
         "ffn_norm.": "ffn_norm.",
     }
@@ -105,7 +103,6 @@ def check_same(preset="v3-tiny", padding=None, forced=False, seed=3, **fields):
     model, ids = random_model(config, seed=seed), token_ids(ROWS, TOKENS)
     mask = None if padding is None else padding_mask(padding, ROWS, TOKENS)
     if model.model.router_state is not None:
-        model.model.set_progress(1.0)
         model.train()(token_ids(16, 16, seed=5))  # so that thresholds lie among the scores
         model.eval()
     routes = mixed_routes(config, ROWS, TOKENS) if forced else None
@@ -144,7 +141,7 @@ def check_same(preset="v3-tiny", padding=None, forced=False, seed=3, **fields):
 
 THREE = {"operators": ["spectral", "rbf", "attention"]}
 EQUATION = {"spectral_form": "equation"}
-PADDINGS = {"no-padding": None, "left": "left", "right": "right", "holes": "holes"}
+PADDINGS = {"no-padding": None, "holes": "holes"}
 
 
 def ids_of(values):
@@ -167,7 +164,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("padding", **ids_of({"no-padding": None, "left": "left"}))
+@pytest.mark.parametrize("padding", **ids_of({"left": "left"}))
 @pytest.mark.parametrize("keys", ["all", "routed"], ids=["keys-all", "keys-routed"])
 @pytest.mark.parametrize("form", **ids_of(FORMS))
 @pytest.mark.parametrize("operators", **ids_of({"two": {}, "three": THREE}))
@@ -207,7 +204,7 @@ ENTROPIES = {
 
 @pytest.mark.parametrize("entropy", **ids_of({"exact": {}, **ENTROPIES}))
 @pytest.mark.parametrize("routing", ["threshold", "soft"])
-@pytest.mark.parametrize("basis", ["dct", "identity", "random"])
+@pytest.mark.parametrize("basis", ["dct", "random"])
 def test_bases_and_entropies(basis, routing, entropy):
     check_same("v2-tiny", basis=basis, basis_seed=3, routing=routing, **entropy)
 
@@ -255,7 +252,7 @@ def test_controls(control, keys):
 @pytest.mark.parametrize("forced", [False, True], ids=["free", "forced"])
 @pytest.mark.parametrize("option", ROUTER_OPTIONS)
 def test_router_options(option, forced):
-    check_same(forced=forced, padding="left", seed=4 if option == "two layers" else 3, **options(option))
+    check_same(forced=forced, padding="left", seed=3, **options(option))
 
 
 ALONG_TIME = {

@@ -58,6 +58,12 @@ def gradients(model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+def assert_same_logits(found, expected):
+    """Weights that were loaded lie at other addresses than those that were made: a CPU may then block its sums another
+    way, which moves the last bits."""
+    torch.testing.assert_close(found, expected, atol=ROUNDING, rtol=0)
+
+
 def assert_same_basis(model, original, dtype):
     """In this precision, and the same after rounding to fp32."""
     expected = dict(original.model.basis.named_buffers())
@@ -78,14 +84,14 @@ class TestSaving:
         assert saved_state.keys() == loaded_state.keys()
         assert all(torch.equal(saved_state[name], loaded_state[name]) for name in saved_state)
         assert_same_basis(loaded, model, torch.float32)
-        assert torch.equal(logits(loaded, ids), logits(model, ids))
+        assert_same_logits(logits(loaded, ids), logits(model, ids))
 
     def test_round_trip_of_every_option(self, lively, ids, tmp_path, option):
         model = lively(option)
         model.save_pretrained(tmp_path)
         implementation = option.get("attn_implementation")
         loaded = ChiarForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation).eval()
-        assert torch.equal(logits(loaded, ids), logits(model, ids))
+        assert_same_logits(logits(loaded, ids), logits(model, ids))
 
     @every_preset
     def test_the_tied_matrix_is_stored_once(self, lively, tmp_path, preset):
@@ -95,7 +101,7 @@ class TestSaving:
             names = set(file.keys())
             sizes = {name: file.get_tensor(name).numel() for name in names}
         assert len(names & {"lm_head.weight", "model.embed_tokens.weight"}) == 1
-        saved = ("omega_Dm", "threshold_L", "spread_L", "updates_L", "progress")
+        saved = ("omega_Dm", "threshold_L", "updates_L")
         saved_buffers = {name: value.numel() for name, value in model.named_buffers() if name.endswith(saved)}
         assert sum(sizes.values()) == sum(p.numel() for p in model.parameters()) + sum(saved_buffers.values())
         loaded = ChiarForCausalLM.from_pretrained(tmp_path)
@@ -108,11 +114,11 @@ class TestSaving:
         assert type(AutoConfig.from_pretrained(tmp_path)) is ChiarConfig
         language_model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
         assert type(language_model) is ChiarForCausalLM
-        assert torch.equal(logits(language_model, ids), logits(model, ids))
+        assert_same_logits(logits(language_model, ids), logits(model, ids))
         decoder = AutoModel.from_pretrained(tmp_path).eval()
         assert type(decoder) is ChiarModel
         with torch.no_grad():
-            assert torch.equal(decoder(ids).last_hidden_state, model.model(ids).last_hidden_state)
+            assert_same_logits(decoder(ids).last_hidden_state, model.model(ids).last_hidden_state)
         classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
         assert type(classifier) is ChiarForSequenceClassification
         assert logits(classifier, ids).shape == (ROWS, 5)
@@ -130,7 +136,7 @@ class TestSaving:
         assert loaded.config.layer_thresholds() == [(values[0],), (values[1],)]
         for layer, value in zip((1, 2), values, strict=True):
             assert torch.equal(loaded.model.layers[layer].router.thresholds, torch.tensor([value]))
-        assert torch.equal(logits(loaded, ids), logits(model, ids))
+        assert_same_logits(logits(loaded, ids), logits(model, ids))
 
     def test_pairs_of_thresholds_survive_exactly(self, lively, tmp_path):
         model = lively({"operators": ["spectral", "rbf", "attention"]})
@@ -258,8 +264,9 @@ class TestFreshProcess:
     def test_outputs_are_equal(self, loaded):
         expected, found = loaded["expected"], loaded["found"]
         assert found["config"] == expected["config"]
-        for name in ("logits", "states", "classes", "generated"):
-            assert torch.equal(found[name], expected[name]), name
+        assert torch.equal(found["generated"], expected["generated"])
+        for name in ("logits", "states", "classes"):
+            assert_same_logits(found[name], expected[name])
 
     @pytest.mark.parametrize("where", ["saved here", "saved there"])
     def test_the_only_source_file_is_the_shim(self, loaded, where):
@@ -306,7 +313,7 @@ class TestEmbeddings:
         loaded = ChiarForCausalLM.from_pretrained(tmp_path).eval()
         assert loaded.config.vocab_size == size
         assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
-        assert torch.equal(logits(loaded, ids), after)
+        assert_same_logits(logits(loaded, ids), after)
 
     def test_the_vocabulary_checked_is_the_resized_one(self, lively):
         model = lively({})
@@ -322,7 +329,7 @@ class TestEmbeddings:
             with pytest.raises(InputError, match="random_key='token' hashes token ids"):
                 model(inputs_embeds=embeddings)
         else:
-            assert torch.equal(logits(model, None, inputs_embeds=embeddings), logits(model, ids))
+            assert_same_logits(logits(model, None, inputs_embeds=embeddings), logits(model, ids))
 
 
 class TestLoss:
@@ -353,9 +360,9 @@ class TestLoss:
         regularised = model.train()(ids, labels=ids)
         assert plain.routing_loss is None
         assert regularised.routing_loss < 0
-        assert torch.equal(regularised.loss, plain.loss + regularised.routing_loss)
+        torch.testing.assert_close(regularised.loss, plain.loss + regularised.routing_loss)
         evaluated = model.eval()(ids, labels=ids)
-        assert torch.equal(evaluated.loss, plain.loss), "exp(loss) must be a perplexity"
+        torch.testing.assert_close(evaluated.loss, plain.loss, msg="exp(loss) must be a perplexity")
 
     def test_accumulated_regularisers_count_once(self, lively, ids):
         model = lively({"router": "learned", "routing": "soft"}, collapse_regulariser=0.5).train()
@@ -386,10 +393,8 @@ class TestLoss:
             loss.backward()
             results.append((loss.detach(), gradients(model)))
         (plain_loss, plain), (loss, found) = results
-        assert torch.equal(loss, plain_loss)
-        assert plain.keys() == found.keys()
-        for name in plain:
-            assert torch.equal(found[name], plain[name]), name
+        torch.testing.assert_close(loss, plain_loss)
+        torch.testing.assert_close(found, plain)
 
     def test_other_checkpointing_options_do_not_make_it_reentrant(self, lively, ids):
         """torch's default is reentrant, which would lose the gradients of the first layer."""
@@ -397,9 +402,7 @@ class TestLoss:
         checkpointed.gradient_checkpointing_enable({"preserve_rng_state": False})
         for model in (plain, checkpointed):
             model(ids, labels=ids).loss.backward()
-        expected, found = gradients(plain), gradients(checkpointed)
-        for name in expected:
-            assert torch.equal(found[name], expected[name]), name
+        torch.testing.assert_close(gradients(checkpointed), gradients(plain))
 
     def test_reentrant_checkpointing_is_refused(self, lively):
         for model in (lively({}), lively({}).model):
@@ -562,14 +565,14 @@ class TestClassification:
         assert backbone.keys() == original.keys()
         assert all(torch.equal(backbone[name], original[name]) for name in original)
         with torch.no_grad():
-            assert torch.equal(classifier.model(ids).last_hidden_state, language.model(ids).last_hidden_state)
+            assert_same_logits(classifier.model(ids).last_hidden_state, language.model(ids).last_hidden_state)
 
     def test_round_trip_is_exact(self, lively, ids, tmp_path):
         model = self.build(lively, "mean", labels=4)
         model.save_pretrained(tmp_path)
         loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
         assert loaded.config.num_labels == 4
-        assert torch.equal(logits(loaded, ids), logits(model, ids))
+        assert_same_logits(logits(loaded, ids), logits(model, ids))
 
 
 def test_a_tokenizer_beside_the_model_opens_without_us(tmp_path):

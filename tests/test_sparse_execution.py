@@ -90,11 +90,8 @@ DESIGNS = {
     "pre rms": {"norm_position": "pre", "norm": "rmsnorm"},
     "pre light skips": {"norm_position": "pre", "norm": "rmsnorm", "light_ffn": False},
     "pre identity": {"norm_position": "pre", "norm": "rmsnorm", "basis": "identity", "filter_gamma": False},
-    "post random": {"basis": "random"},
     "wide heads": {"hidden_size": 32},
     "wide heads, learned positions": {"hidden_size": 32, "positions": "learned", "meta_router": False},
-    "odd width": {"hidden_size": 18, "num_attention_heads": 3},
-    "learned positions": {"positions": "learned", "meta_router": False},
 }
 ROUTERS = {
     "entropy": {},
@@ -148,7 +145,7 @@ def test_router_options(option):
 @pytest.mark.parametrize("keys", ["all", "routed"])
 @pytest.mark.parametrize("design", ["post", "pre light skips", "pre identity", "wide heads"])
 @pytest.mark.parametrize("fraction", [0.0, 1.0], ids=["all light", "all dark"])
-@pytest.mark.parametrize("shape", [(3, 12), (1, 1), (4, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 12), (4, 1)], ids=str)
 def test_extremes(shape, fraction, design, keys):
     model = build(keys=keys, **DESIGNS[design])
     forced = {layer: torch.full(shape, int(fraction)) for layer in model.config.routed_layers}

@@ -88,17 +88,14 @@ def feed_forward(x_D, weights, layer, name="ffn"):
     return linear(activated, weights, f"{layer}.{name}.down")
 
 
-def spectral_entropy(x_D, basis, options, raw_weight_D=None):
-    """p_i = e_i / sum_j e_j with e_i the squared coefficients, times log(1 + exp a_i) where a is learned;
-    H = -sum p log p / log D."""
+def spectral_entropy(x_D, basis, options):
+    """p_i = e_i / sum_j e_j with e_i the squared coefficients; H = -sum p log p / log D."""
     eps = options.entropy_eps
     largest = np.abs(x_D).max()
     if eps == 0 and largest == 0:
         return 0.0
     energy_D = (basis @ (x_D / largest if eps == 0 else x_D)) ** 2
     energy_D[0] *= options.entropy_dc_weight
-    if raw_weight_D is not None:
-        energy_D = energy_D * np.log(1 + np.exp(raw_weight_D))
     p_D = energy_D / (energy_D.sum() + eps)
     total = sum(p * math.log(p + eps) for p in p_D if p > 0)
     entropy = -total / math.log(len(x_D))
@@ -108,13 +105,6 @@ def spectral_entropy(x_D, basis, options, raw_weight_D=None):
 def spectral_filter(x_D, weights, layer, basis):
     """x -> C^T diag(w) C x."""
     return basis.T @ (weights[f"{layer}.filter"] * (basis @ x_D))
-
-
-def bypass(x_D, weights, layer):
-    """out(value(x)), with the last third of attention's first projection."""
-    width = len(x_D)
-    value_D = linear(x_D, weights, f"{layer}.attention.qkv")[2 * width :]
-    return linear(value_D, weights, f"{layer}.attention.out")
 
 
 def visible_keys(query, is_key_T):
@@ -176,9 +166,8 @@ def choose(x_D, entropy, forced, layer, weights, options):
     """One token of a routed layer: the operator index (forced replaces it) and the blend weights.
 
     threshold: H > tau -> 1 (three operators: H <= low -> 0, low < H <= high -> 1, else 2);
-    hard, soft: argmax, softmax of a map of [x; H] or x, linear or with a hidden GELU layer;
-    where cuts follow the scores, they are used; with the scale "probability" attention's weight is 2p, for H with
-    p = sigmoid((H - cut) / (temperature * spread)).
+    hard, soft: argmax, softmax of a linear map of [x; H];
+    where cuts follow the scores, they are used; with the scale "probability" attention's weight is 2p.
     """
     count = len(options.operators)
     if options.scale == "probability" or (options.cuts and options.routing == "hard"):
@@ -200,21 +189,14 @@ def choose(x_D, entropy, forced, layer, weights, options):
 def router_logits(x_D, entropy, layer, weights, options):
     if options.norm_position == "pre":
         x_D = normalise(x_D, weights, f"{layer}.attention_norm", options)
-    seen = np.append(x_D, entropy) if options.reads == "state_and_entropy" else x_D
-    if f"{layer}.router_hidden.weight" in weights:
-        hidden = linear(seen, weights, f"{layer}.router_hidden")
-        seen = np.array([a * (1 + math.erf(a / math.sqrt(2))) / 2 for a in hidden])
-    return linear(seen, weights, f"{layer}.router")
+    return linear(np.append(x_D, entropy), weights, f"{layer}.router")
 
 
 def choose_by_lead(x_D, entropy, forced, layer, weights, options):
     """Attention where the score exceeds its cut; p is the sigmoid of how far."""
     nth = options.layer_types[:layer].count("routed")
-    if options.routing == "threshold":
-        lead = (entropy - (options.cuts or options.thresholds)[nth]) / (options.temperature * options.spreads[nth])
-    else:
-        light, dark = router_logits(x_D, entropy, layer, weights, options)
-        lead = dark - light - (options.cuts[nth] if options.cuts else 0.0)
+    light, dark = router_logits(x_D, entropy, layer, weights, options)
+    lead = dark - light - (options.cuts[nth] if options.cuts else 0.0)
     choice = int(lead > 0) if forced is None else forced
     gates = np.eye(2)[choice]
     if options.scale == "probability":
@@ -268,11 +250,6 @@ def block(x_TD, gates_TK, choice_T, real_T, positions_T, layer, weights, basis, 
     for k, operator in enumerate(operators):
         name = f"{layer}.{operator}_norm"
         input_TD = x_TD
-        if operator == "skip":
-            operated_K.append(np.zeros(x_TD.shape))
-            continue
-        if operator == "bypass":
-            name = f"{layer}.attention_norm"
         if options.norm_position == "pre":
             input_TD = np.array([normalise(x_D, weights, name, options) for x_D in x_TD])
         is_key_T = real_T
@@ -280,8 +257,6 @@ def block(x_TD, gates_TK, choice_T, real_T, positions_T, layer, weights, basis, 
             is_key_T = real_T & (choice_T == k)
         if operator == "spectral":
             operated_K.append([spectral_filter(x_D, weights, layer, basis) for x_D in input_TD])
-        elif operator == "bypass":
-            operated_K.append([bypass(x_D, weights, layer) for x_D in input_TD])
         elif operator == "temporal":
             operated_K.append(temporal_filter(input_TD, weights, f"{layer}.temporal", real_T, options))
         elif operator == "rbf":

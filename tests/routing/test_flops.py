@@ -66,11 +66,11 @@ def test_light_and_dark_shares_add_up():
     assert squares(nothing, "spectral", layers=[1]) == 4
 
 
-@pytest.mark.parametrize(("fraction", "speedups"), [(0.5, (1.06, 1.15, 1.42)), (0.25, (1.12, 1.24, 1.64))])
+@pytest.mark.parametrize(("fraction", "speedups"), [(0.5, (1.019, 1.108, 1.375)), (0.25, (1.058, 1.175, 1.557))])
 def test_bounds_on_the_speedup_with_matrix_products(fraction, speedups):
     for length, expected in zip((256, 2048, 8192), speedups, strict=True):
         savings = compare_flops(LARGE, length, at(fraction), "routed", transform="gemm")
-        assert savings.baseline.total / savings.chiar.total == pytest.approx(expected, abs=0.006)
+        assert savings.baseline.total / savings.chiar.total == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize(
