@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from chiar.kernels.hash import uniform_hash
 
-PROPERTY = settings(deadline=None, max_examples=50, derandomize=True)
-keys = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20)
-salts = st.lists(st.integers(-(2**31), 2**31), max_size=3)
+PROPERTY = settings(deadline=None, max_examples=40, derandomize=True)
 
 
-def integers(keys, *salts):
+def integers(keys, *salts, dtype=torch.int64):
     """The 24 bits behind the number."""
-    return (uniform_hash(torch.tensor(keys), *salts).double() * 2**24).long().tolist()
+    number = uniform_hash(torch.tensor(keys, dtype=dtype), *salts)
+    assert number.dtype == torch.float32 and (number >= 0).all() and (number < 1).all()
+    return (number.double() * 2**24).long().tolist()
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,6 @@ def integers(keys, *salts):
         ((0, 1), [8050660, 15856176, 11651229, 101529, 6373384]),
         ((1, 0), [852637, 371468, 8707916, 12077948, 3543892]),
     ],
-    ids=["no-salt", "seed-0-layer-1", "seed-1-layer-0"],
 )
 def test_known_values(salts, expected):
     # Recorded: another value would silently change every random-routing experiment.
@@ -39,7 +38,10 @@ def murmur_finaliser(h):
 
 
 @PROPERTY
-@given(keys=keys, salts=salts)
+@given(
+    keys=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20),
+    salts=st.lists(st.integers(-(2**31), 2**40), max_size=3),
+)
 def test_equals_the_definition_in_python_integers(keys, salts):
     expected = []
     for key in keys:
@@ -47,49 +49,17 @@ def test_equals_the_definition_in_python_integers(keys, salts):
         for salt in salts:
             h = murmur_finaliser((h + 0x9E3779B9 * (salt + 1)) % 2**32)
         expected.append(h >> 8)
-    assert integers(keys, *salts) == expected
-
-
-def test_takes_any_seed_a_configuration_takes():
-    assert integers([0, 1], 2**40) == integers([0, 1], 2**40 % 2**32)
-
-
-@PROPERTY
-@given(keys=keys, salts=salts)
-def test_lies_in_the_half_open_unit_interval(keys, salts):
-    number = uniform_hash(torch.tensor(keys), *salts)
-    assert number.dtype == torch.float32
-    assert (number >= 0).all() and (number < 1).all()
-
-
-@PROPERTY
-@given(keys=keys, salts=salts)
-def test_same_for_int32_and_int64(keys, salts):
-    assert torch.equal(
-        uniform_hash(torch.tensor(keys, dtype=torch.int32), *salts),
-        uniform_hash(torch.tensor(keys, dtype=torch.int64), *salts),
-    )
+    assert integers(keys, *salts) == integers(keys, *salts, dtype=torch.int32) == expected
 
 
 @PROPERTY
 @given(seed=st.integers(0, 1000), layer=st.integers(0, 30))
-def test_uniform_over_token_ids(seed, layer):
-    counts = torch.histc(uniform_hash(torch.arange(20_000), seed, layer), bins=50, min=0, max=1)
+def test_uniform_over_token_ids_and_dependent_on_every_salt(seed, layer):
+    number = uniform_hash(torch.arange(20_000), seed, layer)
+    counts = torch.histc(number, bins=50, min=0, max=1)
     # Loose: one in a million for a fair hash, and the examples are fixed.
     assert scipy.stats.chisquare(counts.numpy()).pvalue > 1e-6
-
-
-@PROPERTY
-@given(seed=st.integers(0, 1000), layer=st.integers(0, 30), changed=st.sampled_from(["seed", "layer", "order"]))
-def test_depends_on_every_salt(seed, layer, changed):
-    keys = torch.arange(2000)
-    other = {"seed": (seed + 1, layer), "layer": (seed, layer + 1), "order": (layer, seed + 31)}[changed]
-    first, second = uniform_hash(keys, seed, layer), uniform_hash(keys, *other)
-    correlation = torch.corrcoef(torch.stack([first, second]))[0, 1]
-    # Independent numbers: standard error 1/√2000 = 0.022, and five of them.
-    assert abs(float(correlation)) < 0.11
-
-
-def test_keys_do_not_collide_in_a_vocabulary():
-    # 50,257 draws from 2^24 values share about 75 values by the birthday bound.
-    assert len(set(integers(range(50_257), 0, 1))) > 50_257 - 150
+    for other in ((seed + 1, layer), (seed, layer + 1), (layer, seed + 31)):
+        correlation = torch.corrcoef(torch.stack([number, uniform_hash(torch.arange(20_000), *other)]))[0, 1]
+        # Independent numbers: standard error 1/√20000 = 0.007, and five of them.
+        assert abs(float(correlation)) < 0.035

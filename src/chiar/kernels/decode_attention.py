@@ -1,86 +1,49 @@
-"""Attention of one new token a row: it is stored behind its row's entries and sees them all, itself included.
+"""Attention of one new token a row: it is stored behind its row's entries and sees them all, itself included. How many
+they are is known on the device only. Tensors keep their place and shape, so the same call serves every step."""
 
-How many entries a row has is known on the device only. Tensors keep their place and shape, so the same call serves
-every step, and a kernel reads no more than the rows' true lengths.
-"""
-
-from typing import Any
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from chiar.kernels.packed_attention import LARGEST_HEAD, accumulation_dtype, triton_takes
+from chiar.kernels.packing import accumulation_dtype, check_choice, chosen_attention
 
 IMPLEMENTATIONS = ("auto", "torch", "cpu", "triton")
 
 
 @torch.library.custom_op("chiar::decode_attention", mutates_args=("key_BHLd", "value_BHLd", "length_B"))
 def decode_attention(
-    q_BHd: Tensor,
-    k_BHd: Tensor,
-    v_BHd: Tensor,
-    key_BHLd: Tensor,
-    value_BHLd: Tensor,
-    length_B: Tensor,
-    takes_part_B: Tensor,
-    implementation: str = "auto",
-) -> Tensor:
+    q_BHd: Tensor, k_BHd: Tensor, v_BHd: Tensor, key_BHLd: Tensor, value_BHLd: Tensor, length_B: Tensor,
+    takes_part_B: Tensor, implementation: str = "auto",
+) -> Tensor:  # fmt: skip
     """softmax(q Kᵀ/√d) V, (B, H, d), over the first `length_B` entries of each row and the new one.
 
     Rows that take part store k and v at entry `length_B`, which rises by one and must stay below L. Of the others
     nothing is read or stored, and their output is 0. What lies behind a row's entries is arbitrary, on a CPU finite.
     Scores and sums are fp32 (float64 for float64).
     """
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
     tensors = q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B
-    check_shapes(*tensors)
-    implementation = chosen_implementation(q_BHd, implementation)
+    B, H, L, d = key_BHLd.shape
+    wanted = [(B, H, d)] * 3 + [(B, H, L, d)] * 2 + [(B,)] * 2
+    # A kernel would read and write beside the tensors.
+    if [x.shape for x in tensors] != wanted or len({x.dtype for x in tensors[:5]}) > 1:
+        found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
+        raise ValueError(f"new and stored entries must agree in rows, heads, features and dtype, got {found}.")
+    implementation = chosen_attention(q_BHd, implementation, "cpu")
     if implementation == "triton":
-        from chiar.kernels.triton.decode_attention import triton_forward
+        from chiar.kernels.triton_attention import triton_decode
 
-        return triton_forward(*tensors)
+        return triton_decode(*tensors)
     return cpu_forward(*tensors) if implementation == "cpu" else torch_forward(*tensors)
 
 
-def chosen_implementation(q_BHd: Tensor, implementation: str) -> str:
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}.")
-    if implementation != "auto":
-        return implementation
-    if q_BHd.device.type == "cpu":
-        return "cpu"
-    return "triton" if triton_takes(q_BHd) and q_BHd.shape[-1] <= LARGEST_HEAD else "torch"
-
-
-def check_shapes(
-    q_BHd: Tensor,
-    k_BHd: Tensor,
-    v_BHd: Tensor,
-    key_BHLd: Tensor,
-    value_BHLd: Tensor,
-    length_B: Tensor,
-    takes_part_B: Tensor,
-) -> None:
-    """A kernel would read and write beside the tensors."""
-    (B, H, d), stored = q_BHd.shape, key_BHLd.shape
-    same = q_BHd.shape == k_BHd.shape == v_BHd.shape and stored == value_BHLd.shape
-    if not same or (stored[0], stored[1], stored[3]) != (B, H, d) or not len(length_B) == len(takes_part_B) == B:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B))
-        raise ValueError(f"new and stored entries must agree in rows, heads and features, got {shapes}.")
-    if len({x.dtype for x in (q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd)}) > 1:
-        raise ValueError("new and stored entries must share a dtype.")
-
-
 def torch_forward(
-    q_BHd: Tensor,
-    k_BHd: Tensor,
-    v_BHd: Tensor,
-    key_BHLd: Tensor,
-    value_BHLd: Tensor,
-    length_B: Tensor,
+    q_BHd: Tensor, k_BHd: Tensor, v_BHd: Tensor, key_BHLd: Tensor, value_BHLd: Tensor, length_B: Tensor,
     takes_part_B: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The definition."""
     store(key_BHLd, k_BHd, length_B, takes_part_B)
     store(value_BHLd, v_BHd, length_B, takes_part_B)
@@ -103,14 +66,9 @@ def store(stored_BHLd: Tensor, new_BHd: Tensor, length_B: Tensor, takes_part_B: 
 
 
 def cpu_forward(
-    q_BHd: Tensor,
-    k_BHd: Tensor,
-    v_BHd: Tensor,
-    key_BHLd: Tensor,
-    value_BHLd: Tensor,
-    length_B: Tensor,
+    q_BHd: Tensor, k_BHd: Tensor, v_BHd: Tensor, key_BHLd: Tensor, value_BHLd: Tensor, length_B: Tensor,
     takes_part_B: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """By torch's own attention over the longest row that takes part: the host is the device, so it may look."""
     rows = takes_part_B.nonzero()[:, 0]
     out_BHd = torch.zeros_like(q_BHd)
@@ -128,20 +86,8 @@ def cpu_forward(
     return out_BHd
 
 
-@decode_attention.register_fake
-def _(q_BHd: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.empty_like(q_BHd, memory_format=torch.contiguous_format)
+decode_attention.register_fake(lambda q, *_, **__: torch.empty_like(q, memory_format=torch.contiguous_format))
 
 
-@register_flop_formula(torch.ops.chiar.decode_attention)
-def flops(
-    q_shape: tuple[int, int, int],
-    k_shape: tuple[int, int, int],
-    v_shape: tuple[int, int, int],
-    key_shape: tuple[int, int, int, int],
-    *_: Any,
-    **__: Any,
-) -> int:
-    """At most: two products over all entries there is room for, since lengths are on the device."""
-    B, H, L, d = key_shape
-    return 2 * 2 * B * H * L * d
+# At most: two products over all entries there is room for, since lengths are on the device.
+register_flop_formula(torch.ops.chiar.decode_attention)(lambda q, k, v, key, *_, **__: 2 * 2 * math.prod(key))

@@ -5,6 +5,7 @@ with G = softmax(X Wᵀ) − onehot(t). So the forward pass goes over chunks of 
 where they lie, takes both products at once and reuses the memory; the backward pass only scales what is stored.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from chiar.kernels.packed_attention import triton_takes
+from chiar.kernels.packing import accumulation_dtype, check_choice, wants_triton
 
 REDUCTIONS = ("mean", "sum", "none")
 IMPLEMENTATIONS = ("auto", "torch", "triton")
@@ -22,26 +23,17 @@ COLUMN_MULTIPLE = 16
 
 
 def linear_cross_entropy(
-    states_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    chunk_rows: int = CHUNK_ROWS,
-    implementation: str = "auto",
-) -> Tensor:
+    states_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, ignore_index: int = -100, reduction: str = "mean",
+    chunk_rows: int = CHUNK_ROWS, implementation: str = "auto",
+) -> Tensor:  # fmt: skip
     """F.cross_entropy(states @ weight.T, targets), in fp32 (float64 for float64 states), in little memory.
 
     Products run in the dtype of the states, or in autocast's where it is on; softmax, loss and the sum over chunks of
     the weight's gradient are fp32. Where every target is ignored the mean is 0, not nan: such a batch teaches nothing.
-    "none" gives the loss of each row and has no gradient. `implementation` is that of the softmax: "auto" takes
-    Triton on CUDA where it is installed.
+    "none" gives the loss of each row and has no gradient. `implementation` is that of the softmax.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}.")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}.")
+    check_choice("reduction", reduction, REDUCTIONS)
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}.")
     device = states_ND.device.type
@@ -55,42 +47,16 @@ def linear_cross_entropy(
     total, losses_N, _, _ = fused_forward(
         states_ND, weight_VD, targets_N, ignore_index, chunk_rows, for_states, for_weight, implementation
     )
-    if reduction == "none":
-        return losses_N
-    if reduction == "sum":
-        return total
+    if reduction != "mean":
+        return losses_N if reduction == "none" else total
     return total / (targets_N != ignore_index).sum().clamp(min=1)
 
 
-@torch.library.custom_op("chiar::linear_cross_entropy", mutates_args=())
-def fused_forward(
-    states_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    ignore_index: int,
-    chunk_rows: int,
-    for_states: bool,
-    for_weight: bool,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The summed loss, the loss of each row, and the gradients asked for (empty where not)."""
-    # Autocast is still on in here, and would cast fp32 products again.
-    with torch.autocast(states_ND.device.type, enabled=False):
-        return run_in_chunks(
-            states_ND, weight_VD, targets_N, ignore_index, chunk_rows, for_states, for_weight, implementation
-        )
-
-
 def run_in_chunks(
-    states_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    ignore_index: int,
-    chunk_rows: int,
-    for_states: bool,
-    for_weight: bool,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    states_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, ignore_index: int, chunk_rows: int, for_states: bool,
+    for_weight: bool, implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The summed loss, the loss of each row, and the gradients asked for (empty where not)."""
     rows, vocabulary = len(states_ND), len(weight_VD)
     precise = accumulation_dtype(states_ND)
     # Added words have zero weights: their logits stay 0 and nobody reads them.
@@ -99,23 +65,23 @@ def run_in_chunks(
     grad_states_ND = states_ND.new_empty(states_ND.shape) if for_states else states_ND.new_empty(0)
     grad_weight_PD = states_ND.new_zeros(padded_PD.shape if for_weight else (0,), dtype=precise)
     buffer_cP = states_ND.new_empty(min(chunk_rows, rows), len(padded_PD))
-    to_gradient = softmax_gradient(states_ND, implementation)
-    for first in range(0, rows, chunk_rows):
-        chunk = slice(first, min(first + chunk_rows, rows))
-        states_nD = states_ND[chunk]
-        logits_nP = buffer_cP[: len(states_nD)]
-        torch.mm(states_nD, padded_PD.T, out=logits_nP)
-        gradient = for_states or for_weight
-        to_gradient(logits_nP, vocabulary, targets_N[chunk], ignore_index, losses_N[chunk], gradient)
-        if for_states:
-            torch.mm(logits_nP, padded_PD, out=grad_states_ND[chunk])
-        if for_weight:
-            add_product(grad_weight_PD, logits_nP.T, states_nD)
+    to_gradient = torch_softmax_gradient
+    if wants_triton(states_ND, implementation):
+        from chiar.kernels.triton_rows import triton_softmax_gradient as to_gradient
+    # Autocast is still on in here, and would cast fp32 products again.
+    with torch.autocast(states_ND.device.type, enabled=False):
+        for first in range(0, rows, chunk_rows):
+            chunk = slice(first, min(first + chunk_rows, rows))
+            states_nD = states_ND[chunk]
+            logits_nP = buffer_cP[: len(states_nD)]
+            torch.mm(states_nD, padded_PD.T, out=logits_nP)
+            gradient = for_states or for_weight
+            to_gradient(logits_nP, vocabulary, targets_N[chunk], ignore_index, losses_N[chunk], gradient)
+            if for_states:
+                torch.mm(logits_nP, padded_PD, out=grad_states_ND[chunk])
+            if for_weight:
+                add_product(grad_weight_PD, logits_nP.T, states_nD)
     return losses_N.sum(), losses_N, grad_states_ND, grad_weight_PD[:vocabulary]
-
-
-def accumulation_dtype(states_ND: Tensor) -> torch.dtype:
-    return torch.float64 if states_ND.dtype == torch.float64 else torch.float32
 
 
 def aligned(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
@@ -140,24 +106,11 @@ def add_product(sum_VD: Tensor, left_Vn: Tensor, right_nD: Tensor) -> None:
         sum_VD.add_(left_Vn @ right_nD)
 
 
-def softmax_gradient(states_ND: Tensor, implementation: str) -> Any:
-    """The function that turns a chunk's logits into its G."""
-    if implementation == "auto":
-        implementation = "triton" if triton_takes(states_ND) else "torch"
-    if implementation == "torch":
-        return torch_softmax_gradient
-    from chiar.kernels.triton.softmax_gradient import triton_softmax_gradient
-
-    return triton_softmax_gradient
-
-
 def torch_softmax_gradient(
     logits_nP: Tensor, vocabulary: int, targets_n: Tensor, ignore_index: int, losses_n: Tensor, gradient: bool
 ) -> None:
-    """Writes the rows' losses and, in place of their logits, softmax − onehot (0 where the target is ignored).
-
-    Columns beyond the vocabulary are padding: they count for nothing and are 0 before and after.
-    """
+    """Writes the rows' losses and, in place of their logits, softmax − onehot (0 where the target is ignored). Columns
+    beyond the vocabulary are padding: they count for nothing and are 0 before and after."""
     logits_nV = logits_nP[:, :vocabulary]
     kept_n = targets_n != ignore_index
     targets_n1 = targets_n.masked_fill(~kept_n, 0).unsqueeze(1)
@@ -173,17 +126,12 @@ def torch_softmax_gradient(
         logits_nV.copy_(x_nV)
 
 
+fused_forward = torch.library.custom_op("chiar::linear_cross_entropy", run_in_chunks, mutates_args=())
+
+
 @fused_forward.register_fake
-def _fake(
-    states_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    ignore_index: int,
-    chunk_rows: int,
-    for_states: bool,
-    for_weight: bool,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake(states_ND: Tensor, weight_VD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    for_states, for_weight = rest[3], rest[4]
     precise = accumulation_dtype(states_ND)
     return (
         states_ND.new_empty((), dtype=precise),
@@ -204,14 +152,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 @once_differentiable
 def _backward(ctx: Any, grad_total: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     grad_states_ND, grad_weight_VD = ctx.saved_tensors
-    by_states = by_weight = None
-    if grad_total is not None:
-        # With an axis of its own the factor is not rounded to bf16 before the product, as a bare number would be.
-        factor_1 = grad_total.reshape(1)
-        if ctx.for_states:
-            by_states = (grad_states_ND * factor_1).to(grad_states_ND.dtype)
-        if ctx.for_weight:
-            by_weight = (grad_weight_VD * factor_1).to(ctx.weight_dtype)
+    if grad_total is None:
+        return (None,) * 8
+    # With an axis of its own the factor is not rounded to bf16 before the product, as a bare number would be.
+    factor_1 = grad_total.reshape(1)
+    by_states = (grad_states_ND * factor_1).to(grad_states_ND.dtype) if ctx.for_states else None
+    by_weight = (grad_weight_VD * factor_1).to(ctx.weight_dtype) if ctx.for_weight else None
     return by_states, by_weight, *[None] * 6
 
 
@@ -219,17 +165,7 @@ fused_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 @register_flop_formula(torch.ops.chiar.linear_cross_entropy)
-def linear_cross_entropy_flops(
-    states_shape: tuple[int, int],
-    weight_shape: tuple[int, int],
-    targets_shape: tuple[int],
-    ignore_index: int,
-    chunk_rows: int,
-    for_states: bool,
-    for_weight: bool,
-    *_: Any,
-    **__: Any,
-) -> int:
+def _flops(states_shape: Any, weight_shape: Any, *args: Any, **_: Any) -> int:
     """One product for the logits and one for each gradient, all in the forward pass; a multiply-add is 2 FLOPs."""
-    rows, width = states_shape
-    return 2 * rows * width * weight_shape[0] * (1 + for_states + for_weight)
+    for_states, for_weight = args[3], args[4]
+    return 2 * math.prod(states_shape) * weight_shape[0] * (1 + for_states + for_weight)

@@ -1,30 +1,31 @@
-"""Chosen rows gathered, added to and normed in one pass that reads and writes only the rows in use.
-
-u = x[token] + (a + b) and h = norm(u). Left to a compiler these would be kernels over all P packed rows.
-"""
+"""What happens to packed rows between products: gather, addition and norm, u = x[token] + (a + b) and h = norm(u), and
+GELU. Only the rows in use are read and written; left to a compiler these would be kernels over all P rows."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chiar.kernels.packed_attention import accumulation_dtype, wants_triton
-from chiar.kernels.packing import Packing, row_sum
+from chiar.kernels.packing import Packing, accumulation_dtype, register_gradient, row_sum, wants_triton
+
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def packed_norm(
-    x_ND: Tensor,
-    norm: nn.Module | None,
-    packing: Packing,
-    add_PD: Tensor | None = None,
-    add_bias_D: Tensor | None = None,
-    implementation: str = "auto",
-) -> tuple[Tensor, Tensor]:
+    x_ND: Tensor, norm: nn.Module | None, packing: Packing, add_PD: Tensor | None = None,
+    add_bias_D: Tensor | None = None, implementation: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """u and h, packed; rows that are not in use are undefined. Without `add` u is empty: nobody needs a copy of x.
 
     `norm` is an nn.RMSNorm, an nn.LayerNorm or None. h has autocast's dtype where that is on: a product reads it.
     """
-    kind, eps, weight_D, bias_D = describe(norm, x_ND)
+    kind, eps, weight_D, bias_D = "none", 0.0, None, None
+    if isinstance(norm, nn.RMSNorm):
+        kind, eps, weight_D = "rms", torch.finfo(x_ND.dtype).eps if norm.eps is None else norm.eps, norm.weight
+    elif norm is not None:
+        assert isinstance(norm, nn.LayerNorm)
+        kind, eps, weight_D, bias_D = "layer", norm.eps, norm.weight, norm.bias
     device = x_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
     return PackedNorm.apply(
@@ -33,36 +34,15 @@ def packed_norm(
     )  # fmt: skip
 
 
-def describe(norm: nn.Module | None, x_ND: Tensor) -> tuple[str, float, Tensor | None, Tensor | None]:
-    if norm is None:
-        return "none", 0.0, None, None
-    if isinstance(norm, nn.RMSNorm):
-        eps = torch.finfo(x_ND.dtype).eps if norm.eps is None else norm.eps
-        return "rms", eps, norm.weight, None
-    assert isinstance(norm, nn.LayerNorm)
-    return "layer", norm.eps, norm.weight, norm.bias
-
-
 class PackedNorm(torch.autograd.Function):
     """Its gradient for x is a gather: tokens that were not chosen get zeros."""
 
     @staticmethod
     def forward(
-        context: Any,
-        x_ND: Tensor,
-        token_P: Tensor,
-        place_N: Tensor,
-        chosen_N: Tensor,
-        count: Tensor,
-        weight_D: Tensor | None,
-        bias_D: Tensor | None,
-        add_PD: Tensor | None,
-        add_bias_D: Tensor | None,
-        kind: str,
-        eps: float,
-        dtype: torch.dtype,
-        implementation: str,
-    ) -> tuple[Tensor, Tensor]:
+        context: Any, x_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor, count: Tensor,
+        weight_D: Tensor | None, bias_D: Tensor | None, add_PD: Tensor | None, add_bias_D: Tensor | None, kind: str,
+        eps: float, dtype: torch.dtype, implementation: str,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         u_PD, h_PD, mean_P, scale_P = packed_norm_forward(
             x_ND, token_P, count, weight_D, bias_D, add_PD, add_bias_D, kind, eps, dtype, add_PD is not None,
             implementation,
@@ -86,48 +66,32 @@ class PackedNorm(torch.autograd.Function):
             context.kind, context.added, context.implementation,
         )  # fmt: skip
         dx_ND = torch.where(chosen_N[:, None], dx_PD[place_N], 0.0)
-        add_bias = None
+        dweight_D = None if weight_D is None else dweight_D.to(weight_D.dtype)
+        dbias_D = None if bias_D is None else dbias_D.to(bias_D.dtype)
+        dadd_bias_D = None
         if context.add_bias is not None:
-            add_bias = row_sum(dadd_PD, count, context.implementation).to(context.add_bias)
-        return (
-            dx_ND,
-            *(None,) * 4,
-            None if weight_D is None else dweight_D.to(weight_D.dtype),
-            None if bias_D is None else dbias_D.to(bias_D.dtype),
-            dadd_PD if added else None,
-            add_bias,
-            *(None,) * 4,
-        )
+            dadd_bias_D = row_sum(dadd_PD, count, context.implementation).to(context.add_bias)
+        return dx_ND, *(None,) * 4, dweight_D, dbias_D, dadd_PD if added else None, dadd_bias_D, *(None,) * 4
 
 
 @torch.library.custom_op("chiar::packed_norm", mutates_args=())
 def packed_norm_forward(
-    x_ND: Tensor,
-    token_P: Tensor,
-    count: Tensor,
-    weight_D: Tensor | None,
-    bias_D: Tensor | None,
-    add_PD: Tensor | None,
-    add_bias_D: Tensor | None,
-    kind: str,
-    eps: float,
-    dtype: torch.dtype,
-    keep: bool,
+    x_ND: Tensor, token_P: Tensor, count: Tensor, weight_D: Tensor | None, bias_D: Tensor | None,
+    add_PD: Tensor | None, add_bias_D: Tensor | None, kind: str, eps: float, dtype: torch.dtype, keep: bool,
     implementation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Four:  # fmt: skip
     """u (empty if not to `keep`), h, and the mean and 1/scale of each row."""
     outputs = new_outputs(x_ND, token_P, add_PD, dtype, keep)
     if wants_triton(x_ND, implementation):
-        from chiar.kernels.triton.norm import triton_forward
+        from chiar.kernels.triton_rows import norm_forward
 
-        triton_forward(x_ND.contiguous(), token_P, count, weight_D, bias_D, add_PD, add_bias_D, kind, eps, outputs)
+        norm_forward(x_ND.contiguous(), token_P, count, weight_D, bias_D, add_PD, add_bias_D, kind, eps, outputs)
         return outputs
     u_PD, h_PD, mean_P, scale_P = outputs
     used, sums = int(count), mean_P.dtype
     u = x_ND[token_P[:used]]
     if add_PD is not None:
-        added = add_PD[:used] if add_bias_D is None else add_PD[:used] + add_bias_D
-        u = u + added
+        u = u + (add_PD[:used] if add_bias_D is None else add_PD[:used] + add_bias_D)
     if keep:
         u_PD[:used] = u
     h = u.to(sums)
@@ -143,9 +107,7 @@ def packed_norm_forward(
     return outputs
 
 
-def new_outputs(
-    x_ND: Tensor, token_P: Tensor, add_PD: Tensor | None, dtype: torch.dtype, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def new_outputs(x_ND: Tensor, token_P: Tensor, add_PD: Tensor | None, dtype: torch.dtype, keep: bool) -> Four:
     rows, width = len(token_P), x_ND.shape[1]
     kept = x_ND.dtype if add_PD is None else torch.promote_types(x_ND.dtype, add_PD.dtype)
     u_PD = x_ND.new_empty((rows if keep else 0, width), dtype=kept)
@@ -155,33 +117,24 @@ def new_outputs(
 
 
 @packed_norm_forward.register_fake
-def _(x_ND: Tensor, token_P: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x_ND: Tensor, token_P: Tensor, *rest: Any) -> Four:
     add_PD, dtype, keep = rest[3], rest[7], rest[8]
     return new_outputs(x_ND, token_P, add_PD, dtype, keep)
 
 
 @torch.library.custom_op("chiar::packed_norm_backward", mutates_args=())
 def packed_norm_backward(
-    dh_PD: Tensor,
-    du_PD: Tensor | None,
-    read: Tensor,
-    token_P: Tensor | None,
-    count: Tensor,
-    weight_D: Tensor | None,
-    mean_P: Tensor,
-    scale_P: Tensor,
-    kind: str,
-    added: torch.dtype | None,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dh_PD: Tensor, du_PD: Tensor | None, read: Tensor, token_P: Tensor | None, count: Tensor, weight_D: Tensor | None,
+    mean_P: Tensor, scale_P: Tensor, kind: str, added: torch.dtype | None, implementation: str,
+) -> Four:  # fmt: skip
     """The gradients of the gathered x, of `add` (empty without), and of the norm's weight and bias. `read` is u, or x
     with `token_P`."""
     outputs = new_gradients(dh_PD, read, mean_P, added)
     if wants_triton(dh_PD, implementation):
-        from chiar.kernels.triton.norm import triton_backward
+        from chiar.kernels.triton_rows import norm_backward
 
         dx_PD, dadd_PD, *_ = outputs
-        norm_gradients = triton_backward(
+        norm_gradients = norm_backward(
             dh_PD.contiguous(), du_PD, read.contiguous(), token_P, count, weight_D, mean_P, scale_P, kind,
             dx_PD, dadd_PD,
         )  # fmt: skip
@@ -207,28 +160,15 @@ def packed_norm_backward(
     return outputs
 
 
-def new_gradients(
-    dh_PD: Tensor, read: Tensor, mean_P: Tensor, added: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def new_gradients(dh_PD: Tensor, read: Tensor, mean_P: Tensor, added: torch.dtype | None) -> Four:
     rows, width = dh_PD.shape
     dadd_PD = read.new_empty((rows if added is not None else 0, width), dtype=added or read.dtype)
     return read.new_empty((rows, width)), dadd_PD, mean_P.new_empty(width), mean_P.new_empty(width)
 
 
 @packed_norm_backward.register_fake
-def _(
-    dh_PD: Tensor,
-    du_PD: Tensor | None,
-    read: Tensor,
-    token_P: Tensor | None,
-    count: Tensor,
-    weight_D: Tensor | None,
-    mean_P: Tensor,
-    scale_P: Tensor,
-    kind: str,
-    added: torch.dtype | None,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(dh_PD: Tensor, du_PD: Tensor | None, read: Tensor, *rest: Any) -> Four:
+    mean_P, added = rest[3], rest[6]
     return new_gradients(dh_PD, read, mean_P, added)
 
 
@@ -247,17 +187,9 @@ class UnpackSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any,
-        u_PD: Tensor,
-        more_PD: Tensor,
-        bias_D: Tensor,
-        other_ND: Tensor,
-        token_P: Tensor,
-        place_N: Tensor,
-        chosen_N: Tensor,
-        count: Tensor,
-        implementation: str,
-    ) -> Tensor:
+        context: Any, u_PD: Tensor, more_PD: Tensor, bias_D: Tensor, other_ND: Tensor, token_P: Tensor,
+        place_N: Tensor, chosen_N: Tensor, count: Tensor, implementation: str,
+    ) -> Tensor:  # fmt: skip
         context.save_for_backward(token_P, chosen_N, count)
         context.dtypes, context.implementation = (u_PD.dtype, more_PD.dtype, bias_D.dtype), implementation
         y_ND = u_PD[place_N] + (more_PD[place_N] + bias_D)
@@ -273,3 +205,36 @@ class UnpackSum(torch.autograd.Function):
         dbias_D = row_sum(dmore_PD, count, context.implementation)
         dother_ND = torch.where(chosen_N[:, None], 0.0, grad_ND)
         return du_PD.to(u_dtype), dmore_PD, dbias_D.to(bias_dtype), dother_ND, *(None,) * 5
+
+
+def packed_gelu(x_PK: Tensor, bias_K: Tensor, count: Tensor, implementation: str = "auto") -> Tensor:
+    """Exact gelu(x + b) of the first `count` rows; the rest is undefined."""
+    return packed_gelu_forward(x_PK, bias_K.to(x_PK.dtype), count, implementation)
+
+
+@torch.library.custom_op("chiar::packed_gelu", mutates_args=())
+def packed_gelu_forward(x_PK: Tensor, bias_K: Tensor, count: Tensor, implementation: str) -> Tensor:
+    if wants_triton(x_PK, implementation):
+        from chiar.kernels.triton_rows import gelu_forward
+
+        return gelu_forward(x_PK.contiguous(), bias_K, count)
+    y_PK, used = x_PK.new_empty(x_PK.shape), int(count)
+    y_PK[:used] = F.gelu(x_PK[:used] + bias_K)
+    return y_PK
+
+
+@torch.library.custom_op("chiar::packed_gelu_backward", mutates_args=())
+def packed_gelu_backward(
+    grad_PK: Tensor, x_PK: Tensor, bias_K: Tensor, count: Tensor, implementation: str
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x, undefined beyond `count`, and of b."""
+    if wants_triton(x_PK, implementation):
+        from chiar.kernels.triton_rows import gelu_backward
+
+        return gelu_backward(grad_PK.contiguous(), x_PK.contiguous(), bias_K, count)
+    dx_PK, used = x_PK.new_empty(x_PK.shape), int(count)
+    dx_PK[:used] = torch.ops.aten.gelu_backward(grad_PK[:used], x_PK[:used] + bias_K)
+    return dx_PK, dx_PK[:used].sum(0)
+
+
+register_gradient(packed_gelu_forward, packed_gelu_backward)

@@ -5,6 +5,8 @@ How many there are is known on the device only. So packed tensors have room for 
 may read it. Shapes, launches and compiled graphs are then the same for every split, and no step waits for the device.
 """
 
+import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,25 +15,65 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from chiar.kernels.packed_attention import wants_triton
+LARGEST_HEAD = 256
+"""Features of a head that the Triton kernels take."""
+
+
+def wants_triton(x: Tensor, implementation: str) -> bool:
+    """ "auto" is Triton where its kernels can work on the tensor: on a GPU, but not in float64."""
+    takes = x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+    return implementation == "triton" or (implementation == "auto" and takes)
+
+
+def chosen_attention(q: Tensor, implementation: str, on_cpu: str) -> str:
+    """What "auto" means for queries: on a CPU its own way, else Triton where it can, else the definition."""
+    if implementation != "auto":
+        return implementation
+    fits = wants_triton(q, "auto") and q.shape[-1] <= LARGEST_HEAD
+    return on_cpu if q.device.type == "cpu" else "triton" if fits else "torch"
+
+
+def current(x: Tensor) -> AbstractContextManager[None]:
+    """Triton launches on the current device: inside, it is that of x."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+
+
+def register_gradient(operator: Any, backward: Any) -> None:
+    """For the compiler and autograd: the output of `operator` is like its first input, its last argument is the
+    implementation, and the operator `backward(grad, *inputs)` gives the gradients of its first two inputs."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.implementation = inputs
+        ctx.save_for_backward(*tensors)
+
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        return *backward(grad, *saved, ctx.implementation), *(None,) * (len(saved) - 1)
+
+    operator.register_fake(lambda x, *_: x.new_empty(x.shape))
+    backward.register_fake(lambda grad, x, y, *_: (x.new_empty(x.shape), y.new_empty(y.shape)))
+    operator.register_autograd(gradients, setup_context=save)
 
 
 @dataclass
 class Packing:
     """Where the chosen tokens went."""
 
-    chosen_N: Tensor
-    """Which of the N = B·T tokens are chosen."""
-    place_N: Tensor
-    """The packed row of each token, 0 for those not chosen."""
-    token_P: Tensor
-    """The token in each packed row; 0 beyond the last."""
-    rows: Tensor
-    """B + 1 int32 offsets: the packed rows of batch row b are rows[b]…rows[b + 1]."""
-    count: Tensor
-    """How many are chosen: one int32."""
-    before_N: Tensor
-    """How many chosen tokens lie before each token in its batch row, int32."""
+    chosen_N: Tensor  # which of the N = B·T tokens are chosen
+    place_N: Tensor  # the packed row of each token, 0 for those not chosen
+    token_P: Tensor  # the token in each packed row; 0 beyond the last
+    rows: Tensor  # B + 1 int32 offsets: the packed rows of batch row b are rows[b]…rows[b + 1]
+    count: Tensor  # how many are chosen: one int32
+    before_N: Tensor  # how many chosen tokens lie before each token in its batch row, int32
 
 
 def make_packing(chosen_BT: Tensor) -> Packing:
@@ -103,8 +145,7 @@ def packed_linear(x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, packin
         dtype = torch.get_autocast_dtype(x_PD.device.type)
         x_PD, weight_KD = x_PD.to(dtype), weight_KD.to(dtype)
         bias_K = None if bias_K is None else bias_K.to(dtype)
-    y_PK = PackedProduct.apply(x_PD, weight_KD, packing.count)
-    return y_PK if bias_K is None else AddBias.apply(y_PK, bias_K, packing.count)
+    return PackedLinear.apply(x_PD, weight_KD, bias_K, packing.count)
 
 
 def used(x: Tensor, packing: Packing) -> Tensor:
@@ -114,50 +155,39 @@ def used(x: Tensor, packing: Packing) -> Tensor:
     return torch.where(in_use_P if x.ndim == 1 else in_use_P[:, None], x, 0)
 
 
-class PackedProduct(torch.autograd.Function):
-    """x Wᵀ over the first `count` rows."""
+class PackedLinear(torch.autograd.Function):
+    """x Wᵀ + b, with gradients of W and b summed over the first `count` rows only."""
 
     @staticmethod
-    def forward(context: Any, x_PD: Tensor, weight_KD: Tensor, count: Tensor) -> Tensor:
+    def forward(context: Any, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, count: Tensor) -> Tensor:
         context.save_for_backward(x_PD, weight_KD, count)
-        return rows_product(x_PD, weight_KD.t(), count)
+        y_PK = rows_product(x_PD, weight_KD.t(), count)
+        return y_PK if bias_K is None else y_PK + bias_K
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Any:
         x_PD, weight_KD, count = context.saved_tensors
-        grad_x_PD = rows_product(grads[0], weight_KD, count) if context.needs_input_grad[0] else None
-        grad_weight_KD = sum_product(grads[0], x_PD, count) if context.needs_input_grad[1] else None
-        return grad_x_PD, grad_weight_KD, None
-
-
-class AddBias(torch.autograd.Function):
-    """y + b, with the gradient of b summed over the first `count` rows only."""
-
-    @staticmethod
-    def forward(context: Any, y_PK: Tensor, bias_K: Tensor, count: Tensor) -> Tensor:
-        context.save_for_backward(count)
-        return y_PK + bias_K
-
-    @staticmethod
-    def backward(context: Any, *grads: Tensor) -> Any:
-        (count,) = context.saved_tensors
-        return grads[0], row_sum(grads[0], count, "auto"), None
+        for_x, for_weight, for_bias, _ = context.needs_input_grad
+        grad_x_PD = rows_product(grads[0], weight_KD, count) if for_x else None
+        grad_weight_KD = sum_product(grads[0], x_PD, count) if for_weight else None
+        grad_bias_K = row_sum(grads[0], count, "auto") if for_bias else None
+        return grad_x_PD, grad_weight_KD, grad_bias_K, None
 
 
 @torch.library.custom_op("chiar::rows_product", mutates_args=())
 def rows_product(x_PD: Tensor, weight_DK: Tensor, count: Tensor) -> Tensor:
     """x W of the first `count` rows; the rest is undefined."""
     if x_PD.is_cuda:
-        return F.grouped_mm(x_PD.contiguous(), aligned(weight_DK)[None], offs=count)
+        # One stride must be 1 and the other a multiple of 16 bytes, which views of weights have.
+        weight_DK = weight_DK if 1 in weight_DK.stride() else weight_DK.contiguous()
+        return F.grouped_mm(x_PD.contiguous(), weight_DK[None], offs=count)
     y_PK = x_PD.new_empty(x_PD.shape[0], weight_DK.shape[1])
     used = int(count)
     torch.mm(x_PD[:used], weight_DK, out=y_PK[:used])
     return y_PK
 
 
-@rows_product.register_fake
-def _(x_PD: Tensor, weight_DK: Tensor, count: Tensor) -> Tensor:
-    return x_PD.new_empty(x_PD.shape[0], weight_DK.shape[1])
+rows_product.register_fake(lambda x_PD, weight_DK, count: x_PD.new_empty(x_PD.shape[0], weight_DK.shape[1]))
 
 
 @torch.library.custom_op("chiar::sum_product", mutates_args=())
@@ -169,38 +199,22 @@ def sum_product(y_PK: Tensor, x_PD: Tensor, count: Tensor) -> Tensor:
     return y_PK[:used].t() @ x_PD[:used]
 
 
-@sum_product.register_fake
-def _(y_PK: Tensor, x_PD: Tensor, count: Tensor) -> Tensor:
-    return x_PD.new_empty(y_PK.shape[1], x_PD.shape[1])
+sum_product.register_fake(lambda y_PK, x_PD, count: x_PD.new_empty(y_PK.shape[1], x_PD.shape[1]))
 
 
 @torch.library.custom_op("chiar::row_sum", mutates_args=())
 def row_sum(x_PK: Tensor, count: Tensor, implementation: str) -> Tensor:
     """The sum of the first `count` rows."""
     if wants_triton(x_PK, implementation):
-        from chiar.kernels.triton.row_sum import triton_row_sum
+        from chiar.kernels.triton_rows import triton_row_sum
 
         return triton_row_sum(x_PK.contiguous(), count)
     return x_PK[: int(count)].sum(0)
 
 
-@row_sum.register_fake
-def _(x_PK: Tensor, count: Tensor, implementation: str) -> Tensor:
-    return x_PK.new_empty(x_PK.shape[1])
+row_sum.register_fake(lambda x_PK, count, implementation: x_PK.new_empty(x_PK.shape[1]))
 
 
-def aligned(weight_DK: Tensor) -> Tensor:
-    """Grouped products want one stride of 1 and the other a multiple of 16 bytes, which views of weights have."""
-    return weight_DK if 1 in weight_DK.stride() else weight_DK.contiguous()
-
-
-@register_flop_formula(torch.ops.chiar.rows_product)
-def _rows_flops(x_shape: Any, weight_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """An upper bound: how many rows are used is known on the device only."""
-    return 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
-
-
-@register_flop_formula(torch.ops.chiar.sum_product)
-def _sum_flops(y_shape: Any, x_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """An upper bound, as above."""
-    return 2 * y_shape[0] * y_shape[1] * x_shape[1]
+# Upper bounds: how many rows are used is known on the device only.
+register_flop_formula(torch.ops.chiar.rows_product)(lambda x, weight, *_, **__: 2 * x[0] * weight[0] * weight[1])
+register_flop_formula(torch.ops.chiar.sum_product)(lambda y, x, *_, **__: 2 * y[0] * y[1] * x[1])

@@ -74,8 +74,7 @@ class Ragged:
         return x_NK if self.slot_P is None else take(x_NK, self.slot_P)
 
 
-LONG = 256
-"""Rows from here on are computed one by one: what a call costs is little then, and filling up would cost much."""
+LONG = 256  # rows from here on are computed one by one: a call costs little then, and filling up would cost much
 
 
 def causal_attention(q_PHd: Tensor, k_PHd: Tensor, v_PHd: Tensor, counts: list[int]) -> Tensor:

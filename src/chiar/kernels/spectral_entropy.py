@@ -1,4 +1,4 @@
-"""Spectral entropy, the paper's H."""
+"""Spectral entropy, the paper's H (Eq. 1 and 2)."""
 
 import math
 
@@ -11,7 +11,7 @@ from chiar.kernels.transform import Transform
 def spectral_entropy(
     x: Tensor, transform: Transform, eps: float = 0.0, dc_weight: float = 1.0, weight_D: Tensor | None = None
 ) -> Tensor:
-    """H(x) = −Σ p_i log p_i / log D with p_i = x̂_i² / Σ x̂_j² and x̂ = C x, over the last axis.
+    """Over the last axis, with x̂ = C x: Eq. 1, p_i = x̂_i² / Σ x̂_j², and Eq. 2, H(x) = −Σ p_i log p_i / log D.
 
     With eps = 0 each row is first divided by its largest |x|: H does not depend on scale, so nothing can overflow
     or underflow and the zero vector is the only special case (H = 0). The identity used is

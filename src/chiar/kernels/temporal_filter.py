@@ -4,13 +4,11 @@ Its taps are a few DCT-II coefficients along the window, so a channel has K numb
 about the past is smooth.
 """
 
-import importlib.util
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from chiar.kernels.basis import dct_matrix
+from chiar.kernels.packing import register_gradient, wants_triton
 
 
 def temporal_basis(window: int, coefficients: int) -> Tensor:
@@ -27,32 +25,18 @@ def naive_temporal_filter(x_BTD: Tensor, taps_WD: Tensor) -> Tensor:
     return torch.stack(outputs, dim=1).to(x_BTD.dtype)
 
 
+@torch.library.custom_op("chiar::temporal_filter", mutates_args=())
 def temporal_filter(x_BTD: Tensor, taps_WD: Tensor, implementation: str = "auto") -> Tensor:
     """The same as W shifted products, summed in the precision of the taps; a kernel of its own on a GPU.
 
     One operator to the compiler, which otherwise takes minutes over the shifts of a few layers.
     """
-    return filter_forward(x_BTD, taps_WD, implementation)
-
-
-def wants_triton(x_BTD: Tensor, implementation: str) -> bool:
-    usable = x_BTD.is_cuda and x_BTD.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
-    return implementation == "triton" or (implementation == "auto" and usable)
-
-
-@torch.library.custom_op("chiar::temporal_filter", mutates_args=())
-def filter_forward(x_BTD: Tensor, taps_WD: Tensor, implementation: str) -> Tensor:
     x_BTD, taps_WD = x_BTD.contiguous(), taps_WD.contiguous()
     if wants_triton(x_BTD, implementation):
-        from chiar.kernels.triton.temporal_filter import triton_forward
+        from chiar.kernels.triton_rows import filter_forward
 
-        return triton_forward(x_BTD, taps_WD)
+        return filter_forward(x_BTD, taps_WD)
     return shifted_sum(x_BTD, taps_WD)
-
-
-@filter_forward.register_fake
-def _(x_BTD: Tensor, taps_WD: Tensor, implementation: str) -> Tensor:
-    return x_BTD.new_empty(x_BTD.shape)
 
 
 def shifted_sum(x_BTD: Tensor, taps_WD: Tensor) -> Tensor:
@@ -64,13 +48,15 @@ def shifted_sum(x_BTD: Tensor, taps_WD: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("chiar::temporal_filter_backward", mutates_args=())
-def filter_backward(grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor, implementation: str) -> tuple[Tensor, Tensor]:
+def temporal_filter_backward(
+    grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor, implementation: str
+) -> tuple[Tensor, Tensor]:
     """The gradients of x, the same filter backwards in time, and of the taps."""
     grad_BTD, x_BTD, taps_WD = grad_BTD.contiguous(), x_BTD.contiguous(), taps_WD.contiguous()
     if wants_triton(x_BTD, implementation):
-        from chiar.kernels.triton.temporal_filter import triton_backward
+        from chiar.kernels.triton_rows import filter_backward
 
-        return triton_backward(grad_BTD, x_BTD, taps_WD)
+        return filter_backward(grad_BTD, x_BTD, taps_WD)
     length, dtaps_WD = x_BTD.shape[1], torch.zeros_like(taps_WD)
     for j in range(min(len(taps_WD), length)):
         product_BTD = grad_BTD[:, j:].to(taps_WD.dtype) * x_BTD[:, : length - j]
@@ -78,18 +64,4 @@ def filter_backward(grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor, implementa
     return shifted_sum(grad_BTD.flip(1), taps_WD).flip(1).to(x_BTD.dtype), dtaps_WD
 
 
-@filter_backward.register_fake
-def _(grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor, implementation: str) -> tuple[Tensor, Tensor]:
-    return x_BTD.new_empty(x_BTD.shape), taps_WD.new_empty(taps_WD.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.implementation = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:
-    return *filter_backward(grad_BTD, *ctx.saved_tensors, ctx.implementation), None
-
-
-filter_forward.register_autograd(_backward, setup_context=_setup_context)
+register_gradient(temporal_filter, temporal_filter_backward)

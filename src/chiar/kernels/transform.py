@@ -1,7 +1,6 @@
-"""C x and Cᵀ x along the feature axis, without products that a basis does not need.
+"""C x and Cᵀ x along the feature axis, without products that a basis does not need; `basis_matrix` is the definition.
 
-The plain matrix of `basis_matrix` is the definition. FLOPs of one transform of a row of width D: identity none; the DCT
-of an even width D² (two matrices of half the width); any other 2D².
+FLOPs for a row of width D: identity none; the DCT of an even width D² (two matrices of half the width); any other 2D².
 """
 
 from collections.abc import Callable

@@ -11,11 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chiar.kernels.packed_attention import prefix_attention
-from chiar.kernels.packed_gelu import packed_gelu
-from chiar.kernels.packed_norm import packed_norm, unpack_sum
+from chiar.kernels.packed_attention import fits, prefix_attention, rotary_attention
+from chiar.kernels.packed_norm import packed_gelu, packed_norm, unpack_sum
 from chiar.kernels.packing import Packing, make_packing, pack, pack_all, packed_linear, unpack, used
-from chiar.kernels.rotary_attention import fits, rotary_attention
 from chiar.layers.attention import CausalAttention, rotate
 from chiar.layers.context import LayerMemory, TokenContext, surely_none
 from chiar.layers.operator import Operator

@@ -1,1 +1,0 @@
-"""Kernels in Triton. Imported only where one runs: the package works without Triton."""

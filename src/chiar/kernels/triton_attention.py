@@ -1,0 +1,473 @@
+"""The attention kernels: packed_attention and decode_attention. Imported only where one runs.
+
+Packed attention is FlashAttention-2 (Dao, arXiv 2307.08691). A program works on one block of one row and one head; the
+grid covers the longest rows there may be, and programs behind their row's end return at once. With s = qk·log₂e/√d and
+L = log₂ Σ 2^s: P = 2^(s − L), O = P V, and backward as in torch_backward, with delta = rowsum(dO ∘ O). Products are
+"ieee": tf32, Triton's default, would keep 10 bits of an fp32 factor; half precision does not ask.
+
+Decoding is flash-decoding: a row's entries are split between programs, and a second kernel puts their shares together.
+For each of KEYS lanes a program keeps the largest s, Σ 2^(s − largest) and Σ 2^(s − largest) v; lanes meet once, at the
+end. Traffic bounds this: programs beyond their row's length, and all of rows that take no part, read nothing.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chiar.kernels.packing import LARGEST_HEAD, current
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _offsets(start, stride, LENGTH: tl.constexpr, HEAD: tl.constexpr):
+    """Where LENGTH vectors from `start` on lie. int64: start × stride may pass 2³¹."""
+    inside = tl.arange(0, LENGTH)[:, None] * stride + tl.arange(0, HEAD)[None, :]
+    return tl.cast(start, tl.int64) * stride + inside
+
+
+@triton.jit
+def _load(pointer, start, stride, end, LENGTH: tl.constexpr, HEAD: tl.constexpr, MASKED: tl.constexpr):
+    """LENGTH vectors from `start` on; if MASKED, zeros from `end` on."""
+    pointers = pointer + _offsets(start, stride, LENGTH, HEAD)
+    if MASKED:
+        return tl.load(pointers, mask=(start + tl.arange(0, LENGTH) < end)[:, None], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _store(pointer, values, start, stride, end, LENGTH: tl.constexpr, HEAD: tl.constexpr):
+    inside = (start + tl.arange(0, LENGTH) < end)[:, None]
+    tl.store(pointer + _offsets(start, stride, LENGTH, HEAD), values.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _clear_padding(pointer, program, rows_ptr, capacity, stride, LENGTH: tl.constexpr, HEAD: tl.constexpr):
+    """Each program zeros the padding among LENGTH vectors of its own: cheaper than to begin with zeros."""
+    used, start = tl.load(rows_ptr + tl.num_programs(2)), program * LENGTH
+    if start + LENGTH > used:
+        places = start + tl.arange(0, LENGTH)
+        padding = ((places >= used) & (places < capacity))[:, None]
+        zeros = tl.zeros([LENGTH, HEAD], pointer.dtype.element_ty)
+        tl.store(pointer + _offsets(start, stride, LENGTH, HEAD), zeros, mask=padding)
+
+
+@triton.jit
+def _attend(
+    q, k_ptr, v_ptr, limit, out, total, largest, first, last, k_stride, v_stride, scale, HEAD: tl.constexpr,
+    KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds keys first…last to the running softmax."""
+    for start in tl.range(first, last, KEYS):
+        k = _load(k_ptr, start, k_stride, last, KEYS, HEAD, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            s = tl.where((start + tl.arange(0, KEYS))[None, :] < limit[:, None], s, -float("inf"))
+        larger = tl.maximum(largest, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - larger[:, None])
+        decay = tl.exp2(largest - larger)
+        total = total * decay + tl.sum(p, 1)
+        v = _load(v_ptr, start, v_stride, last, KEYS, HEAD, MASKED)
+        out = tl.dot(p.to(v.dtype), v, out * decay[:, None], input_precision="ieee")
+        largest = larger
+    return out, total, largest
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, log_sum_ptr, query_rows_ptr, key_rows_ptr, limit_ptr, q_stride, q_head, k_stride,
+    k_head, v_stride, v_head, capacity, scale, HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    CLEAR: tl.constexpr,
+):  # fmt: skip
+    head, row = tl.cast(tl.program_id(1), tl.int64), tl.program_id(2)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last block has the most keys: begin with it
+    out_stride = tl.num_programs(1) * HEAD
+    out_ptr += head * HEAD
+    if CLEAR:
+        _clear_padding(out_ptr, row * tl.num_programs(0) + block, query_rows_ptr, capacity, out_stride, QUERIES, HEAD)
+    start, end = tl.load(query_rows_ptr + row) + block * QUERIES, tl.load(query_rows_ptr + row + 1)
+    if start >= end:
+        return
+    places = start + tl.arange(0, QUERIES)
+    limit = tl.load(limit_ptr + places, mask=places < end, other=0)
+    fewest = tl.load(limit_ptr + start)
+    most = tl.load(limit_ptr + tl.minimum(start + QUERIES, end) - 1)
+    q = _load(q_ptr + head * q_head, start, q_stride, end, QUERIES, HEAD, True)
+    key_begin = tl.cast(tl.load(key_rows_ptr + row), tl.int64)
+    k_ptr += key_begin * k_stride + head * k_head
+    v_ptr += key_begin * v_stride + head * v_head
+
+    out = tl.zeros([QUERIES, HEAD], tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    # Finite, so that a query without keys never meets ∞ − ∞.
+    largest = tl.full([QUERIES], -3.0e38, tl.float32)
+    common = fewest // KEYS * KEYS  # every query of the block sees these
+    out, total, largest = _attend(
+        q, k_ptr, v_ptr, limit, out, total, largest, 0, common, k_stride, v_stride, scale, HEAD, KEYS, False
+    )
+    out, total, largest = _attend(
+        q, k_ptr, v_ptr, limit, out, total, largest, common, most, k_stride, v_stride, scale, HEAD, KEYS, True
+    )
+    seen = limit > 0
+    out = out / tl.where(seen, total, 1.0)[:, None]
+    _store(out_ptr, out, start, out_stride, end, QUERIES, HEAD)
+    log_sum = tl.where(seen, largest + tl.log2(tl.where(seen, total, 1.0)), float("inf"))
+    tl.store(log_sum_ptr + head * capacity + places, log_sum, mask=places < end)
+
+
+@triton.jit
+def _add_to_queries(
+    dq, q, grad, log_sum, delta, k_ptr, v_ptr, limit, first, last, k_stride, v_stride, scale, HEAD: tl.constexpr,
+    KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dQ += dS K over keys first…last."""
+    for start in tl.range(first, last, KEYS):
+        k = _load(k_ptr, start, k_stride, last, KEYS, HEAD, MASKED)
+        v = _load(v_ptr, start, v_stride, last, KEYS, HEAD, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        p = tl.exp2(s * scale - log_sum[:, None])
+        if MASKED:
+            p = tl.where((start + tl.arange(0, KEYS))[None, :] < limit[:, None], p, 0.0)
+        dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _backward_queries(
+    grad_ptr, q_ptr, k_ptr, v_ptr, out_ptr, log_sum_ptr, delta_ptr, dq_ptr, query_rows_ptr, key_rows_ptr, limit_ptr,
+    grad_stride, grad_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, dq_stride, dq_head, capacity, scale,
+    HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr,
+):  # fmt: skip
+    """dQ, and delta for _backward_keys."""
+    head, row = tl.cast(tl.program_id(1), tl.int64), tl.program_id(2)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    out_stride = tl.num_programs(1) * HEAD
+    dq_ptr += head * dq_head
+    if CLEAR:
+        _clear_padding(dq_ptr, row * tl.num_programs(0) + block, query_rows_ptr, capacity, dq_stride, QUERIES, HEAD)
+    start, end = tl.load(query_rows_ptr + row) + block * QUERIES, tl.load(query_rows_ptr + row + 1)
+    if start >= end:
+        return
+    places = start + tl.arange(0, QUERIES)
+    limit = tl.load(limit_ptr + places, mask=places < end, other=0)
+    fewest = tl.load(limit_ptr + start)
+    most = tl.load(limit_ptr + tl.minimum(start + QUERIES, end) - 1)
+    q = _load(q_ptr + head * q_head, start, q_stride, end, QUERIES, HEAD, True)
+    grad = _load(grad_ptr + head * grad_head, start, grad_stride, end, QUERIES, HEAD, True)
+    out = _load(out_ptr + head * HEAD, start, out_stride, end, QUERIES, HEAD, True)
+    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    per_query = head * capacity + places
+    tl.store(delta_ptr + per_query, delta, mask=places < end)
+    log_sum = tl.load(log_sum_ptr + per_query, mask=places < end, other=float("inf"))
+    key_begin = tl.cast(tl.load(key_rows_ptr + row), tl.int64)
+    k_ptr += key_begin * k_stride + head * k_head
+    v_ptr += key_begin * v_stride + head * v_head
+
+    dq = tl.zeros([QUERIES, HEAD], tl.float32)
+    common = fewest // KEYS * KEYS
+    dq = _add_to_queries(
+        dq, q, grad, log_sum, delta, k_ptr, v_ptr, limit, 0, common, k_stride, v_stride, scale, HEAD, KEYS, False
+    )
+    dq = _add_to_queries(
+        dq, q, grad, log_sum, delta, k_ptr, v_ptr, limit, common, most, k_stride, v_stride, scale, HEAD, KEYS, True
+    )
+    _store(dq_ptr, dq * (scale * LN2), start, dq_stride, end, QUERIES, HEAD)
+
+
+@triton.jit
+def _add_to_keys(
+    dk, dv, k, v, index, q_ptr, grad_ptr, log_sum_ptr, delta_ptr, limit_ptr, first, last, end, q_stride, grad_stride,
+    scale, HEAD: tl.constexpr, QUERIES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dK += dSᵀ Q and dV += Pᵀ dO over queries first…last of a row that has `end`."""
+    for start in tl.range(first, last, QUERIES):
+        places = start + tl.arange(0, QUERIES)
+        q = _load(q_ptr, start, q_stride, end, QUERIES, HEAD, True)
+        log_sum = tl.load(log_sum_ptr + places, mask=places < end, other=float("inf"))
+        s = tl.dot(k, tl.trans(q), input_precision="ieee")
+        p = tl.exp2(s * scale - log_sum[None, :])
+        if MASKED:
+            limit = tl.load(limit_ptr + places, mask=places < end, other=0)
+            p = tl.where(index[:, None] < limit[None, :], p, 0.0)
+        grad = _load(grad_ptr, start, grad_stride, end, QUERIES, HEAD, True)
+        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
+        delta = tl.load(delta_ptr + places, mask=places < end, other=0.0)
+        dp = tl.dot(v, tl.trans(grad), input_precision="ieee")
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["queries", "capacity"])
+def _backward_keys(
+    grad_ptr, q_ptr, k_ptr, v_ptr, log_sum_ptr, delta_ptr, dk_ptr, dv_ptr, query_rows_ptr, key_rows_ptr, limit_ptr,
+    skip_ptr, grad_stride, grad_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, dk_stride, dk_head,
+    queries, capacity, scale, HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr,
+):  # fmt: skip
+    """dK and dV, with the same strides. `queries` and `capacity` are the sizes of the packed queries and keys."""
+    block, head, row = tl.program_id(0), tl.cast(tl.program_id(1), tl.int64), tl.program_id(2)
+    dk_ptr += head * dk_head
+    dv_ptr += head * dk_head
+    program = row * tl.num_programs(0) + block
+    if CLEAR:
+        _clear_padding(dk_ptr, program, key_rows_ptr, capacity, dk_stride, KEYS, HEAD)
+        _clear_padding(dv_ptr, program, key_rows_ptr, capacity, dk_stride, KEYS, HEAD)
+    start, end = tl.load(key_rows_ptr + row) + block * KEYS, tl.load(key_rows_ptr + row + 1)
+    if start >= end:
+        return
+    query_begin = tl.load(query_rows_ptr + row)
+    count = tl.load(query_rows_ptr + row + 1) - query_begin
+    k = _load(k_ptr + head * k_head, start, k_stride, end, KEYS, HEAD, True)
+    v = _load(v_ptr + head * v_head, start, v_stride, end, KEYS, HEAD, True)
+    index = block * KEYS + tl.arange(0, KEYS)
+    first = tl.load(skip_ptr + start)
+    everyone = tl.load(skip_ptr + tl.minimum(start + KEYS, end) - 1)  # from here on queries see the whole block
+    middle = first + tl.cdiv(everyone - first, QUERIES) * QUERIES
+    query_begin = tl.cast(query_begin, tl.int64)
+    q_ptr += query_begin * q_stride + head * q_head
+    grad_ptr += query_begin * grad_stride + head * grad_head
+    per_query = head * queries + query_begin
+    log_sum_ptr += per_query
+    delta_ptr += per_query
+    limit_ptr += query_begin
+
+    dk = tl.zeros([KEYS, HEAD], tl.float32)
+    dv = tl.zeros([KEYS, HEAD], tl.float32)
+    dk, dv = _add_to_keys(
+        dk, dv, k, v, index, q_ptr, grad_ptr, log_sum_ptr, delta_ptr, limit_ptr, first, middle, count,
+        q_stride, grad_stride, scale, HEAD, QUERIES, True,
+    )  # fmt: skip
+    dk, dv = _add_to_keys(
+        dk, dv, k, v, index, q_ptr, grad_ptr, log_sum_ptr, delta_ptr, limit_ptr, middle, count, count,
+        q_stride, grad_stride, scale, HEAD, QUERIES, False,
+    )  # fmt: skip
+    _store(dk_ptr, dk * (scale * LN2), start, dk_stride, end, KEYS, HEAD)
+    _store(dv_ptr, dv, start, dk_stride, end, KEYS, HEAD)
+
+
+class Tiles(NamedTuple):
+    """Queries and keys a step, warps, and steps whose loads are under way at once."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiles(kernel: str, head: int, max_keys: int, dtype: torch.dtype) -> Tiles:
+    """For "forward", "queries" (dQ) or "keys" (dK and dV): sizes whose loops fit the registers of an H200."""
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 2) if head <= 128 else Tiles(16, 16, 4, 1)
+    if head > 128:
+        return Tiles(64, 32, 4, 2)
+    if max_keys <= 512:  # a routed row is shorter still: large blocks would be half empty
+        return Tiles(64, 64, 4, 3) if head <= 64 else Tiles(64 if kernel != "keys" else 32, 64, 4, 2)
+    stages = 3 if head <= 64 else 2
+    if kernel == "forward":
+        return Tiles(128, 128, 4, 3) if head <= 64 else Tiles(128, 64, 8, 3)
+    return Tiles(128, 64, 8, stages) if kernel == "queries" else Tiles(64, 128, 8, stages)
+
+
+def triton_forward(
+    q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, query_rows: Tensor, key_rows: Tensor, limit_N: Tensor, max_keys: int,
+    clear: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As torch_forward, for fp32, fp16 and bf16. Without `clear` padding gets no zeros: it stays undefined."""
+    N, H, d = q_NHd.shape
+    q, k, v = (whole_vectors(x) for x in (q_NHd, k_MHd, v_MHd))
+    head = q.shape[2]
+    out, log_sum_HN = q.new_empty(q.shape), q.new_empty(H, N, dtype=torch.float32)
+    if out.numel():
+        cut = tiles("forward", head, max_keys, q.dtype)
+        with current(q):
+            _forward[grid(max_keys, N, cut.queries, H, query_rows)](
+                q, k, v, out, log_sum_HN, query_rows, key_rows, limit_N,
+                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], N, d**-0.5 / math.log(2), **options(cut, q, clear),
+            )  # fmt: skip
+    return out[..., :d].contiguous(), log_sum_HN
+
+
+def triton_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_HN: Tensor, query_rows: Tensor,
+    key_rows: Tensor, limit_N: Tensor, skip_M: Tensor, max_keys: int, into: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As torch_backward, for fp32, fp16 and bf16. `into`: dq, dk and dv to fill, dk and dv with the same strides; their
+    padding stays undefined."""
+    d, clear = q.shape[2], into is None
+    grad, q, k, v, out = (whole_vectors(x) for x in (grad, q, k, v, out))
+    (N, H, head), M = q.shape, len(k)
+    dq, dk, dv = into or (x.new_empty(x.shape) for x in (q, k, v))
+    delta_HN, scale = log_sum_HN.new_empty(log_sum_HN.shape), d**-0.5 / math.log(2)
+    rows = query_rows, key_rows, limit_N
+    strides = (*grad.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    with current(q):
+        if dq.numel():
+            cut = tiles("queries", head, max_keys, q.dtype)
+            _backward_queries[grid(max_keys, N, cut.queries, H, query_rows)](
+                grad, q, k, v, out.contiguous(), log_sum_HN, delta_HN, dq,
+                *rows, *strides, *dq.stride()[:2], N, scale, **options(cut, q, clear),
+            )  # fmt: skip
+        if dk.numel():
+            cut = tiles("keys", head, max_keys, q.dtype)
+            _backward_keys[grid(max_keys, M, cut.keys, H, key_rows)](
+                grad, q, k, v, log_sum_HN, delta_HN, dk, dv,
+                *rows, skip_M, *strides, *dk.stride()[:2], N, M, scale, **options(cut, q, clear),
+            )  # fmt: skip
+    return into or (dq[..., :d].contiguous(), dk[..., :d].contiguous(), dv[..., :d].contiguous())
+
+
+def whole_vectors(x_NHd: Tensor) -> Tensor:
+    """Vectors that lie in one piece, 2ⁿ long (with zeros, if they must grow); other strides may be anything."""
+    d = x_NHd.shape[2]
+    head = padded_head(d)
+    if head != d:
+        return F.pad(x_NHd, (0, head - d))
+    return x_NHd if x_NHd.stride(2) == 1 else x_NHd.contiguous()
+
+
+def padded_head(d: int) -> int:
+    if d > LARGEST_HEAD:
+        raise ValueError(f"The Triton kernel takes heads of at most {LARGEST_HEAD} features, got {d}.")
+    return max(16, triton.next_power_of_2(d))
+
+
+def grid(max_keys: int, capacity: int, block: int, heads: int, rows: Tensor) -> tuple[int, int, int]:
+    """Enough blocks a row for the longest one, and in all for every place, padding included."""
+    number = len(rows) - 1
+    return max(triton.cdiv(max_keys, block), triton.cdiv(capacity, number * block)), heads, number
+
+
+def options(cut: Tiles, q: Tensor, clear: bool) -> dict[str, int]:
+    sizes = {"HEAD": q.shape[2], "QUERIES": cut.queries, "KEYS": cut.keys, "CLEAR": clear}
+    return {**sizes, "num_warps": cut.warps, "num_stages": cut.stages}
+
+
+MOST_SPLITS = 64
+PROGRAMS = 4096
+"""Enough to fill an H200 several times over, so that the last ones cost little; more splits cost the second kernel."""
+
+
+@triton.jit
+def _attend_split(
+    q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, length_ptr, takes_part_ptr, share_ptr, sums_ptr,
+    q_row, q_head, k_row, k_head, v_row, v_head, key_row, key_head, value_row, value_head,
+    span, splits, heads, size, scale, HEAD: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One split of one row and head: its largest score, the sum of its weights, and their sum over values."""
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(length_ptr + row).to(tl.int32)
+    takes_part = tl.load(takes_part_ptr + row).to(tl.int1)
+    start = split * span
+    place = (row * heads + head) * splits + split
+    features = tl.arange(0, HEAD)
+    inside = features < size
+    if takes_part & (start <= length):
+        q = tl.load(q_ptr + row * q_row + head * q_head + features, mask=inside, other=0.0).to(tl.float32) * scale
+        key_ptr += row.to(tl.int64) * key_row + head.to(tl.int64) * key_head
+        value_ptr += row.to(tl.int64) * value_row + head.to(tl.int64) * value_head
+        largest = tl.full([KEYS], -3.0e38, tl.float32)
+        total = tl.zeros([KEYS], tl.float32)
+        share = tl.zeros([KEYS, HEAD], tl.float32)
+        end = tl.minimum(start + span, length)
+        for first in range(start, end, KEYS):
+            entries = first + tl.arange(0, KEYS)
+            there = entries < end
+            places = entries[:, None] * size + features[None, :]
+            both = there[:, None] & inside[None, :]
+            key = tl.load(key_ptr + places, mask=both, other=0.0).to(tl.float32)
+            value = tl.load(value_ptr + places, mask=both, other=0.0).to(tl.float32)
+            score = tl.where(there, tl.sum(key * q[None, :], 1), -3.0e38)
+            larger = tl.maximum(largest, score)
+            fade = tl.exp2(largest - larger)
+            weight = tl.where(there, tl.exp2(score - larger), 0.0)
+            total = total * fade + weight
+            share = share * fade[:, None] + weight[:, None] * value
+            largest = larger
+        # The new entry belongs to the split it is stored in; it goes from registers into memory.
+        new = (length < start + span).to(tl.int1)
+        k = tl.load(k_ptr + row * k_row + head * k_head + features, mask=inside, other=0.0)
+        v = tl.load(v_ptr + row * v_row + head * v_head + features, mask=inside, other=0.0)
+        tl.store(key_ptr + length * size + features, k, mask=inside & new)
+        tl.store(value_ptr + length * size + features, v, mask=inside & new)
+        score = tl.where(new, tl.sum(k.to(tl.float32) * q, 0), -3.0e38)
+        top = tl.maximum(tl.max(largest, 0), score)
+        fade = tl.exp2(largest - top)
+        weight = tl.where(new, tl.exp2(score - top), 0.0)
+        tl.store(sums_ptr + 2 * place, top)
+        tl.store(sums_ptr + 2 * place + 1, tl.sum(total * fade, 0) + weight)
+        out = tl.sum(share * fade[:, None], 0) + weight * v.to(tl.float32)
+        tl.store(share_ptr + place.to(tl.int64) * HEAD + features, out)
+    else:
+        tl.store(sums_ptr + 2 * place, -3.0e38)
+        tl.store(sums_ptr + 2 * place + 1, 0.0)
+
+
+@triton.jit
+def _combine(
+    share_ptr, sums_ptr, out_ptr, length_ptr, takes_part_ptr, splits, heads, size,
+    HEAD: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Shares of one row and head, put together. It reads no length, so one program a row may move it on."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    features = tl.arange(0, HEAD)
+    out_ptr += (row * heads + head) * size
+    takes_part = tl.load(takes_part_ptr + row).to(tl.int1)
+    if takes_part:
+        numbers = tl.arange(0, SPLITS)
+        places = (row * heads + head) * splits + numbers
+        largest = tl.load(sums_ptr + 2 * places, mask=numbers < splits, other=-3.0e38)
+        total = tl.load(sums_ptr + 2 * places + 1, mask=numbers < splits, other=0.0)
+        used = total > 0.0  # the others left their share unwritten
+        factor = tl.where(used, tl.exp2(largest - tl.max(largest, 0)), 0.0)
+        shares = share_ptr + places[:, None].to(tl.int64) * HEAD + features[None, :]
+        share = tl.load(shares, mask=used[:, None], other=0.0)
+        out = tl.sum(share * factor[:, None], 0) / tl.sum(total * factor, 0)
+        tl.store(out_ptr + features, out.to(out_ptr.dtype.element_ty), mask=features < size)
+        if head == 0:
+            tl.store(length_ptr + row, tl.load(length_ptr + row) + 1)
+    else:
+        tl.store(out_ptr + features, tl.zeros([HEAD], out_ptr.dtype.element_ty), mask=features < size)
+
+
+def split_entries(rows: int, heads: int, capacity: int, keys: int) -> tuple[int, int]:
+    """Entries of a split, a multiple of `keys`, and how many splits cover the capacity."""
+    splits = max(1, min(MOST_SPLITS, PROGRAMS // (rows * heads)))
+    span = triton.cdiv(triton.cdiv(capacity, splits), keys) * keys
+    return span, triton.cdiv(capacity, span)
+
+
+def triton_decode(
+    q_BHd: Tensor, k_BHd: Tensor, v_BHd: Tensor, key_BHLd: Tensor, value_BHLd: Tensor, length_B: Tensor,
+    takes_part_B: Tensor,
+) -> Tensor:  # fmt: skip
+    """As torch_forward, for fp32, fp16 and bf16."""
+    (B, H, d), L = q_BHd.shape, key_BHLd.shape[2]
+    head = padded_head(d)
+    for part in (key_BHLd, value_BHLd):
+        if part.stride()[2:] != (d, 1):
+            raise ValueError("stored entries of a head must lie end to end.")
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_BHd, k_BHd, v_BHd))
+    keys = 64 if head <= 64 else 4096 // head
+    span, splits = split_entries(B, H, L, keys)
+    out = q.new_empty(B, H, d)
+    share = q.new_empty(B, H, splits, head, dtype=torch.float32)
+    sums = q.new_empty(B, H, splits, 2, dtype=torch.float32)
+    with current(q):
+        _attend_split[(splits, H, B)](
+            q, k, v, key_BHLd, value_BHLd, length_B, takes_part_B, share, sums,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *key_BHLd.stride()[:2], *value_BHLd.stride()[:2],
+            span, splits, H, d, d**-0.5 / math.log(2), HEAD=head, KEYS=keys, num_warps=4,
+        )  # fmt: skip
+        _combine[(H, B)](
+            share, sums, out, length_B, takes_part_B, splits, H, d,
+            HEAD=head, SPLITS=triton.next_power_of_2(splits), num_warps=4 if splits > 8 else 1,
+        )  # fmt: skip
+    return out

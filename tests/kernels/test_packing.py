@@ -1,0 +1,138 @@
+"""Packed rows, and operators that touch only those in use: what lies behind them is NaN here."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from implementations import DTYPE, agree, implementations
+
+from chiar.kernels.packed_attention import rotary_attention_forward
+from chiar.kernels.packed_norm import packed_gelu, packed_gelu_forward, packed_norm, packed_norm_forward, unpack_sum
+from chiar.kernels.packing import make_packing, pack, packed_linear, row_sum, rows_product, sum_product, unpack
+from chiar.layers.attention import rotary_tables, rotate
+
+NORMS = {"none": None, "rms": torch.nn.RMSNorm, "layer": torch.nn.LayerNorm}
+
+
+def draw(*shape, used=None):
+    x = torch.randn(*shape, dtype=DTYPE)
+    x[used if used is not None else len(x) :] = torch.nan
+    return x.requires_grad_()
+
+
+def choose(tokens=75, fraction=0.4):
+    packing = make_packing(torch.rand(3, tokens // 3) < fraction)
+    return packing, int(packing.count)
+
+
+def same(ours, theirs, inputs, used=None):
+    """Outputs and gradients; of packed inputs only the rows in use count."""
+    seeds = [torch.randn(y.shape, dtype=DTYPE) for y in ours]
+    found, expected = (torch.autograd.grad(outputs, inputs, seeds) for outputs in (ours, theirs))
+    sizes = [used if bool(x.isnan().any()) else len(x) for x in inputs]
+    agree([*ours, *found], [*theirs, *(x[:size] for x, size in zip(expected, sizes, strict=True))])
+
+
+@given(bits=st.lists(st.booleans(), min_size=12, max_size=12))
+@settings(max_examples=30, deadline=None)
+def test_a_packing_says_where_everything_went(bits):
+    chosen_BT = torch.tensor(bits).view(3, 4)
+    packing = make_packing(chosen_BT)
+    tokens = chosen_BT.flatten().nonzero()[:, 0]
+    used = len(tokens)
+    assert int(packing.count) == used and torch.equal(packing.token_P[:used], tokens)
+    assert torch.equal(packing.place_N[tokens], torch.arange(used))
+    assert packing.rows.tolist() == [0, *chosen_BT.sum(1).cumsum(0).tolist()]
+    before = [[sum(row[:i]) for i in range(4)] for row in chosen_BT.tolist()]
+    assert packing.before_N.view(3, 4).tolist() == before
+
+
+def test_there_and_back():
+    packing, _ = choose()
+    x, other = draw(75, 3), draw(75, 3)
+    expected = torch.where(packing.chosen_N[:, None], 2 * x, other)
+    same([unpack(2 * pack(x, packing), other, packing)], [expected], [x, other])
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_linear_map_of_the_rows_in_use(with_bias):
+    packing, used = choose()
+    inputs = [draw(75, 3, used=used), draw(5, 3), draw(5)][: 2 + with_bias]
+    found = packed_linear(*inputs[:2], inputs[2] if with_bias else None, packing)[:used]
+    same([found], [F.linear(inputs[0][:used], *inputs[1:])], inputs, used)
+
+
+@implementations("auto")
+@pytest.mark.parametrize(("rows", "width", "used"), [(70, 130, 33), (256, 64, 256), (40, 50, 0), (33, 200, 1)])
+def test_gelu_and_sums_of_the_rows_in_use(rows, width, used, implementation):
+    x, bias, count = draw(rows, width, used=used), draw(width), torch.tensor([used], dtype=torch.int32)
+    found = packed_gelu(x, bias, count, implementation)[:used]
+    same([found], [F.gelu(x[:used] + bias)], [x, bias] if used else [bias], used)
+    agree([row_sum(x, count, implementation)], [x[:used].sum(0)])
+
+
+@implementations("auto")
+@pytest.mark.parametrize("with_add", [False, True])
+@pytest.mark.parametrize(
+    ("name", "width", "weight", "fraction"),
+    [("none", 30, True, 0.5), ("rms", 6, False, 0.5), ("rms", 130, True, 0.6), ("layer", 48, True, 0.9)],
+)
+def test_a_norm_of_the_rows_in_use(name, width, weight, fraction, with_add, implementation):
+    packing, used = choose(fraction=fraction)
+    norm = None if NORMS[name] is None else NORMS[name](width, eps=1e-5, elementwise_affine=weight).to(DTYPE)
+    parameters = [] if norm is None else list(norm.parameters())
+    for parameter in parameters:
+        torch.nn.init.normal_(parameter, 1.0, 0.3)
+    x, extra = draw(75, width), [draw(75, width, used=used), draw(width)] if with_add else []
+    u, h = packed_norm(x, norm, packing, *extra, implementation=implementation)
+    expected_u = x[packing.token_P[:used]] + (extra[0][:used] + extra[1] if with_add else 0.0)
+    expected_h = expected_u if norm is None else norm(expected_u)
+    assert len(u) == (75 if with_add else 0)
+    ours, theirs = [h[:used], u[:used]], [expected_h, expected_u]
+    same(ours[: 1 + with_add], theirs[: 1 + with_add], [x, *extra, *parameters], used)
+
+
+@implementations("auto")
+def test_a_sum_of_packed_rows_back_at_its_tokens(implementation):
+    packing, used = choose()
+    inputs = u, more, bias, other = draw(75, 48, used=used), draw(75, 48, used=used), draw(48), draw(75, 48)
+    places = packing.chosen_N.nonzero()[:, 0]
+    expected = other.index_copy(0, places, u[:used] + more[:used] + bias)
+    same([unpack_sum(*inputs, packing, implementation)], [expected], inputs, used)
+
+
+@implementations("auto")
+@pytest.mark.parametrize(("B", "T", "H", "d"), [(3, 20, 2, 16), (1, 70, 1, 32)])
+def test_rotary_attention_is_attention_after_rotation(B, T, H, d, implementation):
+    packing = make_packing(torch.rand(B, T) < 0.6)
+    used = int(packing.count)
+    qkv, bias = inputs = [draw(B * T, 3, H, d, used=used), draw(3, H, d)]
+    cos, sin = (table.flatten(0, 2).to(DTYPE) for table in rotary_tables(torch.arange(T)[None], d, 10000.0))
+    limit = torch.where(torch.arange(B * T) < used, packing.before_N[packing.token_P] + 1, 0)
+    table = packing.token_P % T
+    layout = table, packing.rows, packing.count, limit, T
+    out = rotary_attention_forward(*inputs, cos, sin, *layout, implementation)[0][:used]
+    rope = cos[table[:used]][:, None], sin[table[:used]][:, None]
+    q, k, v = (qkv[:used] + bias).unbind(1)
+    rows = zip(*(x.split(packing.rows.diff().tolist()) for x in (rotate(q, rope), rotate(k, rope), v)), strict=True)
+    heads = [[x.transpose(0, 1)[None] for x in row] for row in rows]
+    parts = [F.scaled_dot_product_attention(*row, is_causal=True)[0].transpose(0, 1) for row in heads]
+    same([out], [torch.cat(parts)], inputs, used)
+
+
+def test_operators_are_well_formed():
+    """Fakes, autograd and aliasing, as torch checks them; memory is all in use, since comparing NaN fails."""
+    everything = make_packing(torch.ones(2, 3, dtype=torch.bool))
+    count, token = everything.count, torch.arange(6)
+    x, weight = torch.randn(6, 4), torch.randn(4, 5)
+    torch.library.opcheck(rows_product, (x, weight, count))
+    torch.library.opcheck(sum_product, (torch.randn(6, 5), x, count))
+    torch.library.opcheck(row_sum, (x, count, "torch"))
+    norm = (x, token.flip(0), count, torch.randn(4), torch.randn(4), torch.randn(6, 4), torch.randn(4), "layer", 1e-5)
+    torch.library.opcheck(packed_norm_forward, (*norm, torch.bfloat16, True, "torch"))
+    torch.library.opcheck(packed_gelu_forward, (x.requires_grad_(), torch.randn(4, requires_grad=True), count, "torch"))
+    qkv, bias = torch.randn(6, 3, 2, 4, requires_grad=True), torch.randn(3, 2, 4, requires_grad=True)
+    rope = torch.randn(3, 4), torch.randn(3, 4), token % 3
+    layout = everything.rows, count, everything.before_N + 1, 3
+    torch.library.opcheck(rotary_attention_forward, (qkv, bias, *rope, *layout, "torch"))
