@@ -211,7 +211,8 @@ class Block(nn.Module):
         memory: LayerMemory | None = None,
         forced_BT: Tensor | None = None,
     ) -> tuple[tuple[Tensor, Tensor | None], LayerOutput]:
-        """The output, as two summands where it is a sum: a compiled next layer can add them where it reads them."""
+        """The output, and what was done. In a fixed decoding step the output of a pre-norm layer is two summands: a
+        compiled next layer adds them where it reads them."""
         if self.everywhere is not None:
             x_BTD = self.everywhere(x_BTD, context, memory)
         entropy_BT = self.entropy(x_BTD, context)
@@ -222,7 +223,10 @@ class Block(nn.Module):
             y, more = combine(self, tokens)
             return (tokens.together(y if more is None else y + more), None), LayerOutput(route, entropy_BT)
         dense = DenseTokens(self, x_BTD, context, route, memory)
-        return combine(self, dense), LayerOutput(route, entropy_BT, dense.attention_weights)
+        y, more = combine(self, dense)
+        if more is not None and not context.room_is_made:
+            y, more = y + more, None
+        return (y, more), LayerOutput(route, entropy_BT, dense.attention_weights)
 
     def entropy(self, x_BTD: Tensor, context: TokenContext) -> Tensor | None:
         if not (self.router_reads_entropy or context.keep_entropy):

@@ -287,13 +287,17 @@ class ChiarModel(ChiarPreTrainedModel):
         memory: LayerMemory | None,
         forced_BT: Tensor | None,
     ) -> tuple[Tensor, LayerOutput]:
+        run, arguments = self._run_gated if gate else run_layer, (layer, gate, x_BTD, context, memory, forced_BT)
         # What the last layer keeps, the backward pass needs first: computing it again would free nothing for long.
         if self.gradient_checkpointing and self.training and layer is not self.layers[-1]:
-            args = layer, gate, x_BTD, context, memory, forced_BT
-            (y_BTD, more_BTD), done = self._gradient_checkpointing_func(run_layer, *args)
+            (y_BTD, _), done = self._gradient_checkpointing_func(run, *arguments)
         else:
-            (y_BTD, more_BTD), done = run_layer(layer, gate, x_BTD, context, memory, forced_BT)
-        return y_BTD if more_BTD is None else y_BTD + more_BTD, done
+            (y_BTD, _), done = run(*arguments)
+        return y_BTD, done
+
+    def _run_gated(self, *arguments: Any) -> tuple[tuple[Tensor, Tensor | None], LayerOutput]:
+        """Layer 1 under the MetaRouter. A method, so that who compiles layer by layer can compile both as one."""
+        return run_layer(*arguments)
 
     def _trace(self, outputs: list[LayerOutput], contexts: list[TokenContext]) -> RoutingTrace:
         real_BT, shape = contexts[0].real_BT, contexts[0].positions_BT
@@ -323,7 +327,7 @@ def run_layer(
     memory: LayerMemory | None,
     forced_BT: Tensor | None,
 ) -> tuple[tuple[Tensor, Tensor | None], LayerOutput]:
-    """One layer, as one or two summands; layer 1 under the MetaRouter: g · layer(x) + (1 − g) · x (Eq. 5)."""
+    """One layer; layer 1 under the MetaRouter: g · layer(x) + (1 − g) · x (Eq. 5)."""
     if gate is None:
         return layer(x_BTD, context, memory, forced_BT)
     gate_BT1 = gate(x_BTD, context, memory)
@@ -331,6 +335,7 @@ def run_layer(
     if unseen and gate.shut(gate_BT1):
         return (x_BTD, None), LayerOutput(gate_BT1=gate_BT1)
     (y_BTD, more_BTD), done = layer(x_BTD, context, memory, forced_BT)
-    y_BTD = y_BTD if more_BTD is None else y_BTD + more_BTD
-    gate_now_BT1 = gate_BT1.to(x_BTD.dtype)
-    return (gate_now_BT1 * y_BTD, (1 - gate_now_BT1) * x_BTD), replace(done, gate_BT1=gate_BT1)
+    y_BTD, gate_now_BT1 = y_BTD if more_BTD is None else y_BTD + more_BTD, gate_BT1.to(x_BTD.dtype)
+    summands = gate_now_BT1 * y_BTD, (1 - gate_now_BT1) * x_BTD
+    done = replace(done, gate_BT1=gate_BT1)
+    return (summands if context.room_is_made else (summands[0] + summands[1], None)), done
