@@ -3,8 +3,8 @@
 from html import escape
 
 from chiar.analysis.chart import document, label, shorten
-from chiar.analysis.trace_view import RoutedText, operators_of
 from chiar.layers.context import is_light
+from chiar.routing.tables import RoutedText, operators_of
 from chiar.routing.trace import LayerTrace, RoutingTrace
 from chiar.visible import visible
 
