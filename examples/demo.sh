@@ -49,7 +49,8 @@ for name in baseline v3; do
 done
 run chiar compare "$out/baseline.json" "$out/v3.json"
 run chiar curves "$out/baseline" "$out/v3" --data "$out/stdlib" --out "$out/curves.svg"
-run chiar trace "$out/v3" --text "$sentence" --picture "$out/routing.svg"
+run chiar trace "$out/v3" --prompt "$sentence"
+run chiar figures routing "$out/v3" --text "$sentence" --out "$out/routing.svg"
 run chiar generate "$out/v3" --prompt "If the object is" --temperature 0.4 --top-k 20 --max-new-tokens 40
 
 printf '\nIn %s: curves.svg and routing.svg to look at, both runs to go on with. A minute of training shows that\n' "$out"
