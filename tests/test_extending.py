@@ -16,7 +16,7 @@ from chiar.layers import sparse
 from chiar.layers.routers import ChoiceRouter
 from chiar.model.coordinates import to_spectral_coordinates
 from chiar.routing.flops import count_flops, operator_shares
-from chiar.routing.tables import flop_json
+from chiar.routing.tables import flop_records
 from chiar.training import weights
 from commands import run
 
@@ -101,7 +101,7 @@ def test_flops_are_what_was_said(files):
     config = presets.get("v3-tiny", router="even", operators=["scale", "attention"])
     counted = count_flops(config, 16, operator_shares(config, 0.25))
     assert counted.part("router") == 7.0 * len(config.routed_layers)
-    assert '"scale": ' in flop_json(config, [16], 0.25, None, None)
+    assert "scale" in flop_records(config, [16], 0.25, None, None)[0]["chiar"]
     assert counted.part("scale") == 0.75 * config.hidden_size * len(config.routed_layers)
 
 

@@ -42,12 +42,9 @@ def convert(
     ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="New model folder.")],
     coordinates: Annotated[
-        str | None,
-        typer.Option(metavar="spectral|features", help="Of a folder: coordinates of the residual stream (spectral)."),
+        str | None, typer.Option(metavar="spectral|features", help="Of a folder: those of its residual stream.")
     ] = None,
-    tau: Annotated[
-        float | None, typer.Option(help="Of a file: the threshold, which it lacks (0.8954 at width 1024).")
-    ] = None,
+    tau: Annotated[float | None, typer.Option(help="Of a file: its threshold (0.8954 at width 1024).")] = None,
     routing: Annotated[str | None, typer.Option(help="Of a file: soft or hard, where it does not say.")] = None,
     pool: Annotated[str | None, typer.Option(help="Of a file: last or mean, how a classifier pools tokens.")] = None,
 ) -> None:
@@ -56,7 +53,6 @@ def convert(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    of_files = {"--tau": tau, "--routing": routing, "--pool": pool}
     if source.endswith(".pt") or Path(source).is_file():
         from chiar.model.author_checkpoint import import_checkpoint
 
@@ -70,11 +66,9 @@ def convert(
     else:
         from chiar.model.coordinates import convert_folder
 
-        for name, value in of_files.items():
+        for name, value in (("--tau", tau), ("--routing", routing), ("--pool", pool)):
             if value is not None:
-                raise InputError(
-                    f"{name} is for a .pt file of the author's code, not for a model folder: leave it out."
-                )
+                raise InputError(f"{name} is for a .pt file of the author's code: leave it out with a model folder.")
         config = convert_folder(source, out, coordinates or "spectral").config
         tied = "tied to the embedding" if config.tie_word_embeddings else "a matrix of its own"
         what = f"basis {config.basis}, output projection {tied}"

@@ -23,55 +23,47 @@ def flops(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset or a model folder.")],
     length: Annotated[str, typer.Option(help="Sequence length T; several separated by commas sweep.")] = "256",
     fraction: Annotated[float | None, typer.Option(help="f: share sent to attention; the model's own, or ½.")] = None,
-    keys: Annotated[
-        str | None, typer.Option(metavar="all|routed", help="Which tokens are keys; the model's own choice by default.")
-    ] = None,
+    keys: Annotated[str | None, typer.Option(metavar="all|routed", help="Which tokens are keys; as the model.")] = None,
     light_ffn: Annotated[bool | None, typer.Option(help="Whether light tokens run the FFN of routed layers.")] = None,
     json: Json = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Count forward FLOPs per token for CHIAR and its dense baseline, beside the paper's claims."""
+    from json import dumps
+
     from chiar.model.load import load_config
-    from chiar.routing.tables import flop_json, flop_tables
+    from chiar.routing.tables import flop_records, flop_tables
 
     try:
         lengths = [int(part) for part in length.split(",")]
     except ValueError:
         raise InputError(f"--length takes whole numbers separated by commas, got {length!r}.") from None
     config = load_config(model)
+    records = flop_records(config, lengths, fraction, keys, light_ffn)
     if json is not None:
-        write_json(json, flop_json(config, lengths, fraction, keys, light_ffn), overwrite)
+        write_json(json, dumps(records, indent=2), overwrite)
         return
-    for table in flop_tables(model, config, lengths, fraction, keys, light_ffn):
+    for table in flop_tables(model, config, records):
         show(table)
 
 
 def calibrate(
     model: ModelName,
     text_file: Annotated[Path | None, typer.Option(metavar="FILE", help="UTF-8 text to calibrate on.")] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Token ids instead: .npy, or raw little-endian uint16.")
-    ] = None,
+    token_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Ids instead: .npy, or raw uint16.")] = None,
     data: Annotated[Path | None, typer.Option(metavar="CORPUS", help="A prepared corpus instead.")] = None,
     split: Annotated[str, typer.Option(help="Split of the corpus.")] = "valid",
     tokenizer: Tokenizer = None,
-    rule: Annotated[
-        str, typer.Option(metavar="embeddings|layers", help="One τ, as the paper, or one a layer.")
-    ] = "layers",
+    rule: Annotated[str, typer.Option(metavar="embeddings|layers", help="The paper's one τ, or by layer.")] = "layers",
     fraction: Annotated[float | None, typer.Option(help="Fraction for attention, not the midpoint rule.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of text to read.")] = 200,
     length: Annotated[int, typer.Option(min=1, help="Tokens a row.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
     apply_to: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Model that gets the thresholds; MODEL itself by default.")
+        Path | None, typer.Option(metavar="FOLDER", help="Who gets the thresholds, if not MODEL.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="New folder for the model with its thresholds.")
-    ] = None,
-    json: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the calibration, for train --thresholds; - to print."),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="New folder for the calibrated model.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="For train --thresholds; - to print.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Measure the entropies a model produces and set the routing thresholds from them."""
@@ -127,9 +119,7 @@ def trace(
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to route.")],
     tokenizer: Tokenizer = None,
     json: Json = None,
-    csv: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a line a token and layer to a file, - to print.")
-    ] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="A line a token and layer; - to print.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")] = 0,
     overwrite: Overwrite = False,
 ) -> None:

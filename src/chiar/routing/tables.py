@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,73 +64,62 @@ def is_light(config: ChiarConfig, light_ffn: bool | None) -> bool:
     return config.light_ffn if light_ffn is None else light_ffn
 
 
-def flop_tables(
-    name: str, config: ChiarConfig, lengths: list[int], fraction: float | None, keys: str | None, light_ffn: bool | None
-) -> list[Table]:
-    rows = savings_by_length(config, lengths, fraction, keys, light_ffn)
-    first, ffn = rows[0]["even_odd"], "on" if is_light(config, light_ffn) else "off"
-    setting = f"{describe_fraction(config, fraction)}, keys {keys or config.keys}, light FFN {ffn}"
-    title = f"{name}, T = {lengths[0]}, {setting}: counted MFLOPs per token, forward"
+def flop_records(
+    config: ChiarConfig, lengths: list[int], fraction: float | None, keys: str | None, light_ffn: bool | None
+) -> list[dict[str, Any]]:
+    """What was counted at each length, as --json writes it; the transform costs what it costs as it runs."""
+    return [
+        {
+            "length": row["even_odd"].chiar.length,
+            "fraction": fraction,
+            "keys": keys or config.keys,
+            "light_ffn": is_light(config, light_ffn),
+            "chiar": {part: row["even_odd"].chiar.part(part) for part in counted_parts()},
+            "baseline": {part: row["even_odd"].baseline.part(part) for part in counted_parts()},
+            "chiar_total": row["even_odd"].chiar.total,
+            "baseline_total": row["even_odd"].baseline.total,
+            "saved": row["even_odd"].total,
+            "saved_matrix_transform": row["gemm"].total,
+            "saved_free_transform": row["free"].total,
+            "attention_saved_in_routed_layers": row["even_odd"].attention_in_routed_layers,
+            "attention_share_of_baseline": row["even_odd"].attention_share_of_baseline,
+        }
+        for row in savings_by_length(config, lengths, fraction, keys, light_ffn)
+    ]
+
+
+def flop_tables(name: str, config: ChiarConfig, records: list[dict[str, Any]]) -> list[Table]:
+    first, percent = records[0], "{:.1%}".format
+    fraction, T, keys, light_ffn = (first[field] for field in ("fraction", "length", "keys", "light_ffn"))
+    setting = f"{describe_fraction(config, fraction)}, keys {keys}, light FFN {'on' if light_ffn else 'off'}"
+    title = f"{name}, T = {T}, {setting}: counted MFLOPs per token, forward"
     parts = titled(title, "part", "CHIAR", "baseline")
-    for part in counted_parts():
-        ours, theirs = first.chiar.part(part), first.baseline.part(part)
-        if ours or theirs:
-            parts.add_row(part, f"{ours / 1e6:,.2f}", f"{theirs / 1e6:,.2f}")
-    parts.add_row("total", f"{first.chiar.total / 1e6:,.2f}", f"{first.baseline.total / 1e6:,.2f}")
-    if has_fixed_shares(config):
-        return [parts, length_table(rows)]
-    routes = titled(f"one token in a routed layer, T = {lengths[0]}", "route", "MFLOPs")
-    costs = route_costs(config, lengths[0], operator_shares(config, fraction), keys, light_ffn)
-    for operator, flops in costs.items():
-        label = {"rbf": "rbf", "attention": "dark (attention)"}.get(operator, f"light ({operator})")
-        routes.add_row(label, f"{flops / 1e6:,.3f}")
-    return [parts, routes, length_table(rows)]
-
-
-def length_table(rows: list[dict[str, Savings]]) -> Table:
-    table = titled(
+    ours, theirs = ({**first[whose], "total": first[f"{whose}_total"]} for whose in ("chiar", "baseline"))
+    for part in ours:
+        if ours[part] or theirs[part]:
+            parts.add_row(part, f"{ours[part] / 1e6:,.2f}", f"{theirs[part] / 1e6:,.2f}")
+    routes = titled(f"one token in a routed layer, T = {T}", "route", "MFLOPs")
+    if not has_fixed_shares(config):
+        for operator, flops in route_costs(config, T, operator_shares(config, fraction), keys, light_ffn).items():
+            label = {"rbf": "rbf", "attention": "dark (attention)"}.get(operator, f"light ({operator})")
+            routes.add_row(label, f"{flops / 1e6:,.3f}")
+    lengths = titled(
         "against the dense baseline of the same size (norms, softmax, activations not counted)",
         *("T", "CHIAR ÷ baseline", "saved", "saved, DCT a matrix", "saved, DCT free", "paper, total"),
         *("attention saved in routed layers", "paper, attention", "attention's share of the baseline"),
     )
-    for row in rows:
-        run = row["even_odd"]
-        attention = run.attention_in_routed_layers
-        table.add_row(
-            f"{run.chiar.length:,}",
-            f"{run.chiar.total / run.baseline.total:.3f}",
-            *(f"{row[cost].total:.1%}" for cost in ("even_odd", "gemm", "free")),
+    for record in records:
+        attention = record["attention_saved_in_routed_layers"]
+        lengths.add_row(
+            f"{record['length']:,}",
+            f"{record['chiar_total'] / record['baseline_total']:.3f}",
+            *(percent(record[f"saved{cost}"]) for cost in ("", "_matrix_transform", "_free_transform")),
             PAPER_TOTAL,
-            "–" if attention is None else f"{attention:.1%}",
+            "–" if attention is None else percent(attention),
             PAPER_ATTENTION,
-            f"{run.attention_share_of_baseline:.1%}",
+            percent(record["attention_share_of_baseline"]),
         )
-    return table
-
-
-def flop_json(
-    config: ChiarConfig, lengths: list[int], fraction: float | None, keys: str | None, light_ffn: bool | None
-) -> str:
-    records = []
-    for row in savings_by_length(config, lengths, fraction, keys, light_ffn):
-        run = row["even_odd"]
-        records.append(
-            {
-                "length": run.chiar.length,
-                "fraction": fraction,
-                "keys": keys or config.keys,
-                "light_ffn": is_light(config, light_ffn),
-                "chiar": {part: run.chiar.part(part) for part in counted_parts()},
-                "baseline": {part: run.baseline.part(part) for part in counted_parts()},
-                "chiar_total": run.chiar.total,
-                "baseline_total": run.baseline.total,
-                "saved": run.total,
-                "saved_matrix_transform": row["gemm"].total,
-                "saved_free_transform": row["free"].total,
-                "attention_saved_in_routed_layers": run.attention_in_routed_layers,
-            }
-        )
-    return json.dumps(records, indent=2)
+    return [parts, routes, lengths] if routes.row_count else [parts, lengths]
 
 
 @contextmanager
