@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chiar.layers.meta_router import Gate
+from chiar.layers.gate import Gate
 from chiar.layers.spectral import SpectralFilter
 from contenders import Contender
 from timed import (

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from chiar import presets
-from chiar.layers.meta_router import Gate
+from chiar.layers.gate import Gate
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.spectral import SpectralFilter
 from chiar.layers.temporal import TemporalFilter

@@ -8,14 +8,13 @@ from chiar.model.modeling import ChiarForCausalLM
 
 VOCABULARY = 23
 TEMPORAL = ["temporal", "attention"]
-WINDOW = {"temporal_window": 5, "temporal_coefficients": 3, "temporal_channels": 6}
+WINDOW = {"temporal_window": 5, "temporal_coefficients": 3}
 # What looks back on earlier tokens.
 ALONG_TIME = {
     "temporal": {"operators": TEMPORAL, "layer_types": ["temporal", "routed", "routed", "attention"], **WINDOW},
     "temporal-everywhere": {"preset": "baseline-tiny", "temporal_everywhere": True, **WINDOW},
-    "temporal-signal": {"signal": "temporal", "thresholds": 0.83, **WINDOW},
     "temporal-all": {
-        **{"operators": TEMPORAL, "signal": "temporal", "temporal_everywhere": True, "norm_position": "pre", **WINDOW},
+        **{"operators": TEMPORAL, "temporal_everywhere": True, "norm_position": "pre", **WINDOW},
         **{"norm": "rmsnorm", "keys": "routed", "light_ffn": False, "thresholds": 0.83},
     },
 }

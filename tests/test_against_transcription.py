@@ -46,7 +46,6 @@ def transcribed_weights(model):
         "router.hidden.": "router_hidden.",
         "entropy_weights.raw_D": "entropy_weights",
         "ffn.": "ffn.",
-        "own_ffn.": "own_ffn.",
         "ffn_norm.": "ffn_norm.",
     }
     weights = {}
@@ -88,12 +87,7 @@ def transcribed_options(model):
         entropy_dc_weight=config.entropy_dc_weight,
         basis=basis_matrix(config.basis, config.hidden_size, config.basis_seed, torch.float64).numpy(),
         cuts=state.threshold_L.tolist() if config.follows_quantile else None,
-        spreads=None if state is None else state.spread_L.tolist(),
-        temperature=config.router_temperature,
         scale=config.router_scale,
-        reads=config.router_reads,
-        turns=config.turns,
-        together=config.together,
         window=config.temporal_window,
         everywhere=config.temporal_everywhere,
         embedding_norm=config.embedding_norm,
@@ -171,19 +165,6 @@ FORMS = {
     "pre": {"norm_position": "pre"},
     "pre-light-ffn-off": {"norm_position": "pre", "light_ffn": False},
 }
-
-
-@pytest.mark.parametrize("padding", **ids_of({"no-padding": None, "left": "left"}))
-@pytest.mark.parametrize("form", **ids_of({"post": {}, "equation": EQUATION, "pre": {"norm_position": "pre"}}))
-@pytest.mark.parametrize("operators", **ids_of({"two": {}, "three": THREE}))
-@pytest.mark.parametrize("routing", ["threshold", "hard", "soft"])
-def test_networks_of_light_tokens(routing, operators, form, padding):
-    check_same(padding=padding, seed=5, routing=routing, own_ffn=True, **operators, **form)
-
-
-def test_networks_of_light_tokens_are_not_scaled():
-    scaled = {"routing": "hard", "hard_estimator": "selected", "router_scale": "probability"}
-    check_same(seed=5, own_ffn=True, norm_position="pre", **scaled)
 
 
 @pytest.mark.parametrize("padding", **ids_of({"no-padding": None, "left": "left"}))

@@ -295,9 +295,8 @@ def test_what_the_cache_holds(lively, option, ids):
         if not ragged:
             assert all(store.length_B.tolist() == [TOKENS] * ROWS for store in memory.stores.values())
     config = model.config
-    looking_back = {"everywhere": config.temporal_everywhere, "signal": config.signal == "temporal"}
     for kind, layer, memory in zip(config.layer_types, model.model.layers, cache.layers, strict=True):
-        expected = {name for name, there in looking_back.items() if there} | ({"temporal"} & set(layer.operators))
+        expected = ({"everywhere"} if config.temporal_everywhere else set()) | ({"temporal"} & set(layer.operators))
         if kind in ("spectral", "temporal"):
             assert set(memory.state) == expected | ({"gate_total", "gate_count"} if config.meta_router else set())
         else:

@@ -33,8 +33,9 @@ def own_names(monkeypatch):
 
 
 def forget():
-    registry.ROUTERS.clear()
-    registry.OPERATORS.clear()
+    for known in (registry.ROUTERS, registry.OPERATORS):
+        for name in [name for name, kind in known.items() if not registry.built_in(kind)]:
+            del known[name]
     for name in [name for name in sys.modules if name.startswith("chiar_plugin_")]:
         del sys.modules[name]
 
@@ -204,7 +205,7 @@ def test_plugins_of_one_name_and_with_dataclasses(tmp_path):
             f"@dataclass\nclass Options:\n    share: float = 0.5\nregister_router('{folder}', lambda *_: None)\n"
         )
         registry.add_plugins([str(path)])
-    assert set(registry.ROUTERS) == {"a", "b"}
+    assert {"a", "b"} <= set(registry.ROUTERS)
 
 
 def test_processes_started_from_here_know_the_plugin(files, monkeypatch):

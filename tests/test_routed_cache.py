@@ -7,7 +7,7 @@ import torch
 
 from chiar.errors import InputError
 from chiar.layers.ragged import BLOCK, LEAST, ROOM, Shelf
-from chiar.layers.sparse import run_sparse
+from chiar.layers.sparse import sparse_tokens
 from chiar.model.cache import ChiarCache
 from helpers import VOCABULARY, mixed_routes, random_model, small_config, token_ids
 
@@ -216,9 +216,9 @@ def test_a_sparse_prefill_fills_the_cache(monkeypatch, keys, operators, padded):
 
     def recorded(block, x_BTD, *rest):
         lengths.append(x_BTD.shape[1])
-        return run_sparse(block, x_BTD, *rest)
+        return sparse_tokens(block, x_BTD, *rest)
 
-    monkeypatch.setattr("chiar.layers.block.run_sparse", recorded)
+    monkeypatch.setattr("chiar.layers.block.sparse_tokens", recorded)
     found, cache = feed(model, ids, [60, 1, 20, *[1] * 9], routes, mask if padded else None)
     assert lengths == [60] * len(model.config.routed_layers)
     model.config.execution = "dense"

@@ -9,7 +9,7 @@ from chiar import RoutingTrace
 from chiar.errors import InputError
 from chiar.kernels.hash import uniform_hash
 from chiar.kernels.spectral_entropy import spectral_entropy
-from chiar.routing.trace import LayerTrace
+from chiar.model.trace import LayerTrace
 
 ROWS, TOKENS, VOCABULARY = 3, 9, 257
 THREE = ["spectral", "rbf", "attention"]

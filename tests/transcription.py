@@ -32,12 +32,7 @@ class Options:
     entropy_dc_weight: float = 1.0
     basis: np.ndarray | None = None
     cuts: list | None = None
-    spreads: list | None = None
-    temperature: float = 1.0
     scale: str = "one"
-    reads: str = "state_and_entropy"
-    turns: int = 0
-    together: int = 0
     window: int = 16
     everywhere: bool = False
     embedding_norm: bool = False
@@ -234,18 +229,13 @@ def combine(x_D, operated, gates, choice, operators, skip_light_ffn, layer, weig
     post, equation: y = LN_f(r + FFN(z)), (r, z) blends (x, filter(x)) and (u_k, u_k).
     pre: u = x + sum w_k op_k(LN_k(x)); y = u + FFN(LN_f(u)).
     Without the light FFN the blend comes after the FFN, which operator 0 skips.
-    With own networks FFN is FFN_light where operator 0 was chosen, under soft routing w_0 FFN_light + (1 - w_0) FFN.
     """
 
     def block_norm(name, value_D):
         return normalise(value_D, weights, f"{layer}.{name}_norm", options)
 
     def ffn(value_D):
-        shared_D = feed_forward(value_D, weights, layer)
-        if f"{layer}.own_ffn.up.weight" not in weights:
-            return shared_D
-        light = gates[0] if options.routing == "soft" else float(choice == 0)
-        return light * feed_forward(value_D, weights, layer, "own_ffn") + (1 - light) * shared_D
+        return feed_forward(value_D, weights, layer)
 
     indices = range(len(operators))
     if options.norm_position == "pre":
@@ -362,7 +352,7 @@ def forward(
             if options.embedding_norm:
                 x_BTD[b, t] /= math.sqrt((x_BTD[b, t] ** 2).mean() + 1e-10)
     g_BT = gate(x_BTD, real_BT, weights, options) if options.meta_router else None
-    entropies, choices, blends, dark = {}, {}, {}, {}
+    entropies, choices, blends = {}, {}, {}
     for layer, kind in enumerate(options.layer_types):
         before_BTD = x_BTD
         if options.everywhere:
@@ -371,30 +361,14 @@ def forward(
         entropy_BT = np.zeros((rows, tokens))
         choice_BT = np.zeros((rows, tokens), dtype=int)
         gates_BTK = np.ones((rows, tokens, len(options.operators) if routed else 1))
-        dark_BT = np.ones((rows, tokens))  # what attention would weigh
         if routed:
             for b in range(rows):
                 for t in range(tokens):
                     override = int(forced[layer][b, t]) if forced and layer in forced else None
-                    place = len(choices) % max(options.turns, options.together, 1)
-                    group = [choices[other][b, t] for other in list(choices)[len(choices) - place :]]
-                    if override is None and options.turns and place:
-                        # Once a group: not again, and at the last opportunity in any case.
-                        override = 0 if any(group) else (1 if place == options.turns - 1 else None)
-                    raw_weight_D = weights.get(f"{layer}.entropy_weights")
-                    entropy_BT[b, t] = spectral_entropy(x_BTD[b, t], basis, options, raw_weight_D)
+                    entropy_BT[b, t] = spectral_entropy(x_BTD[b, t], basis, options)
                     token = (x_BTD[b, t], entropy_BT[b, t], override)
-                    if options.together and place:
-                        leader = list(choices)[-place]
-                        choice_BT[b, t], gates_BTK[b, t] = choices[leader][b, t], blends[leader][b, t]
-                        if override is not None:
-                            choice_BT[b, t] = override
-                            gates_BTK[b, t] = np.eye(2)[override] * (1.0, dark[leader][b, t])
-                        continue
-                    if options.together:
-                        dark_BT[b, t] = choose(*token[:2], 1, layer, weights, options)[1][1]
                     choice_BT[b, t], gates_BTK[b, t] = choose(*token, layer, weights, options)
-            entropies[layer], choices[layer], blends[layer], dark[layer] = entropy_BT, choice_BT, gates_BTK, dark_BT
+            entropies[layer], choices[layer], blends[layer] = entropy_BT, choice_BT, gates_BTK
         y_BTD = np.zeros(x_BTD.shape)
         for b in range(rows):
             row = (x_BTD[b], gates_BTK[b], choice_BT[b], real_BT[b], positions_BT[b])

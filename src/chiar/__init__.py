@@ -11,7 +11,7 @@ _HOMES = {
     "ChiarModel": "chiar.model.modeling",
     "ChiarForCausalLM": "chiar.model.modeling",
     "ChiarForSequenceClassification": "chiar.model.modeling",
-    "RoutingTrace": "chiar.routing.trace",
+    "RoutingTrace": "chiar.model.trace",
     "presets": "chiar.presets",
     "register_operator": "chiar.registry",
     "register_router": "chiar.registry",
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from chiar.config import ChiarConfig
     from chiar.model.decoder import ChiarModel
     from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
+    from chiar.model.trace import RoutingTrace
     from chiar.registry import register_operator, register_router
-    from chiar.routing.trace import RoutingTrace
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from chiar import config_checks, registry
-from chiar.config_checks import LIGHT_LAYERS, ROUTINGS_OF_ROUTER
+from chiar.config_checks import LIGHT_LAYERS
 from chiar.errors import InputError, refuse_misspelt
 from chiar.kernels.white_noise import white_noise_entropy
 
@@ -42,8 +42,7 @@ class ChiarConfig(PreTrainedConfig):
     attention."""
 
     operators: list[str] | None = None
-    """Operators of routed layers in order of rising entropy: spectral or temporal, (rbf,) attention. In place of the
-    first, under pre-norm: skip (nothing is added) or bypass (attention's value and output projections, no mixing)."""
+    """Operators of routed layers in order of rising entropy: spectral or temporal, (rbf,) attention."""
     router: str | None = None
     """entropy, learned, random or static: what chooses the operator of a token in a routed layer."""
     routing: str | None = None
@@ -56,35 +55,9 @@ class ChiarConfig(PreTrainedConfig):
     target_fraction: float | list[float] | None = None
     """f that a layer holds, one for all routed layers or one each: in training its threshold follows the
     (1 − f)-quantile of the scores (H, or the learned router's logit difference); in evaluation it stays."""
-    settle: float = 0.0
-    """Share of training over which f falls from 1 to the target_fraction: layers learn from all tokens first."""
-    turns: int = 0
-    """G: routed layers, G in a row, take turns, and every token has attention in exactly one of them, so f is 1/G.
-    0: each layer chooses without the others."""
-    together: int = 0
-    """G: routed layers, G in a row, send the same tokens to attention: the first of them chooses. 0: each chooses."""
-    entropy_gradient: str = "none"
-    """straight_through: gradients reach x through H, by p = sigmoid((H − τ)/(temperature·σ)) of the chosen operator."""
-    router_temperature: float = 1.0
-    """Of the straight-through entropy router's p, in running standard deviations σ of H."""
-    entropy_weights: str = "none"
-    """learned: each frequency's energy has a learned non-negative weight inside a routed layer's H."""
-    router_reads: str = "state_and_entropy"
-    """What a learned router reads: [x; H], or x alone (state)."""
-    router_hidden: int = 0
-    """Hidden width of a learned router: 0 is a linear map, else two layers with a GELU between."""
     router_scale: str = "one"
     """What the chosen change is multiplied by: one (p / stopgrad(p), for the gradient only), or probability (2·p where
     attention was chosen, 1 elsewhere)."""
-    anneal: float = 0.0
-    """Share of training in which the weights go from soft (the probabilities) to hard; 0 is hard from the start.
-    Evaluation is always hard."""
-    budget_weight: float = 0.0
-    """λ of the loss λ·(share of attention − target_fraction)², averaged over routed layers, by which a learned router
-    holds f itself: its threshold then stays at 0. The share is what was chosen, its gradient that of the mean p."""
-    benefit_weight: float = 0.0
-    """λ of a loss that draws a learned router's logit difference to the standardised 1 − cos(x, x + attention(x)) of
-    every token, averaged over routed layers."""
     random_key: str = "token"
     """The random router hashes the token id or the position."""
     random_fraction: float = 0.5
@@ -98,9 +71,6 @@ class ChiarConfig(PreTrainedConfig):
     """all: every token is a key. routed: only tokens sent to an operator are keys in it."""
     light_ffn: bool = True
     """False: in routed layers light tokens skip the feed-forward network and its norm."""
-    own_ffn: bool = False
-    """True: in routed layers light tokens have a feed-forward network of their own, of the same size. The layer has the
-    parameters of two networks; sparse execution runs one of them for a token, dense execution and decoding both."""
 
     execution: str = "dense"
     """How routed layers run: dense computes every operator for every token and selects, the definition; sparse computes
@@ -110,7 +80,6 @@ class ChiarConfig(PreTrainedConfig):
     """Light path of post-norm layers: sublayer (the released code) or equation (the paper's Eq. 3)."""
     norm: str = "layernorm"
     norm_position: str = "post"
-    norm_eps: float = 1e-5
     embedding_norm: bool = False
     """Embedded tokens are divided by their root mean square, so that the residual stream begins at scale 1."""
     filter_init: float = 1.0
@@ -123,17 +92,11 @@ class ChiarConfig(PreTrainedConfig):
     entropy_eps: float = 0.0
     """ε of the entropy; 0 is exact and scale-free, 1e-8 is the released code's."""
     entropy_dc_weight: float = 1.0
-    """Weight of the first coefficient's energy in H; 2 for the released code's unnormalised DCT. Under the temporal
-    signal 0 leaves the terms of frequency 0 out."""
-    signal: str = "features"
-    """What H is the spectral entropy of: features (the token's D features, the paper's) or temporal (the last
-    `temporal_window` tokens along time, in `temporal_channels` directions)."""
+    """Weight of the first coefficient's energy in H; 2 for the released code's unnormalised DCT."""
     temporal_window: int = 16
-    """W: how many tokens the temporal filter and the temporal signal look at, the token itself among them."""
+    """W: how many tokens the temporal filter looks at, the token itself among them."""
     temporal_coefficients: int = 4
     """K: DCT coefficients along the window that give a temporal filter's taps in each channel."""
-    temporal_channels: int = 16
-    """C: random orthonormal directions (of `basis_seed`) whose course along time the temporal signal reads."""
     temporal_everywhere: bool = False
     """A temporal filter as one more sublayer at the beginning of every layer, for every token; it starts at 0."""
     positions: str = "rope"
@@ -141,15 +104,13 @@ class ChiarConfig(PreTrainedConfig):
     """Number of learned positions, or the trained length under RoPE (which may be exceeded)."""
     rope_base: float = 10000.0
     rbf_features: int = 64
-    rbf_gamma: float = 1.0
 
     meta_router: bool | None = None
     """A learned gate on layer 1; on by default exactly when that is spectral or temporal and positions RoPE (v3)."""
     gate_pool: str = "batch"
     """Mean embedding the gate sees: over the batch (the paper), over the sequence, or causal (running mean)."""
     gate_init: str = "biased"
-    """biased: weights 0 and bias `gate_bias` (the text); neutral: weights N(0, 0.02), bias 0 (the released code)."""
-    gate_bias: float = 2.0
+    """biased: weights 0 and bias 2 (the text); neutral: weights N(0, 0.02), bias 0 (the released code)."""
     gate_skip_below: float | None = None
     """Hard gate: at inference, a g below this bound skips layer 1."""
     gate_generation: str = "refuse"
@@ -166,6 +127,7 @@ class ChiarConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        kwargs = config_checks.without_removed(kwargs)
         refuse_misspelt("configuration field", kwargs, ChiarConfig.__annotations__)
         config_checks.check_types(self)
         self._fill_in_defaults()
@@ -193,11 +155,8 @@ class ChiarConfig(PreTrainedConfig):
         if self.router is None:
             self.router = "learned" if self.routing in ("hard", "soft") else "entropy"
         if self.routing is None:
-            self.routing = ROUTINGS_OF_ROUTER.get(self.router, ("threshold",))[0]
-        if self.turns > 1 and self.router == "random" and self.random_fraction == 0.5:
-            self.random_fraction = 1 / self.turns
-        elif self.turns > 1 and self.router != "random" and self.target_fraction is None:
-            self.target_fraction = 1 / self.turns
+            kind = registry.ROUTERS.get(self.router)
+            self.routing = "threshold" if kind is None else kind.routings[0]
         if self.meta_router is None:
             self.meta_router = self.positions == "rope" and self.layer_types[:1] in ([kind] for kind in LIGHT_LAYERS)
         if self.router == "static" and self.static_operators is None:
@@ -216,50 +175,14 @@ class ChiarConfig(PreTrainedConfig):
         return self.routing == "threshold" or (self.routing == "hard" and self.hard_estimator == "selected")
 
     @property
-    def entropy_terms(self) -> int:
-        """How many energies H is the entropy of: white noise of as many features has the same H."""
-        if self.signal == "features":
-            return self.hidden_size
-        return (self.temporal_window - (self.entropy_dc_weight == 0)) * self.temporal_channels
-
-    @property
-    def trains_densely(self) -> str | None:
-        """The option for which training needs every operator's output, though evaluation does not."""
-        for name in ("anneal", "benefit_weight"):
-            if getattr(self, name):
-                return f"{name}={getattr(self, name)}"
-        return None
-
-    @property
-    def weights_have_gradient(self) -> bool:
-        """Whether what an operator's output is multiplied by depends on a score, not on the choice alone."""
-        if self.router in registry.ROUTERS:
-            return registry.ROUTERS[self.router].has_gradient
-        return self.router == "learned" or (self.router == "entropy" and self.entropy_gradient == "straight_through")
-
-    @property
-    def router_reads_entropy(self) -> bool:
-        if self.router in registry.ROUTERS:
-            return registry.ROUTERS[self.router].reads_entropy
-        return self.router == "entropy" or (self.router == "learned" and self.router_reads == "state_and_entropy")
-
-    @property
-    def router_reads_state(self) -> bool:
-        """Whether it reads more of x than its shape."""
-        if self.router in registry.ROUTERS:
-            return registry.ROUTERS[self.router].reads_state
-        return self.router == "learned"
+    def router_kind(self) -> registry.RouterKind:
+        assert self.router is not None
+        return registry.ROUTERS[self.router]
 
     @property
     def follows_quantile(self) -> bool:
-        """Whether thresholds follow the scores in training."""
-        return self.target_fraction is not None and self.budget_weight == 0
-
-    @property
-    def has_router_state(self) -> bool:
-        """Whether routers depend on something that training keeps beside the weights (layers/router_state.py)."""
-        kept = self.follows_quantile or self.anneal > 0 or self.entropy_gradient == "straight_through"
-        return kept and bool(self.routed_layers)
+        """Whether thresholds follow the scores in training (layers/router_state.py)."""
+        return self.target_fraction is not None and bool(self.routed_layers)
 
     def layer_fractions(self) -> list[float] | None:
         """target_fraction, one for each routed layer."""
@@ -276,7 +199,7 @@ class ChiarConfig(PreTrainedConfig):
         assert self.operators is not None
         boundaries = len(self.operators) - 1
         if self.thresholds is None:
-            return [default_thresholds(self.entropy_terms, boundaries)] * len(self.routed_layers)
+            return [default_thresholds(self.hidden_size, boundaries)] * len(self.routed_layers)
         if isinstance(self.thresholds, int | float):
             return [(self.thresholds,) * boundaries] * len(self.routed_layers)
         return [tuple(t) if isinstance(t, list | tuple) else (t,) for t in self.thresholds]

@@ -1,33 +1,19 @@
-"""What a configuration may be: one sentence for each mistake. Router options have theirs in routing/options.py."""
+"""What a configuration may be: one sentence for each mistake."""
 
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from chiar import registry
 from chiar.errors import InputError, unknown_name
-from chiar.layers.context import LIGHT_OPERATORS
-from chiar.routing.options import check_router_options
+
+if TYPE_CHECKING:
+    from chiar.config import ChiarConfig
 
 LIGHT_LAYERS = ("spectral", "temporal")
 LAYER_TYPES = (*LIGHT_LAYERS, "routed", "attention")
-OPERATORS = (*LIGHT_OPERATORS, "rbf", "attention")
-OPERATOR_SETS = (
-    *([light, "attention"] for light in LIGHT_OPERATORS),
-    *([light, "rbf", "attention"] for light in LIGHT_LAYERS),
-)
-ROUTINGS_OF_ROUTER = {
-    "entropy": ("threshold",),
-    "learned": ("hard", "soft"),
-    "random": ("threshold",),
-    "static": ("threshold",),
-}
 CHOICES = {
-    "router": tuple(ROUTINGS_OF_ROUTER),
     "routing": ("threshold", "hard", "soft"),
     "hard_estimator": ("both", "selected"),
-    "entropy_gradient": ("none", "straight_through"),
-    "entropy_weights": ("none", "learned"),
-    "router_reads": ("state_and_entropy", "state"),
     "router_scale": ("one", "probability"),
     "keys": ("all", "routed"),
     "spectral_form": ("sublayer", "equation"),
@@ -38,62 +24,85 @@ CHOICES = {
     "gate_init": ("biased", "neutral"),
     "gate_generation": ("refuse", "prefill"),
     "basis": ("dct", "identity", "random"),
-    "signal": ("features", "temporal"),
     "random_key": ("token", "position"),
     "classifier_pool": ("last", "mean"),
     "execution": ("dense", "sparse", "auto"),
 }
+REMOVED: dict[str, Any] = {
+    "settle": 0.0,
+    "turns": 0,
+    "together": 0,
+    "entropy_gradient": "none",
+    "router_temperature": 1.0,
+    "entropy_weights": "none",
+    "router_reads": "state_and_entropy",
+    "router_hidden": 0,
+    "anneal": 0.0,
+    "budget_weight": 0.0,
+    "benefit_weight": 0.0,
+    "own_ffn": False,
+    "signal": "features",
+    "temporal_channels": 16,
+    "rbf_gamma": 1.0,
+    "gate_bias": 2.0,
+    "norm_eps": 1e-5,
+}
+"""Fields of experiments that did not pay (docs/log.md) or that nothing varied, with the value that is left of them."""
+REMOVED_OPERATORS = ("skip", "bypass")
+LAST_COMMIT = "bde4d4f"
+"""Where the removed ones can still be run."""
 
 
-def check(config: Any) -> None:
+def without_removed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Saved fields without the removed ones; InputError where one of those says something."""
+    for name, default in REMOVED.items():
+        # Channels of a signal along time say nothing where H is of the features.
+        if name in fields and fields[name] != default and name != "temporal_channels":
+            raise InputError(
+                f"{name}={fields[name]!r} was an experiment and is gone (docs/log.md): commit {LAST_COMMIT} runs it."
+            )
+    return {name: value for name, value in fields.items() if name not in REMOVED}
+
+
+def check(config: "ChiarConfig") -> None:
     """Raise InputError with the value received and what is allowed."""
     check_types(config)
     check_names(config)
     check_sizes(config)
     check_routing(config)
-    check_router_options(config)
+    check_fraction(config)
     check_combinations(config)
 
 
-def check_types(config: Any) -> None:
+def check_types(config: "ChiarConfig") -> None:
     """Whether every field has its type."""
-    from chiar.config import ChiarConfig
-
-    for name, hint in ChiarConfig.__annotations__.items():
+    for name, hint in type(config).__annotations__.items():
         if not fits(getattr(config, name), hint):
             expected = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
             raise InputError(f"{name} must be {expected}, got {getattr(config, name)!r}.")
 
 
-def check_names(config: Any) -> None:
+def check_names(config: "ChiarConfig") -> None:
     """Whether every choice is one of those there are."""
-    for name, allowed in CHOICES.items():
-        if name == "router":
-            allowed = (*allowed, *registry.ROUTERS)
+    for name, allowed in {**CHOICES, "router": tuple(registry.ROUTERS)}.items():
         if getattr(config, name) not in allowed:
             own = "A router of your own? Import it first, or give its file with --plugin." if name == "router" else ""
             raise unknown_name(name, getattr(config, name), allowed, own)
-    for kind in config.layer_types:
+    for kind in config.layer_types or []:
         if kind not in LAYER_TYPES:
             raise unknown_name("layer type", kind, LAYER_TYPES)
-    for operator in config.operators:
-        if operator not in (*OPERATORS, *registry.OPERATORS):
+    for operator in config.operators or []:
+        if operator in REMOVED_OPERATORS and operator not in registry.OPERATORS:
+            raise InputError(f"the operator {operator!r} is gone (docs/log.md): commit {LAST_COMMIT} runs it.")
+        if operator not in registry.OPERATORS:
             own = "An operator of your own? Import it first, or give its file with --plugin."
-            raise unknown_name("operator", operator, (*OPERATORS, *registry.OPERATORS), own)
+            raise unknown_name("operator", operator, registry.OPERATORS, own)
 
 
-def check_sizes(config: Any) -> None:
+def check_sizes(config: "ChiarConfig") -> None:
     """Numbers that can be, and fit together."""
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "num_attention_heads",
-        "intermediate_size",
-        "max_position_embeddings",
-        "rbf_features",
-        "temporal_coefficients",
-        "temporal_channels",
-    ):
+    sizes = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+    for name in (*sizes, "rbf_features", "temporal_coefficients"):
         if getattr(config, name) < 1:
             raise InputError(f"{name} must be a positive whole number, got {getattr(config, name)!r}.")
     if config.hidden_size < 2:
@@ -111,30 +120,6 @@ def check_sizes(config: Any) -> None:
         )
     if config.positions == "rope" and config.head_size % 2:
         raise InputError(f"RoPE rotates pairs of features: the head size {config.head_size} must be even.")
-    check_temporal_sizes(config)
-    for name in ("dropout", "random_fraction", "gate_skip_below", "anneal", "settle", "filter_init"):
-        value = getattr(config, name)
-        if value is not None and not 0.0 <= value <= 1.0:
-            raise InputError(f"{name} must lie between 0 and 1, got {value!r}.")
-    for name in (
-        "entropy_eps",
-        "entropy_dc_weight",
-        "collapse_regulariser",
-        "norm_eps",
-        "initializer_range",
-        "router_hidden",
-        "budget_weight",
-        "benefit_weight",
-    ):
-        if not getattr(config, name) >= 0:
-            raise InputError(f"{name} must not be negative, got {getattr(config, name)!r}.")
-    for name in ("rbf_gamma", "rope_base", "router_temperature"):
-        if not getattr(config, name) > 0:
-            raise InputError(f"{name} must be positive, got {getattr(config, name)!r}.")
-
-
-def check_temporal_sizes(config: Any) -> None:
-    """Windows, coefficients and channels of spectra along time."""
     if config.temporal_window < 2:
         raise InputError(f"temporal_window must be at least 2, got {config.temporal_window}: 1 is no look back.")
     if config.temporal_coefficients > config.temporal_window:
@@ -142,20 +127,33 @@ def check_temporal_sizes(config: Any) -> None:
             f"temporal_coefficients={config.temporal_coefficients} is more than temporal_window="
             f"{config.temporal_window} tokens have."
         )
-    if config.signal == "temporal" and config.temporal_channels > config.hidden_size:
-        raise InputError(
-            f"temporal_channels={config.temporal_channels} orthonormal directions do not fit into "
-            f"hidden_size={config.hidden_size}."
-        )
+    for name in ("dropout", "random_fraction", "gate_skip_below", "filter_init"):
+        value = getattr(config, name)
+        if value is not None and not 0.0 <= value <= 1.0:
+            raise InputError(f"{name} must lie between 0 and 1, got {value!r}.")
+    for name in ("entropy_eps", "entropy_dc_weight", "collapse_regulariser", "initializer_range"):
+        if not getattr(config, name) >= 0:
+            raise InputError(f"{name} must not be negative, got {getattr(config, name)!r}.")
+    if not config.rope_base > 0:
+        raise InputError(f"rope_base must be positive, got {config.rope_base!r}.")
 
 
-def check_routing(config: Any) -> None:
+def operator_sets() -> list[list[str]]:
+    """What `operators` may be."""
+    lights = [name for name, kind in registry.OPERATORS.items() if kind.light]
+    return [
+        *([light, "attention"] for light in lights),
+        *([light, "rbf", "attention"] for light in lights if registry.built_in(registry.OPERATORS[light])),
+    ]
+
+
+def check_routing(config: "ChiarConfig") -> None:
     """Operators, router, routing and thresholds that go together."""
-    sets = [*OPERATOR_SETS, *([light, "attention"] for light in registry.OPERATORS)]
-    if list(config.operators) not in sets:
-        allowed = " or ".join(str(names) for names in sets)
+    assert config.operators is not None
+    if list(config.operators) not in operator_sets():
+        allowed = " or ".join(str(names) for names in operator_sets())
         raise InputError(f"operators={config.operators} is not supported: use {allowed}.")
-    routings = ROUTINGS_OF_ROUTER.get(config.router, ("threshold",))
+    routings = config.router_kind.routings
     if config.routing not in routings:
         raise InputError(
             f"routing={config.routing!r} does not go with router={config.router!r}: it takes {' or '.join(routings)}."
@@ -184,26 +182,45 @@ def check_routing(config: Any) -> None:
             raise InputError(f"thresholds of a layer must rise (τ_low, τ_high), got {list(values)}.")
 
 
-def check_combinations(config: Any) -> None:
+def check_fraction(config: "ChiarConfig") -> None:
+    """A target_fraction that a threshold can follow."""
+    fractions, count = config.layer_fractions(), len(config.routed_layers)
+    if fractions is None:
+        return
+    two = len(config.operators or []) == 2
+    if config.router not in ("entropy", "learned") or config.routing == "soft" or not two:
+        raise InputError(
+            "target_fraction needs two operators and the entropy router or a hard learned one, got "
+            f"router={config.router!r}, routing={config.routing!r} and operators={config.operators}."
+        )
+    if config.thresholds is not None:
+        raise InputError("target_fraction moves the thresholds in training: leave thresholds out, or target_fraction.")
+    if len(fractions) != count:
+        raise InputError(f"target_fraction has {len(fractions)} entries for {count} routed layers.")
+    if not all(0.0 < fraction < 1.0 for fraction in fractions):
+        raise InputError(f"target_fraction must lie strictly between 0 and 1, got {config.target_fraction!r}.")
+
+
+def check_combinations(config: "ChiarConfig") -> None:
     """Choices that exclude each other."""
     if config.execution == "sparse" and not config.can_run_sparse:
         needs = "soft routing" if config.routing == "soft" else "hard_estimator='both'"
         raise InputError(f"{needs} needs every operator's output, so execution='sparse' cannot be: use 'auto'.")
     if config.norm_position == "pre" and config.spectral_form == "equation":
         raise InputError("spectral_form='equation' is a post-norm form: use norm_position='post' or 'sublayer'.")
-    if config.own_ffn and not config.light_ffn:
-        raise InputError("own_ffn=True needs light_ffn=True: light tokens cannot skip a network of their own.")
-    if config.own_ffn and (config.router == "static" or not config.routed_layers):
-        raise InputError(
-            "own_ffn=True needs routed layers whose router is not static: one network would never be used."
-        )
     if config.spectral_form == "equation" and not config.light_ffn:
         raise InputError("light_ffn=False needs spectral_form='sublayer': in the equation the FFN is the light path.")
     if not config.filter_gamma and config.norm_position == "post":
         raise InputError("filter_gamma=False needs norm_position='pre': post-norm layers scale the stream by γ.")
-    if config.meta_router and config.layer_types[0] not in LIGHT_LAYERS:
+    if config.meta_router and (config.layer_types or [""])[0] not in LIGHT_LAYERS:
+        first = (config.layer_types or [""])[0]
+        raise InputError(f"the MetaRouter gates a spectral or temporal layer 1, but layer 1 is {first!r}.")
+    selected = config.routing == "hard" and config.hard_estimator == "selected"
+    two = len(config.operators or []) == 2
+    if config.router_scale == "probability" and not (two and config.norm_position == "pre" and selected):
         raise InputError(
-            f"the MetaRouter gates a spectral or temporal layer 1, but layer 1 is {config.layer_types[0]!r}."
+            "router_scale='probability' needs two operators, norm_position='pre', routing='hard' and "
+            "hard_estimator='selected'."
         )
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from chiar.config import ChiarConfig
+from chiar.config_checks import REMOVED
 from chiar.errors import InputError, unknown_name
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -66,7 +67,7 @@ def get(name: str, **changes: Any) -> ChiarConfig:
     if name not in NAMES:
         raise unknown_name("preset", name, NAMES)
     for field in changes:
-        if field not in (*ChiarConfig.__dataclass_fields__, *GENERAL_FIELDS):
+        if field not in (*ChiarConfig.__dataclass_fields__, *GENERAL_FIELDS, *REMOVED):
             raise unknown_name("configuration field", field, ChiarConfig.__annotations__)
     family, size = name.split("-")
     end_of_text = SIZES[size].get("vocab_size", 50257) - 1

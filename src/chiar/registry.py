@@ -1,4 +1,4 @@
-"""Routers and light operators of your own, under names that configurations then use (docs/extending.md).
+"""Routers and operators by name: the built-in ones, and those of your own (docs/extending.md).
 
     register_router("rare", lambda config, layer: RareWords(config))
     presets.get("v3-16m", router="rare")
@@ -12,49 +12,120 @@ import importlib.util
 import os
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chiar.errors import InputError, first_line
 
+if TYPE_CHECKING:
+    from chiar.config import ChiarConfig
+
 PLUGINS = "CHIAR_PLUGINS"
+PARTS = ("router", "spectral", "temporal", "rbf", "projections", "scores", "ffn", "gate", "logits")
+"""What FLOPs are counted under, beside operators of one's own."""
 
 
-def no_flops(config: Any) -> float:
-    return 0.0
+@dataclass(frozen=True)
+class Work:
+    """What an operator of one layer has to do, per token of the text."""
+
+    share: float
+    """Share of tokens it runs on."""
+    key_share: float
+    """Share of tokens that give it keys."""
+    pairs: float
+    """(query, key) pairs."""
+    transform: float
+    """FLOPs of one transform of a token to the basis or back."""
 
 
 @dataclass(frozen=True)
 class RouterKind:
-    build: Callable[[Any, int], Any]
-    """From the configuration and the number of the layer to a module that gives a `Route`."""
-    reads_entropy: bool
-    reads_state: bool
-    has_gradient: bool
-    flops: Callable[[Any], float]
+    build: "str | Callable[[ChiarConfig, int], Any]"
+    """From the configuration and the layer's number to a module that returns a `Route`; or module:class, with a
+    classmethod `build` that does so."""
+    reads_entropy: bool = False
+    reads_state: bool = False
+    """Whether it reads more of x than its shape."""
+    has_gradient: bool = False
+    """Whether what an operator's output is multiplied by depends on a score, not on the choice alone."""
+    routings: tuple[str, ...] = ("threshold",)
+    flops: "Callable[[ChiarConfig], float] | None" = None
+    """Of one token in one layer."""
+
+    def make(self, config: "ChiarConfig", layer: int) -> Any:
+        if isinstance(self.build, str):
+            return resolve(self.build).build(config, layer)
+        assert config.router is not None
+        return adopted("router", config.router, self.build(config, layer))
+
+    def count(self, config: "ChiarConfig") -> float:
+        """FLOPs of one token in one layer, without those of H."""
+        if isinstance(self.build, str):
+            return resolve(self.build).flops(config)
+        return 0.0 if self.flops is None else self.flops(config)
 
 
 @dataclass(frozen=True)
 class OperatorKind:
-    build: Callable[[Any], Any]
-    """From the configuration to a module that maps (…, D) to (…, D), each token by itself."""
-    flops: Callable[[Any], float]
+    build: "str | Callable[[ChiarConfig], Any]"
+    """From the configuration to a module that maps (…, D) to (…, D), each token by itself; or module:class of a
+    `layers.operator.Operator`, with a classmethod `build`."""
+    light: bool = True
+    """Whether it takes the tokens that need no attention: the first operator of a routed layer."""
+    is_layer: bool = False
+    """Whether a whole layer may consist of it: its name is a layer type."""
+    flops: "Callable[[ChiarConfig], float] | None" = None
+    """Of one token."""
+
+    def make(self, name: str, config: "ChiarConfig") -> Any:
+        if isinstance(self.build, str):
+            return resolve(self.build).build(config)
+        return adopted("operator", name, self.build(config))
+
+    def count(self, name: str, config: "ChiarConfig", work: Work) -> dict[str, float]:
+        """FLOPs per token of the text, by part."""
+        if isinstance(self.build, str):
+            return resolve(self.build).flops(config, work)
+        return {name: work.share * self.flops(config)} if self.flops is not None else {}
 
 
-ROUTERS: dict[str, RouterKind] = {}
-OPERATORS: dict[str, OperatorKind] = {}
+ROUTERS: dict[str, RouterKind] = {
+    "entropy": RouterKind("chiar.layers.routers:EntropyRouter", reads_entropy=True),
+    "learned": RouterKind(
+        "chiar.layers.routers:LearnedRouter",
+        reads_entropy=True,
+        reads_state=True,
+        has_gradient=True,
+        routings=("hard", "soft"),
+    ),
+    "random": RouterKind("chiar.layers.routers:RandomRouter"),
+    "static": RouterKind("chiar.layers.routers:StaticRouter"),
+}
+OPERATORS: dict[str, OperatorKind] = {
+    "spectral": OperatorKind("chiar.layers.spectral:SpectralFilter", is_layer=True),
+    "temporal": OperatorKind("chiar.layers.temporal:TemporalFilter", is_layer=True),
+    "rbf": OperatorKind("chiar.layers.rbf:RBFMixing", light=False),
+    "attention": OperatorKind("chiar.layers.attention:CausalAttention", light=False, is_layer=True),
+}
 DRAWN = "LayerNorm", "RMSNorm", "Linear", "Embedding"
 """torch's modules whose weights are drawn as everywhere in the model."""
 
 
-def make_router(config: Any, layer: int) -> Any:
-    return adopted("router", config.router, ROUTERS[config.router].build(config, layer))
+def is_light(operator: str) -> bool:
+    return OPERATORS[operator].light
 
 
-def make_operator(name: str, config: Any) -> Any:
-    return adopted("operator", name, OPERATORS[name].build(config))
+def built_in(kind: RouterKind | OperatorKind) -> bool:
+    return isinstance(kind.build, str)
+
+
+def resolve(place: str) -> Any:
+    """The class at module:class. Imported when it is needed: names can be checked without the layers."""
+    module, name = place.split(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def adopted(kind: str, name: str, module: Any) -> Any:
@@ -81,34 +152,31 @@ def adopted(kind: str, name: str, module: Any) -> Any:
 
 def register_router(
     name: str,
-    build: Callable[[Any, int], Any],
+    build: "Callable[[ChiarConfig, int], Any]",
     *,
     reads_entropy: bool = False,
     reads_state: bool = False,
     has_gradient: bool = False,
-    flops: Callable[[Any], float] = no_flops,
+    flops: "Callable[[ChiarConfig], float] | None" = None,
 ) -> None:
     """`reads_entropy`: H is computed for it. `reads_state`: under pre-norm it gets what attention would read.
     `has_gradient`: the weight of the chosen operator depends on a score. `flops`: of one token in one layer.
     """
-    from chiar.config_checks import ROUTINGS_OF_ROUTER
-
-    check_name("router", name, ROUTINGS_OF_ROUTER)
-    ROUTERS[name] = RouterKind(build, reads_entropy, reads_state, has_gradient, flops)
+    check_name("router", name, [known for known, kind in ROUTERS.items() if built_in(kind)])
+    ROUTERS[name] = RouterKind(build, reads_entropy, reads_state, has_gradient, flops=flops)
 
 
-def register_operator(name: str, build: Callable[[Any], Any], *, flops: Callable[[Any], float] = no_flops) -> None:
+def register_operator(
+    name: str, build: "Callable[[ChiarConfig], Any]", *, flops: "Callable[[ChiarConfig], float] | None" = None
+) -> None:
     """A light operator, to stand before attention in `operators`. It sees one token at a time, so any execution may
     give it any selection of them. `flops`: of one token."""
-    from chiar.config_checks import LAYER_TYPES
-    from chiar.config_checks import OPERATORS as KNOWN
-    from chiar.routing.flops import PARTS
-
-    check_name("operator", name, (*KNOWN, *LAYER_TYPES, *PARTS))
-    OPERATORS[name] = OperatorKind(build, flops)
+    taken = [known for known, kind in OPERATORS.items() if built_in(kind)]
+    check_name("operator", name, [*taken, "routed", *PARTS])
+    OPERATORS[name] = OperatorKind(build, flops=flops)
 
 
-def check_name(kind: str, name: str, taken: Any) -> None:
+def check_name(kind: str, name: str, taken: Iterable[str]) -> None:
     if not isinstance(name, str) or not name.isidentifier():
         raise InputError(f"a {kind}'s name must be letters, digits and underscores, got {name!r}.")
     if name in taken:

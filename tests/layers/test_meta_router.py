@@ -8,7 +8,7 @@ import torch
 from chiar import presets
 from chiar.kernels.transform import Transform
 from chiar.layers.context import TokenContext
-from chiar.layers.meta_router import MetaRouter
+from chiar.layers.gate import MetaRouter
 from chiar.model.modeling import ChiarForCausalLM
 from helpers import padding_mask, random_model, small_config, token_ids
 
@@ -92,10 +92,6 @@ def test_biased_start_is_the_texts():
     torch.testing.assert_close(trace.layers[0].gate_BT, torch.full((2, 8), 0.88080), atol=5e-6, rtol=0)
 
 
-def test_bias_is_a_field():
-    assert torch.equal(ChiarForCausalLM(small_config(gate_bias=-1.5)).model.meta_router.gate.bias, torch.tensor([-1.5]))
-
-
 def test_neutral_start_is_the_released_codes():
     torch.manual_seed(0)
     model = ChiarForCausalLM(small_config(gate_init="neutral", hidden_size=512, num_attention_heads=2)).eval()
@@ -148,8 +144,10 @@ def test_a_layer_every_token_skips_is_the_identity(trace):
 
 
 def test_gate_exactly_at_the_bound_does_not_skip():
-    config = small_config(gate_skip_below=0.5, gate_bias=0.0)
-    gate_BT, _ = gates_and_states(ChiarForCausalLM(config).eval())
+    config = small_config(gate_skip_below=0.5)
+    model = ChiarForCausalLM(config).eval()
+    torch.nn.init.zeros_(model.model.meta_router.gate.bias)
+    gate_BT, _ = gates_and_states(model)
     assert torch.equal(gate_BT, torch.full((2, 8), 0.5))
 
 

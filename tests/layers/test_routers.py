@@ -7,7 +7,7 @@ from chiar.errors import InputError
 from chiar.kernels.transform import Transform, transform_matrices
 from chiar.layers import routers
 from chiar.layers.context import TokenContext
-from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, StaticRouter, Weighing, make_router
+from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, StaticRouter
 from helpers import random_model, small_config, token_ids
 
 WIDTH = 6
@@ -57,7 +57,7 @@ class TestEntropyRouter:
 
 
 def scored_router(routing, estimator="both", operators=2, seed=0):
-    router = LearnedRouter(WIDTH, operators, routing, Weighing(estimator))
+    router = LearnedRouter(WIDTH, operators, routing, estimator)
     with torch.no_grad():
         for parameter in router.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
@@ -269,19 +269,16 @@ MAKES = {
 
 @pytest.mark.parametrize(("fields", "kind"), MAKES.values(), ids=MAKES)
 def test_configuration_names_the_router(fields, kind):
-    assert type(make_router(small_config(**fields), 1)) is kind
+    assert type(small_config(**fields).router_kind.make(small_config(**fields), 1)) is kind
 
 
 @pytest.mark.parametrize("operators", [2, 3, 4])
-@pytest.mark.parametrize("hidden", [0, 5])
-@pytest.mark.parametrize("reads_entropy", [True, False])
-def test_scores_of_a_compiled_layer_are_those_of_a_plain_one(monkeypatch, operators, hidden, reads_entropy):
+def test_scores_of_a_compiled_layer_are_those_of_a_plain_one(monkeypatch, operators):
     torch.manual_seed(0)
-    router = LearnedRouter(WIDTH, operators, "soft", Weighing("both"), hidden, reads_entropy).double()
+    router = LearnedRouter(WIDTH, operators, "soft").double()
     x, entropy = states(2, 5).double().requires_grad_(), torch.rand(2, 5, dtype=torch.float64, requires_grad=True)
-    inputs = [x, *([entropy] if reads_entropy else []), *router.parameters()]
-    seen = torch.cat([x, entropy[..., None]], dim=-1) if reads_entropy else x
-    true = router.score(seen if router.hidden is None else torch.nn.functional.gelu(router.hidden(seen)))
+    inputs = [x, entropy, *router.parameters()]
+    true = router.score(torch.cat([x, entropy[..., None]], dim=-1))
     grad = torch.randn_like(true)
     for compiled in (False, True):
         monkeypatch.setattr(routers, "joins_a_norm", lambda _, compiled=compiled: compiled)
@@ -293,7 +290,7 @@ def test_scores_of_a_compiled_layer_are_those_of_a_plain_one(monkeypatch, operat
 
 def test_each_routed_layer_gets_its_own_thresholds():
     config = small_config(num_hidden_layers=5, thresholds=[0.1, 0.2, 0.3])
-    assert [make_router(config, layer).values for layer in config.routed_layers] == [(0.1,), (0.2,), (0.3,)]
+    assert [config.router_kind.make(config, layer).values for layer in config.routed_layers] == [(0.1,), (0.2,), (0.3,)]
 
 
 @pytest.mark.parametrize("router", ["entropy", "learned", "random", "static"])

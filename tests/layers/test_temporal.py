@@ -9,7 +9,7 @@ from chiar.kernels.temporal_filter import naive_temporal_filter
 from chiar.kernels.transform import Transform
 from chiar.layers.context import TokenContext
 from chiar.layers.ragged import Shelf
-from chiar.layers.temporal import TemporalFilter, TemporalSignal
+from chiar.layers.temporal import TemporalFilter
 from chiar.model.cache import LayerState
 from chiar.training.optim import make_optimizer
 from chiar.training.settings import TrainSettings
@@ -18,14 +18,11 @@ ROWS, TOKENS, WIDTH, WINDOW = 3, 12, 6, 4
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1], [1] * 12, [0, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0]]).bool()
 
 
-def make(kind):
-    if kind == "signal":
-        signal = TemporalSignal(WIDTH, WINDOW, 3, 0).double()
-        return lambda x, real, memory: signal(x, real, memory)[..., None]
+def make():
     filter = TemporalFilter(WIDTH, WINDOW, 3).double()
     torch.nn.init.normal_(filter.coefficients_KD)
     torch.nn.init.normal_(filter.now_D)
-    return lambda x, real, memory: filter(x, context(real), memory)
+    return lambda x, real, memory: filter(x, context(real), memory=memory)
 
 
 def context(real_BT):
@@ -37,9 +34,8 @@ def x_BTD():
     return torch.randn(ROWS, TOKENS, WIDTH, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", ["filter", "signal"])
-def test_padding_anywhere_is_as_if_it_were_not_there(kind, x_BTD):
-    run = make(kind)
+def test_padding_anywhere_is_as_if_it_were_not_there(x_BTD):
+    run = make()
     found = run(x_BTD, MASK, None)
     for row in range(ROWS):
         alone = run(x_BTD[row, MASK[row]][None], None, None)[0]
@@ -47,10 +43,9 @@ def test_padding_anywhere_is_as_if_it_were_not_there(kind, x_BTD):
 
 
 @pytest.mark.parametrize("chunks", [[1] * TOKENS, [5, 1, 1, 2, 3], [2, 10], [TOKENS]], ids=str)
-@pytest.mark.parametrize("kind", ["filter", "signal"])
-def test_pieces_give_what_the_whole_gives(kind, chunks, x_BTD):
+def test_pieces_give_what_the_whole_gives(chunks, x_BTD):
     """Rows change places halfway, as beams do."""
-    run, memory, order = make(kind), LayerState(Shelf()), torch.arange(ROWS)
+    run, memory, order = make(), LayerState(Shelf()), torch.arange(ROWS)
     whole, start = run(x_BTD, MASK, None), 0
     for n, size in enumerate(chunks):
         part = slice(start, start + size)
@@ -63,7 +58,7 @@ def test_pieces_give_what_the_whole_gives(kind, chunks, x_BTD):
 
 
 def test_a_step_writes_where_the_one_before_wrote(x_BTD):
-    run, shelf = make("filter"), Shelf()
+    run, shelf = make(), Shelf()
     memory = LayerState(shelf)
     with torch.no_grad():
         run(x_BTD[:, :5], MASK[:, :5], memory)
@@ -107,8 +102,6 @@ def test_everywhere_adds_nothing_at_first():
         ({"temporal_window": 1}, "temporal_window must be at least 2, got 1"),
         ({"temporal_coefficients": 17}, "temporal_coefficients=17 is more than temporal_window=16"),
         ({"temporal_coefficients": 0}, "temporal_coefficients must be a positive"),
-        ({"signal": "temporal", "temporal_channels": 99}, "temporal_channels=99 orthonormal directions do not fit"),
-        ({"signal": "spatial"}, "signal"),
         ({"operators": ["temporal", "spectral", "attention"]}, "is not supported"),
         ({"operators": ["attention"]}, "is not supported"),
     ],

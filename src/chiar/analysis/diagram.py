@@ -4,7 +4,7 @@ from html import escape
 from itertools import groupby, pairwise
 
 from chiar.config import ChiarConfig
-from chiar.layers.context import is_light
+from chiar.registry import is_light
 
 WIDTH = 640
 CENTRE = WIDTH // 2

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from chiar.evaluation.report import LayerUse, RoutingUse
-from chiar.routing.trace import RoutingTrace
+from chiar.model.trace import RoutingTrace
 
 
 class RoutingTally:

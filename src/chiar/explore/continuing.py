@@ -13,7 +13,7 @@ from chiar.explore.steering import Steering, moved_thresholds, steered
 from chiar.explore.view import describe_layer, describe_tokens, describe_view, encode_text, token_nats
 from chiar.generation.stream import GREEDY_BELOW
 from chiar.model.cache import ChiarCache
-from chiar.routing.trace import RoutingTrace
+from chiar.model.trace import RoutingTrace
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,7 @@ class LoadedModel:
     def null(self) -> Null:
         """What H of noise looks like for this model."""
         config = self.config
-        dc_weight = config.entropy_dc_weight if config.signal == "features" else 1.0
-        return make_null(config.entropy_terms, NULL_SAMPLES, 0, config.entropy_eps, dc_weight)
+        return make_null(config.hidden_size, NULL_SAMPLES, 0, config.entropy_eps, config.entropy_dc_weight)
 
     @cached_property
     def about(self) -> dict[str, Any]:

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from chiar.errors import InputError, unknown_name
 from chiar.layers.context import TokenContext
-from chiar.layers.groups import leads
 from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, Route
+from chiar.model.trace import RoutingTrace
 from chiar.registry import ROUTERS
-from chiar.routing.trace import RoutingTrace
 
 SHIFT, SHARE = "shift", "share"
 KINDS = (SHIFT, SHARE)
@@ -73,25 +72,26 @@ class SteeredRouter(nn.Module):
     def forward(
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
     ) -> Route:
-        router, steering, state = self.router, self.steering, context.router_state
+        router, steering, threshold = self.router, self.steering, context.threshold
         if isinstance(router, RandomRouter):
             with changed(router, "fraction", steering.value):
                 return router(x_BTD, entropy_BT, context, forced_BT)
         assert isinstance(router, EntropyRouter | LearnedRouter)
-        followed = [float(state.threshold)] if router.follows and state is not None else None
+        followed = [float(threshold)] if router.follows and threshold is not None else None
         if isinstance(router, EntropyRouter):
             assert entropy_BT is not None
             own, score_BT, ends = followed or list(router.values), entropy_BT, (0.0, 1.0)
         else:
+            assert entropy_BT is not None
             scores_BTK = router.scores(x_BTD, entropy_BT)
             own, score_BT, ends = followed or [0.0], scores_BTK[..., -1] - scores_BTK[..., :-1].amax(-1), (-1e4, 1e4)
         if self.layer not in steering.cuts:
             found = own[-1] + steering.value if steering.kind == SHIFT else cut_at(score_BT, steering.value, ends)
             steering.cuts[self.layer] = found
         cut = steering.cuts[self.layer]
-        if state is not None and router.follows:
-            near = replace(state, threshold=torch.full_like(state.threshold, cut))
-            return router(x_BTD, entropy_BT, replace(context, router_state=near), forced_BT)
+        if threshold is not None and router.follows:
+            near = replace(context, threshold=torch.full_like(threshold, cut))
+            return router(x_BTD, entropy_BT, near, forced_BT)
         if isinstance(router, LearnedRouter):
             # A lower logit of attention is a higher cut of its lead.
             bias_K = router.score.bias.detach().clone()
@@ -136,7 +136,7 @@ def steered(decoder: Any, steering: Steering | None) -> Iterator[None]:
         return
     steering.check(decoder.config)
     config = decoder.config
-    layers = {index: decoder.layers[index] for index in config.routed_layers if leads(config, index)}
+    layers = {index: decoder.layers[index] for index in config.routed_layers}
     before = {index: layer.router for index, layer in layers.items()}
     try:
         for index, layer in layers.items():

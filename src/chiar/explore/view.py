@@ -11,8 +11,8 @@ from chiar.errors import InputError
 from chiar.explore.loaded import LoadedModel
 from chiar.explore.pieces import Pieces
 from chiar.explore.steering import Steering, moved_thresholds, steered
+from chiar.model.trace import LayerTrace, RoutingTrace
 from chiar.routing.flops import compare_flops
-from chiar.routing.trace import LayerTrace, RoutingTrace
 
 BINS = 30
 CHUNK = 128

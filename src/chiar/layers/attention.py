@@ -1,10 +1,19 @@
 """The dark operator: multi-head causal softmax attention."""
 
+from typing import TYPE_CHECKING, Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.layers.context import LayerMemory, TokenContext, surely_none, visible_keys
+from chiar.layers.operator import Operator
+from chiar.registry import Work
+
+if TYPE_CHECKING:
+    from chiar.config import ChiarConfig
+    from chiar.layers.sparse import PackedTokens
+    from chiar.layers.sparse_sorted import SortedTokens
 
 
 @torch.library.custom_op("chiar::rotary_tables", mutates_args=())
@@ -38,7 +47,7 @@ def rotate(x_BHTd: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return (x_BHTd * cos + torch.cat([-second, first], dim=-1) * sin).to(x_BHTd.dtype)
 
 
-class CausalAttention(nn.Module):
+class CausalAttention(Operator):
     """softmax(QKᵀ/√d) V over earlier keys, with biases in the QKV and output projections."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -46,6 +55,16 @@ class CausalAttention(nn.Module):
         self.heads, self.dropout = heads, dropout
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
+
+    @classmethod
+    def build(cls, config: "ChiarConfig") -> Self:
+        return cls(config.hidden_size, config.num_attention_heads, config.dropout)
+
+    @staticmethod
+    def flops(config: "ChiarConfig", work: Work) -> dict[str, float]:
+        """Queries and outputs of the tokens it runs on, keys and values of those that are keys."""
+        D = config.hidden_size
+        return {"projections": (work.share + work.key_share) * 4 * D * D, "scores": work.pairs * 4 * D}
 
     def forward(
         self,
@@ -55,21 +74,19 @@ class CausalAttention(nn.Module):
         memory: LayerMemory | None = None,
         only_keys: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """`key_BT` marks the tokens that are keys (None: all). Returns the output and, if eager, the weights.
-
-        With `only_keys` nobody reads the output of other tokens: the memory stores nothing of them, and their output
-        is arbitrary but finite. Weights over tokens that were stored before are over the entries of the store.
-        """
+        """The output and, if eager, the weights; over tokens that were stored before these are over the entries of the
+        store."""
         eager = context.attention_implementation == "eager"
         if memory is not None and only_keys and not eager and surely_none(key_BT):
             return torch.zeros_like(x_BTD), None
         mixed_BTD, weights = self.mix(x_BTD, context, key_BT, memory)
         return self.out(mixed_BTD), weights
 
-    def bypass(self, x: Tensor) -> Tensor:
-        """The output of a token that sees itself alone, without softmax: out(value(x))."""
-        width = x.shape[-1]
-        return self.out(F.linear(x, self.qkv.weight[2 * width :], self.qkv.bias[2 * width :]))
+    def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
+        return tokens.attend(self)
+
+    def run_sorted(self, tokens: "SortedTokens", name: str, x_PD: Tensor) -> Tensor:
+        return tokens.attend(self, x_PD)
 
     def mix(
         self, x_BTD: Tensor, context: TokenContext, key_BT: Tensor | None, memory: LayerMemory | None

@@ -1,23 +1,13 @@
 """What every layer of one forward pass shares."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from chiar import registry
 from chiar.kernels.transform import Transform
-from chiar.layers.groups import Turn
 from chiar.layers.ragged import RaggedStore
-from chiar.layers.router_state import LayerState
-
-LIGHT_OPERATORS = ("spectral", "temporal", "skip", "bypass")
-"""What a routed layer gives tokens that need no attention: a model has one of them."""
-
-
-def is_light(operator: str) -> bool:
-    return operator in LIGHT_OPERATORS or operator in registry.OPERATORS
 
 
 class LayerMemory(Protocol):
@@ -52,12 +42,8 @@ class TokenContext:
     """One token a row, and every store has room for it: nothing may look at values or change a Python object."""
     keep_entropy: bool = False
     """Compute H of every layer's input, also where no router reads it."""
-    router_state: LayerState | None = None
-    """Of the layer at hand, where its router has one."""
-    turn: Turn | None = None
-    """Of the layer at hand, where layers take turns."""
-    led: Any = None
-    """The route the layer at hand shares with one before it, where layers go together."""
+    threshold: Tensor | None = None
+    """The one the layer at hand has followed in training, under a target_fraction."""
 
 
 def visible_keys(key_BS: Tensor, queries: int) -> Tensor:

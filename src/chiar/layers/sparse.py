@@ -1,11 +1,11 @@
-"""A routed layer that runs only the chosen operator for each token. Dense execution in block.py is the definition.
+"""A routed layer that runs only the chosen operator for each token. block.py has the formula.
 
-Attention and feed-forward products work on packed rows (ops/packing.py); norms, filters in the identity basis and
-additions pass over all tokens, which costs memory traffic but no products, and so do filters along time. RBF mixing
-runs on every token. On a CPU, outside compiled graphs, sparse_sorted.py takes their place.
+Attention and feed-forward products work on packed rows (kernels/packing.py); norms of light tokens, filters in the
+identity basis and additions pass over all tokens, which costs memory traffic but no products, and so do filters along
+time. RBF mixing runs on every token. On a CPU, outside compiled graphs, sparse_sorted.py takes their place.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,27 +17,27 @@ from chiar.kernels.packed_norm import packed_norm, unpack_sum
 from chiar.kernels.packing import Packing, make_packing, pack, pack_all, packed_linear, unpack, used
 from chiar.kernels.rotary_attention import fits, rotary_attention
 from chiar.layers.attention import CausalAttention, rotate
-from chiar.layers.context import LayerMemory, TokenContext, is_light, surely_none
+from chiar.layers.context import LayerMemory, TokenContext, surely_none
+from chiar.layers.operator import Operator
 from chiar.layers.routers import Route
-from chiar.layers.sparse_sorted import SortedLayer
-from chiar.registry import OPERATORS
+from chiar.layers.sparse_sorted import SortedTokens
+from chiar.registry import is_light
+
+if TYPE_CHECKING:
+    from chiar.layers.block import Block
 
 FEWEST = {"routed": 256, "all": 512}
 """Tokens in a batch, for each key policy, below which "auto" runs densely on a CPU."""
 Norm = nn.Module | None
 
 
-def run_sparse(
-    block: Any, x_BTD: Tensor, context: TokenContext, route: Route, memory: LayerMemory | None = None
-) -> Tensor:
-    """The layer's output. Padding is never sent to attention: its output is arbitrary, as in dense execution.
-
-    `memory` is empty: tokens see each other, not what was stored before.
-    """
-    if host_sees_routes(x_BTD.device):
-        return SortedLayer(block, x_BTD, context, route, memory).run()
-    run = run_pre_norm if block.pre_norm else run_post_norm
-    return run(SparseLayer(block, x_BTD, context, route, memory), x_BTD.flatten(0, 1)).view(x_BTD.shape)
+def sparse_tokens(
+    block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: LayerMemory | None = None
+) -> "PackedTokens | SortedTokens":
+    """Padding is never sent to attention: its output is arbitrary, as in dense execution. `memory` is empty: tokens see
+    each other, not what was stored before."""
+    layout = SortedTokens if host_sees_routes(x_BTD.device) else PackedTokens
+    return layout(block, x_BTD, context, route, memory)
 
 
 def host_sees_routes(device: torch.device) -> bool:
@@ -46,7 +46,7 @@ def host_sees_routes(device: torch.device) -> bool:
 
 
 def sparse_pays(x_BTD: Tensor, keys: str) -> bool:
-    """Whether packing tokens costs less than it saves (on a CPU as measured: docs/speed.md)."""
+    """Whether packing tokens costs less than it saves (on a CPU as measured: docs/execution.md)."""
     if x_BTD.is_cuda:
         autocast = torch.is_autocast_enabled("cuda")
         dtype = torch.get_autocast_dtype("cuda") if autocast else x_BTD.dtype
@@ -60,72 +60,110 @@ def has_fast_grouped_products(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-class SparseLayer:
-    """What both norm positions share."""
+class PackedTokens:
+    """Light operators have all tokens in their places, (N, D), and are right where they were chosen; the others have
+    the tokens sent to them, packed."""
 
     def __init__(
-        self, block: Any, x_BTD: Tensor, context: TokenContext, route: Route, memory: LayerMemory | None
+        self, block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: LayerMemory | None
     ) -> None:
         self.block, self.context, self.route, self.memory = block, context, route, memory
+        self.shape = x_BTD.shape
         self.batch, self.length, _ = x_BTD.shape
-        self.names = list(block.operators)
-        self.light_name = next(name for name in self.names if is_light(name))
-        self.chosen_N = route.choice_BT.flatten()
-        self.dark = make_packing(self.of("attention"))
+        self.x = x_BTD.flatten(0, 1)
+        self.packings: dict[str, Packing] = {}
+        self.dark = self.packing("attention")
 
     def of(self, name: str) -> Tensor:
         """Real tokens sent to an operator, (B, T)."""
-        chosen_BT = self.route.choice_BT == self.names.index(name)
+        chosen_BT = self.route.choice_BT == self.block.names.index(name)
         return chosen_BT if self.context.real_BT is None else chosen_BT & self.context.real_BT
 
-    def weighted(self, x_ND: Tensor) -> Tensor:
+    def packing(self, name: str) -> Packing:
+        if name not in self.packings:
+            self.packings[name] = make_packing(self.of(name))
+        return self.packings[name]
+
+    def view(self, name: str) -> Tensor:
+        return self.x if is_light(name) else pack(self.x, self.packing(name))
+
+    def seen(self, name: str) -> Tensor:
+        """What an operator reads of every token, (N, D)."""
+        return self.block.norms[name](self.x) if self.block.pre_norm else self.x
+
+    def run_all(self, operator: Operator, name: str) -> Tensor:
+        """The definition, for every token, (N, D)."""
+        key_BT = self.of(name) if self.block.routed_keys and not is_light(name) else self.context.real_BT
+        seen_BTD = self.seen(name).view(self.shape)
+        output = operator(seen_BTD, self.context, key_BT, self.memory, self.block.routed_keys)
+        assert isinstance(output, Tensor)
+        return output.flatten(0, 1)
+
+    def operate(self, name: str) -> Tensor:
+        return self.block.runs[name].run_packed(self, name)
+
+    def norm(self, norm: nn.Module, y: Tensor, name: str) -> Tensor:
+        if is_light(name):
+            return norm(y)
+        packing = self.packing(name)
+        return used(norm(used(y, packing)), packing)
+
+    def feed(self, y: Tensor, name: str, bias: bool = True) -> Tensor:
+        """Without dropout, which sparse execution refuses; on demand without the last bias."""
+        ffn, packing = self.block.ffn, self.packing(name)
+        hidden = packed_gelu(packed_linear(y, ffn.up.weight, None, packing), ffn.up.bias, packing.count)
+        return packed_linear(hidden, ffn.down.weight, ffn.down.bias if bias else None, packing)
+
+    def select(self, parts: dict[str, Tensor]) -> Tensor:
+        light, *others = parts
+        y_ND = parts[light]
+        for name in others:
+            y_ND = unpack(parts[name], y_ND, self.packing(name))
+        return self.weighted(y_ND)
+
+    def weighted(self, y_ND: Tensor) -> Tensor:
         """Times the weight of the chosen operator: mostly 1, but a router gets its gradient through it."""
         if not self.block.weights_have_gradient:
-            return x_ND
-        weight_N = self.route.weights_BTK.flatten(0, 1).gather(1, self.chosen_N[:, None])
-        return x_ND * weight_N.to(x_ND.dtype)
+            return y_ND
+        weight_N1 = self.route.weights_BTK.flatten(0, 1).gather(1, self.route.choice_BT.view(-1, 1))
+        return y_ND * weight_N1.to(y_ND.dtype)
 
-    def light(self, x_ND: Tensor) -> Tensor:
-        """The filter's output; tokens that are not light get something arbitrary but finite."""
-        filter, transform = self.block.operators[self.light_name], self.context.transform
-        if self.light_name == "temporal":
-            return filter(x_ND.view(self.batch, self.length, -1), self.context, self.memory).flatten(0, 1)
-        if transform.is_identity and self.light_name == "spectral":
-            return filter(x_ND, transform)
-        packing = make_packing(self.of(self.light_name))
-        if self.light_name in OPERATORS:
-            y_PD = used(filter(used(pack(x_ND, packing), packing)), packing)
-            return unpack(y_PD, torch.zeros_like(x_ND, dtype=y_PD.dtype), packing)
+    def together(self, y_ND: Tensor) -> Tensor:
+        return y_ND.view(self.shape)
 
-        def product(x_PD: Tensor, weight_KD: Tensor) -> Tensor:
-            return packed_linear(x_PD, weight_KD, None, packing)
+    def fused_ends(self) -> Tensor | None:
+        """With two operators dark tokens are packed once and stay packed; kernels add biases and residuals."""
+        block, names = self.block, self.block.names
+        if len(names) != 2:
+            return None
+        attention = block.operators["attention"]
+        assert isinstance(attention, CausalAttention)
+        attended_PD = self.attend(attention, bias=False)
+        u_PD, seen_PD = packed_norm(self.x, block.ffn_norm, self.dark, attended_PD, attention.out.bias)
+        more_PD = self.feed(seen_PD, "attention", bias=False)
+        light_ND = self.x + self.operate(names[0])
+        y_ND = unpack_sum(u_PD, more_PD, block.ffn.down.bias, light_ND, self.dark)
+        if not block.weights_have_gradient:
+            return y_ND
+        # Where the weight is 1 what is added is 0, but its gradient is the router's.
+        change_ND = y_ND - self.x
+        return y_ND + (self.weighted(change_ND) - change_ND)
 
-        spectrum_PD = used(transform.forward(pack(x_ND, packing), product), packing)
-        y_PD = transform.inverse(used(spectrum_PD * filter.weight, packing), product)
-        return unpack(y_PD, torch.zeros_like(x_ND, dtype=y_PD.dtype), packing)
-
-    def rbf(self, x_ND: Tensor) -> Tensor:
-        x_BTD = x_ND.view(self.batch, self.length, -1)
-        key_BT = self.of("rbf") if self.block.routed_keys else self.context.real_BT
-        rbf, only_keys = self.block.operators["rbf"], self.block.routed_keys
-        return rbf(x_BTD, self.context, key_BT, self.memory, only_keys).flatten(0, 1)
-
-    def attention(self, x_ND: Tensor, norm: Norm, bias: bool = True) -> Tensor:
-        """Packed output of the tokens sent to attention, which reads norm(x); on demand without its last bias."""
-        attention: CausalAttention = self.block.operators["attention"]
-        run = self.among_themselves if self.turns_at_once(x_ND) else self.over_keys
-        out_PHd = run(attention, x_ND, norm)
+    def attend(self, attention: CausalAttention, bias: bool = True) -> Tensor:
+        """Packed output of the dark tokens, over each other or over all; on demand without the last bias."""
+        norm = self.block.norms["attention"] if self.block.pre_norm else None
+        run = self.among_themselves if self.rotates_inside(attention) else self.over_keys
+        out_PHd = run(attention, norm)
         return packed_linear(out_PHd.flatten(1), attention.out.weight, attention.out.bias if bias else None, self.dark)
 
-    def turns_at_once(self, x_ND: Tensor) -> bool:
+    def rotates_inside(self, attention: CausalAttention) -> bool:
         """Whether keys are the dark tokens themselves and RoPE can be part of the attention operator."""
-        head = x_ND.shape[1] // self.block.operators["attention"].heads
         alone = self.block.routed_keys and self.memory is None  # a cache needs the rotated keys by themselves
-        return alone and self.context.rope is not None and fits(head)
+        return alone and self.context.rope is not None and fits(self.x.shape[1] // attention.heads)
 
-    def among_themselves(self, attention: CausalAttention, x_ND: Tensor, norm: Norm) -> Tensor:
+    def among_themselves(self, attention: CausalAttention, norm: Norm) -> Tensor:
         dark, heads = self.dark, attention.heads
-        qkv_P3Hd = packed_linear(self.seen(x_ND, norm), attention.qkv.weight, None, dark).unflatten(1, (3, heads, -1))
+        qkv_P3Hd = packed_linear(self.dark_seen(norm), attention.qkv.weight, None, dark).unflatten(1, (3, heads, -1))
         assert self.context.rope is not None
         cos, sin = (table.flatten(0, 2) for table in self.context.rope)
         table_P, limit_P = self.table_rows(dark), self.limits(dark)
@@ -133,22 +171,16 @@ class SparseLayer:
         bias_3Hd = attention.qkv.bias.view(3, heads, -1)
         return rotary_attention(qkv_P3Hd, bias_3Hd, (cos, sin), table_P, dark, limit_P, self.length)
 
+    def dark_seen(self, norm: Norm) -> Tensor:
+        """norm(x) of the dark tokens, packed."""
+        return packed_norm(self.x, norm, self.dark)[1]
+
     def limits(self, keys: Packing) -> Tensor:
         """How many keys each packed dark token sees; a dark token is a key itself."""
         return used(keys.before_N[self.dark.token_P] + 1, self.dark)
 
-    def seen(self, x_ND: Tensor, norm: Norm) -> Tensor:
-        """norm(x) of the dark tokens, packed."""
-        return packed_norm(x_ND, norm, self.dark)[1]
-
-    def after_attention(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """u = x + attention(LN(x)) of the dark tokens, packed, and what the feed-forward network reads of it."""
-        block = self.block
-        attended_PD = self.attention(x_ND, block.norms["attention"], bias=False)
-        return packed_norm(x_ND, block.ffn_norm, self.dark, attended_PD, block.operators["attention"].out.bias)
-
-    def over_keys(self, attention: CausalAttention, x_ND: Tensor, norm: Norm) -> Tensor:
-        q_PHd, k_MHd, v_MHd, keys = self.project(attention, x_ND, norm)
+    def over_keys(self, attention: CausalAttention, norm: Norm) -> Tensor:
+        q_PHd, k_MHd, v_MHd, keys = self.project(attention, norm)
         if self.memory is not None:
             self.remember(self.memory, k_MHd, v_MHd, keys)
         skip_M = self.dark.before_N[keys.token_P]
@@ -167,19 +199,19 @@ class SparseLayer:
             new[name] = part_ND.view(self.batch, self.length, *part_MHd.shape[1:]).transpose(1, 2)
         memory.ragged("attention").append(new, key_BT)
 
-    def project(self, attention: CausalAttention, x_ND: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor, Packing]:
+    def project(self, attention: CausalAttention, norm: Norm) -> tuple[Tensor, Tensor, Tensor, Packing]:
         """Rotated queries of the dark tokens; keys and values of theirs or of all; and which tokens the keys are."""
         heads, dark = attention.heads, self.dark
         weight, bias = attention.qkv.weight, attention.qkv.bias
         if self.block.routed_keys:
-            qkv = packed_linear(self.seen(x_ND, norm), weight, bias, dark).unflatten(1, (3, heads, -1))
+            qkv = packed_linear(self.dark_seen(norm), weight, bias, dark).unflatten(1, (3, heads, -1))
             q, k, v = qkv.unbind(1)
             return self.rotated(q, dark), self.rotated(k, dark), v, dark
-        width, seen_ND = x_ND.shape[1], x_ND if norm is None else norm(x_ND)
-        q = packed_linear(self.seen(x_ND, norm), weight[:width], bias[:width], dark).unflatten(1, (heads, -1))
+        width, seen_ND = self.x.shape[1], self.x if norm is None else norm(self.x)
+        q = packed_linear(self.dark_seen(norm), weight[:width], bias[:width], dark).unflatten(1, (heads, -1))
         k, v = F.linear(seen_ND, weight[width:], bias[width:]).unflatten(1, (2, heads, -1)).unbind(1)
         if self.context.real_BT is None:
-            keys = pack_all(self.batch, self.length, x_ND.device)
+            keys = pack_all(self.batch, self.length, self.x.device)
         else:
             keys = make_packing(self.context.real_BT)
             k, v = (pack(part.flatten(1), keys).unflatten(1, (heads, -1)) for part in (k, v))
@@ -196,101 +228,3 @@ class SparseLayer:
         assert self.context.rope is not None
         shared = self.context.rope[0].shape[0] == 1
         return packing.token_P % self.length if shared else packing.token_P
-
-    def chosen(self, parts: dict[str, Tensor]) -> Tensor:
-        """Of each token the part of the operator it was sent to."""
-        (_, y_ND), *others = parts.items()
-        for name, part_ND in others:
-            y_ND = torch.where((self.chosen_N == self.names.index(name))[:, None], part_ND, y_ND)
-        return y_ND
-
-    def bypass(self, x_ND: Tensor) -> Tensor:
-        """Attention's value and output projections of the light tokens, packed; others get 0."""
-        attention: CausalAttention = self.block.operators["attention"]
-        packing, width = make_packing(self.of("bypass")), x_ND.shape[1]
-        weight, bias = attention.qkv.weight[2 * width :], attention.qkv.bias[2 * width :]
-        value_PD = packed_linear(packed_norm(x_ND, self.block.norms["attention"], packing)[1], weight, bias, packing)
-        y_PD = packed_linear(value_PD, attention.out.weight, attention.out.bias, packing)
-        return unpack(y_PD, torch.zeros_like(x_ND, dtype=y_PD.dtype), packing)
-
-    def other(self, name: str, x_ND: Tensor) -> Tensor:
-        """op(x), or op(LN_op(x)) under pre-norm, of an operator that is not attention, for all tokens, right where it
-        was chosen."""
-        if name in ("skip", "bypass"):
-            return torch.zeros_like(x_ND) if name == "skip" else self.bypass(x_ND)
-        seen_ND = self.block.norms[name](x_ND) if self.block.pre_norm else x_ND
-        return self.light(seen_ND) if is_light(name) else self.rbf(seen_ND)
-
-    def heavy(self) -> Packing:
-        """The tokens that run the feed-forward network where light ones skip it or have their own."""
-        if len(self.names) == 2:
-            return self.dark
-        heavy_BT = self.route.choice_BT != self.names.index(self.light_name)
-        return make_packing(heavy_BT if self.context.real_BT is None else heavy_BT & self.context.real_BT)
-
-    def feed(self, x_ND: Tensor) -> Tensor:
-        """Every token through its network: the shared one, or the light tokens' own and the others'."""
-        if self.block.own_ffn is None:
-            return self.block.ffn(x_ND)
-        light, heavy = make_packing(self.of(self.light_name)), self.heavy()
-        light_PD = self.feed_forward(pack(x_ND, light), light, own=True)
-        y_ND = unpack(light_PD, torch.zeros_like(x_ND, dtype=light_PD.dtype), light)
-        return unpack(self.feed_forward(pack(x_ND, heavy), heavy), y_ND, heavy)
-
-    def feed_forward(self, x_PD: Tensor, packing: Packing, bias: bool = True, own: bool = False) -> Tensor:
-        """Without dropout, which sparse execution refuses; on demand without the last bias."""
-        ffn = self.block.own_ffn if own else self.block.ffn
-        hidden = packed_gelu(packed_linear(x_PD, ffn.up.weight, None, packing), ffn.up.bias, packing.count)
-        return packed_linear(hidden, ffn.down.weight, ffn.down.bias if bias else None, packing)
-
-
-def run_pre_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
-    block = layer.block
-    if not block.light_ffn and len(layer.names) == 2:
-        return run_apart(layer, x_ND)
-    attended_PD = layer.attention(x_ND, block.norms["attention"])
-    others = {name: layer.other(name, x_ND) for name in layer.names if name != "attention"}
-    change_ND = unpack(attended_PD, layer.chosen(others), layer.dark)
-    if block.light_ffn:
-        u_ND = x_ND + layer.weighted(change_ND)
-        return u_ND + layer.feed(block.ffn_norm(u_ND))
-    heavy = layer.heavy()
-    seen_PD = used(block.ffn_norm(used(pack(x_ND + change_ND, heavy), heavy)), heavy)
-    more_PD = layer.feed_forward(seen_PD, heavy)
-    more_ND = unpack(more_PD, torch.zeros_like(x_ND, dtype=more_PD.dtype), heavy)
-    return x_ND + layer.weighted(change_ND + more_ND)
-
-
-def run_apart(layer: SparseLayer, x_ND: Tensor) -> Tensor:
-    """Pre-norm, where light tokens skip the feed-forward network too: dark ones are packed once and stay packed."""
-    u_PD, seen_PD = layer.after_attention(x_ND)
-    more_PD = layer.feed_forward(seen_PD, layer.dark, bias=False)
-    light = layer.light_name
-    light_ND = x_ND if light == "skip" else x_ND + layer.other(light, x_ND)
-    y_ND = unpack_sum(u_PD, more_PD, layer.block.ffn.down.bias, light_ND, layer.dark)
-    if not layer.block.weights_have_gradient:
-        return y_ND
-    # Where the weight is 1 what is added is 0, but its gradient is the router's.
-    change_ND = y_ND - x_ND
-    return y_ND + (layer.weighted(change_ND) - change_ND)
-
-
-def run_post_norm(layer: SparseLayer, x_ND: Tensor) -> Tensor:
-    block = layer.block
-    attended_PD = layer.attention(x_ND, None)
-    attended_ND = unpack(attended_PD, torch.zeros_like(x_ND, dtype=attended_PD.dtype), layer.dark)
-    outputs = {name: attended_ND if name == "attention" else layer.other(name, x_ND) for name in layer.names}
-    residuals, inputs = {}, {}
-    for name, output_ND in outputs.items():
-        if block.equation and is_light(name):
-            residuals[name], inputs[name] = x_ND, output_ND
-        else:
-            residuals[name] = inputs[name] = block.norms[name](x_ND + output_ND)
-    residual_ND = layer.chosen(residuals)
-    if block.light_ffn:
-        input_ND = layer.chosen(inputs) if block.equation else residual_ND
-        return block.ffn_norm(layer.weighted(residual_ND) + layer.feed(layer.weighted(input_ND)))
-    heavy = layer.heavy()
-    u_PD = used(pack(residual_ND, heavy), heavy)
-    y_PD = used(block.ffn_norm(used(u_PD + layer.feed_forward(u_PD, heavy), heavy)), heavy)
-    return layer.weighted(unpack(y_PD, residual_ND, heavy))

@@ -1,12 +1,20 @@
-"""The light operator."""
+"""The light operator (Eq. 3)."""
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 
-from chiar.kernels.transform import Transform, apply_filter, transform_matrices
+from chiar.kernels.packing import pack, packed_linear, unpack, used
+from chiar.kernels.transform import Transform, transform_matrices
+from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.derived import DerivedBuffers
+from chiar.layers.operator import TokenOperator
+from chiar.registry import Work
+
+if TYPE_CHECKING:
+    from chiar.config import ChiarConfig
+    from chiar.layers.sparse import PackedTokens
 
 
 class SpectralBasis(DerivedBuffers):
@@ -24,32 +32,40 @@ class SpectralBasis(DerivedBuffers):
         return Transform(**dict(self.named_buffers()))
 
 
-class SpectralFilter(nn.Module):
+class SpectralFilter(TokenOperator):
     """x ↦ Cᵀ diag(w) C x: a learned weight per frequency (the paper's w). It mixes features, never tokens."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.folded: tuple[Tensor, ...] | None = None
 
-    def forward(self, x_BTD: Tensor, transform: Transform) -> Tensor:
-        if self.folded is not None and not torch.is_grad_enabled():
-            return apply_filter(x_BTD, self.folded)
-        return transform.inverse(transform.forward(x_BTD) * self.weight)
+    @classmethod
+    def build(cls, config: "ChiarConfig") -> Self:
+        return cls(config.hidden_size)
 
-    def fold(self, transform: Transform) -> None:
-        """Keep Cᵀ diag(w) C for passes without gradients: half the products. Undone by whatever may change w."""
-        matrices = transform.filter_matrices(self.weight.detach())
-        self.folded = tuple(matrix.to(self.weight) for matrix in matrices)
+    @staticmethod
+    def flops(config: "ChiarConfig", work: Work) -> dict[str, float]:
+        return {"spectral": work.share * 2 * work.transform}
 
-    def train(self, mode: bool = True) -> Self:
-        self.folded = None if mode else self.folded
-        return super().train(mode)
+    def forward(
+        self,
+        x_BTD: Tensor,
+        context: TokenContext,
+        key_BT: Tensor | None = None,
+        memory: LayerMemory | None = None,
+        only_keys: bool = False,
+    ) -> Tensor:
+        return context.transform.inverse(context.transform.forward(x_BTD) * self.weight)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        self.folded = None
-        return super()._apply(*args, **kwargs)
+    def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
+        seen_ND, transform = tokens.seen(name), tokens.context.transform
+        if transform.is_identity:  # an element-wise product costs less than packing
+            return seen_ND * self.weight
+        packing = tokens.packing(name)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.folded = None
-        super()._load_from_state_dict(*args, **kwargs)
+        def product(x_PD: Tensor, weight_KD: Tensor) -> Tensor:
+            return packed_linear(x_PD, weight_KD, None, packing)
+
+        spectrum_PD = used(transform.forward(pack(seen_ND, packing), product), packing)
+        y_PD = transform.inverse(used(spectrum_PD * self.weight, packing), product)
+        return unpack(y_PD, torch.zeros_like(seen_ND, dtype=y_PD.dtype), packing)

@@ -1,17 +1,22 @@
-"""Spectra along time, the axis that has an order: a filter over the last tokens, and their entropy as a signal."""
+"""A filter along time, the axis that has an order: over the last tokens of a row, in one pass or token by token."""
+
+from typing import TYPE_CHECKING, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chiar.kernels.basis import dct_matrix
-from chiar.kernels.temporal_entropy import channel_directions, channels_of, temporal_entropy
 from chiar.kernels.temporal_filter import temporal_basis, temporal_filter
 from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.derived import DerivedBuffers
-from chiar.layers.lookback import put_back, with_past
+from chiar.layers.operator import Operator
+from chiar.registry import Work
+
+if TYPE_CHECKING:
+    from chiar.config import ChiarConfig
 
 
-class TemporalFilter(DerivedBuffers):
+class TemporalFilter(DerivedBuffers, Operator):
     """A causal filter of each channel over the last W tokens: taps = basis · coefficients, plus one for the token now.
 
     Few low frequencies cannot single out one token, so the weight `now` of the token itself is a parameter of its own.
@@ -20,6 +25,7 @@ class TemporalFilter(DerivedBuffers):
     """
 
     basis_WK: Tensor
+    looks_back = True
 
     def __init__(
         self, width: int, window: int, coefficients: int, initial: float = 1.0, name: str = "temporal"
@@ -31,6 +37,16 @@ class TemporalFilter(DerivedBuffers):
         self.coefficients_KD = nn.Parameter(torch.zeros(coefficients, width))
         self.register_derived()
 
+    @classmethod
+    def build(cls, config: "ChiarConfig") -> Self:
+        sizes = config.hidden_size, config.temporal_window, config.temporal_coefficients
+        return cls(*sizes, initial=float(config.filter_init))
+
+    @staticmethod
+    def flops(config: "ChiarConfig", work: Work) -> dict[str, float]:
+        """Light tokens look back on all, but only they need an output."""
+        return {"temporal": work.share * 2 * config.temporal_window * config.hidden_size}
+
     def derive(self) -> dict[str, Tensor]:
         return {"basis_WK": temporal_basis(self.window, self.number)}
 
@@ -40,7 +56,14 @@ class TemporalFilter(DerivedBuffers):
         taps_WD = (self.basis_WK[..., None] * self.coefficients_KD.to(dtype)).sum(1)
         return torch.cat([taps_WD[:1] + self.now_D.to(dtype), taps_WD[1:]])
 
-    def forward(self, x_BTD: Tensor, context: TokenContext, memory: LayerMemory | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        context: TokenContext,
+        key_BT: Tensor | None = None,
+        memory: LayerMemory | None = None,
+        only_keys: bool = False,
+    ) -> Tensor:
         device = x_BTD.device.type
         if torch.is_autocast_enabled(device):  # as a linear map would: half the traffic
             x_BTD = x_BTD.to(torch.get_autocast_dtype(device))
@@ -61,39 +84,46 @@ class TemporalSublayer(nn.Module):
 
     def forward(self, x_BTD: Tensor, context: TokenContext, memory: LayerMemory | None) -> Tensor:
         if self.pre_norm:
-            return x_BTD + self.filter(self.norm(x_BTD), context, memory)
-        return self.norm(x_BTD + self.filter(x_BTD, context, memory))
+            return x_BTD + self.filter(self.norm(x_BTD), context, memory=memory)
+        return self.norm(x_BTD + self.filter(x_BTD, context, memory=memory))
 
 
-class TemporalSignal(DerivedBuffers):
-    """Temporal spectral entropy of the states a layer reads, in fp32; the same directions in every layer.
+def with_past(x_BTC: Tensor, reach: int, real_BT: Tensor | None, memory: LayerMemory | None, name: str) -> Tensor:
+    """The last `reach` real tokens stored under `name` (zeros where there were none), then the real ones of x in order,
+    (B, reach + T, C); padding goes behind them, so that no real token looks back on it. `put_back` undoes the order.
 
-    Before the first token there are zeros: the start of a text is an abrupt event, and its H is high.
+    The memory then holds the last `reach` real tokens, at the place where it held the ones before.
     """
+    T = x_BTC.shape[1]
+    if real_BT is not None and T > 1:
+        order_BT = (~real_BT).int().argsort(dim=1, stable=True)
+        x_BTC = x_BTC.gather(1, order_BT[..., None].expand_as(x_BTC))
+    past_BRC = None if memory is None else memory.get(name)
+    if past_BRC is None:
+        line_BSC = F.pad(x_BTC, (0, 0, reach, 0))
+    else:
+        line_BSC = torch.cat([past_BRC.to(x_BTC.dtype), x_BTC], dim=1)
+    if memory is not None:
+        memory.put(name, last_real(line_BSC, reach, real_BT))
+    return line_BSC
 
-    directions_DC: Tensor
-    dct_WW: Tensor
 
-    def __init__(self, width: int, window: int, channels: int, seed: int) -> None:
-        super().__init__()
-        self.width, self.window, self.channels, self.seed = width, window, channels, seed
-        self.register_derived()
+def last_real(line_BSC: Tensor, reach: int, real_BT: Tensor | None) -> Tensor:
+    """The last `reach` real tokens of each row."""
+    T = line_BSC.shape[1] - reach
+    if real_BT is None:
+        return line_BSC[:, T:]
+    if T == 1:
+        return torch.where(real_BT[..., None], line_BSC[:, 1:], line_BSC[:, :-1])
+    place_BR = real_BT.sum(1, keepdim=True) + torch.arange(reach, device=line_BSC.device)
+    return line_BSC.gather(1, place_BR[..., None].expand(-1, -1, line_BSC.shape[2]))
 
-    def derive(self) -> dict[str, Tensor]:
-        directions_DC = channel_directions(self.width, self.channels, self.seed)
-        return {"directions_DC": directions_DC, "dct_WW": dct_matrix(self.window)}
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        real_BT: Tensor | None = None,
-        memory: LayerMemory | None = None,
-        eps: float = 0.0,
-        dc_weight: float = 1.0,
-    ) -> Tensor:
-        """H of each token, (B, T)."""
-        x_BTD = x_BTD.to(self.directions_DC.dtype)
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            channels_BTC = channels_of(x_BTD, self.directions_DC)
-            line_BSC = with_past(channels_BTC, self.window - 1, real_BT, memory, "signal")
-            return put_back(temporal_entropy(line_BSC, self.dct_WW, eps, dc_weight), real_BT)
+def put_back(y_BTC: Tensor, real_BT: Tensor | None) -> Tensor:
+    """Each real token's output at its own place again, (B, T, …); padding gets that of some other token."""
+    if real_BT is None or y_BTC.shape[1] == 1:
+        return y_BTC
+    place_BT = (real_BT.cumsum(1) - 1).clamp_min(0)
+    if y_BTC.ndim == 2:
+        return y_BTC.gather(1, place_BT)
+    return y_BTC.gather(1, place_BT[..., None].expand_as(y_BTC))

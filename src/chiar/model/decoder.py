@@ -1,6 +1,7 @@
 """The decoder: embedding, layers, final norm. Read this first."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,25 +15,28 @@ from transformers.utils import logging
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, refuse_misspelt
 from chiar.layers.block import Block, LayerOutput, make_norm
+from chiar.layers.collapse import collapse_loss
 from chiar.layers.context import LayerMemory, TokenContext
 from chiar.layers.derived import DerivedBuffers
-from chiar.layers.groups import Groups
-from chiar.layers.light import SpectralWeights
-from chiar.layers.meta_router import Gate, MetaRouter
+from chiar.layers.gate import BIAS, Gate, MetaRouter
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.router_state import RouterState
-from chiar.layers.routers import EntropyRouter, Route
+from chiar.layers.routers import EntropyRouter
 from chiar.layers.sparse import sparse_pays
 from chiar.layers.spectral import SpectralBasis, SpectralFilter
 from chiar.layers.temporal import TemporalFilter
 from chiar.model.cache import ChiarCache, check_cache
-from chiar.model.inputs import begin_stream, check_routes, check_tokens, make_context
+from chiar.model.inputs import check_routes, check_tokens, make_context
 from chiar.model.outputs import ChiarModelOutput
-from chiar.routing.budget import budget_loss
-from chiar.routing.collapse import collapse_loss
-from chiar.routing.trace import LayerTrace, RoutingTrace, trace_layer
+from chiar.model.trace import RoutingTrace, trace_layer
 
 logger = logging.get_logger(__name__)
+EMBEDDING_EPS = 1e-10
+"""Far below the mean square embeddings begin with (4e-4): only a token whose embedding is 0 notices it."""
+RunLayer = Callable[
+    [nn.Module, MetaRouter | None, Any, TokenContext, LayerMemory | None, Tensor | None], tuple[Any, LayerOutput]
+]
+"""From a layer, its gate, the stream, context, memory and forced routes to the next stream and what the layer did."""
 
 
 class ChiarPreTrainedModel(PreTrainedModel):
@@ -41,6 +45,8 @@ class ChiarPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _keep_in_fp32_modules_strict = ["router_state"]  # noqa: RUF012
+    # Saved by experiments that are gone; nothing depends on them.
+    _keys_to_ignore_on_load_unexpected = [r"router_state\.(spread_L|progress)"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
         """N(0, 0.02), biases 0, norms 1, light filters `filter_init`, those in every layer 0; derived buffers are
@@ -53,7 +59,7 @@ class ChiarPreTrainedModel(PreTrainedModel):
                 module.rebuild()
         elif isinstance(module, Gate) and self.config.gate_init == "biased":
             init.zeros_(module.weight)
-            init.constant_(module.bias, self.config.gate_bias)
+            init.constant_(module.bias, BIAS)
         elif isinstance(module, nn.Linear):
             init.normal_(module.weight, mean=0.0, std=std)
             if module.bias is not None:
@@ -69,8 +75,6 @@ class ChiarPreTrainedModel(PreTrainedModel):
             init.constant_(module.weight, self.config.filter_init)
         elif isinstance(module, RBFMixing):
             init.normal_(module.omega_Dm, std=module.std)
-        elif isinstance(module, SpectralWeights):
-            init.constant_(module.raw_D, module.FIRST)
         elif isinstance(module, DerivedBuffers):
             module.rebuild()
             if isinstance(module, TemporalFilter):
@@ -106,7 +110,7 @@ class ChiarModel(ChiarPreTrainedModel):
             MetaRouter(config.hidden_size, config.gate_pool, config.gate_skip_below) if config.meta_router else None
         )
         self.layers = nn.ModuleList(Block(config, i) for i in range(len(config.layer_types)))
-        self.router_state = RouterState(config) if config.has_router_state else None
+        self.router_state = RouterState(config) if config.follows_quantile else None
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -131,19 +135,46 @@ class ChiarModel(ChiarPreTrainedModel):
                 router.values = values
                 router.rebuild()
 
-    def set_progress(self, share: float) -> None:
-        """Say what share of training is done, for routers that go from soft to hard or settle; saved with the weights.
-        It never falls: a model that is trained again stays hard and settled."""
-        if self.router_state is not None:
-            self.router_state.progress.clamp_(min=share)
-
     def layer_contexts(self, context: TokenContext) -> list[TokenContext]:
-        """The context of each layer: a routed one's has its part of the routers' state."""
+        """The context of each layer: a routed one's has the threshold it followed."""
         contexts = [context] * len(self.layers)
         if self.router_state is not None:
-            for layer, state in zip(self.config.routed_layers, self.router_state.of_layers(), strict=True):
-                contexts[layer] = replace(context, router_state=state)
+            for layer, threshold in zip(self.config.routed_layers, self.router_state.of_layers(), strict=True):
+                contexts[layer] = replace(context, threshold=threshold)
         return contexts
+
+    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, positions_BT: Tensor) -> Tensor:
+        """What the first layer reads."""
+        x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.embed_positions is not None:
+            x_BTD = x_BTD + self.embed_positions(positions_BT)
+        return F.dropout(self.begin_stream(x_BTD), self.config.dropout, self.training)
+
+    def begin_stream(self, x_BTD: Tensor) -> Tensor:
+        """Embedded tokens as the residual stream begins with them."""
+        config = self.config
+        return F.rms_norm(x_BTD, (config.hidden_size,), eps=EMBEDDING_EPS) if config.embedding_norm else x_BTD
+
+    def run_layers(
+        self,
+        stream: Any,
+        contexts: list[TokenContext],
+        cache: ChiarCache | None,
+        forced: dict[int, Tensor],
+        run: RunLayer,
+        hidden: list[Any] | None = None,
+    ) -> tuple[Any, list[LayerOutput]]:
+        """All layers in order; `run` runs one of them. `stream` is what goes from layer to layer; `hidden` collects it.
+        The outputs hold what layers did, not their states, which nobody needs any more."""
+        outputs = []
+        for i, layer in enumerate(self.layers):
+            if hidden is not None:
+                hidden.append(stream)
+            gate = self.meta_router if i == 0 else None
+            memory = None if cache is None else cache.layers[i]
+            stream, done = run(layer, gate, stream, contexts[i], memory, forced.get(i))
+            outputs.append(done)
+        return stream, outputs
 
     def forward(
         self,
@@ -181,84 +212,51 @@ class ChiarModel(ChiarPreTrainedModel):
             if self.training and torch.is_grad_enabled():
                 self._check_cache_has_gradients()
         check_tokens(input_ids, inputs_embeds, self.embed_tokens.num_embeddings)
-        x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        assert given is not None
         if past_key_values is not None:
-            past_key_values.check_rows(len(x_BTD))
+            past_key_values.check_rows(len(given))
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        context = make_context(config, self.basis.transform(), x_BTD, input_ids, attention_mask, position_ids, past)
+        context = make_context(config, self.basis.transform(), given, input_ids, attention_mask, position_ids, past)
         context.keep_entropy = output_routing
+        check_routes(forced_routes, config, tuple(given.shape[:2]))
+        x_BTD = self.embed(input_ids, inputs_embeds, context.positions_BT)
         # Sparse execution reads no stored keys. It can fill a cache, but one token alone has nothing to leave out.
         continues = past_key_values is not None and (past > 0 or x_BTD.shape[1] == 1)
         context.sparse = self._runs_sparse(context, x_BTD) and not continues
-        check_routes(forced_routes, config, tuple(x_BTD.shape[:2]))
-        if self.embed_positions is not None:
-            x_BTD = x_BTD + self.embed_positions(context.positions_BT)
-        x_BTD = begin_stream(config, x_BTD)
-        x_BTD = F.dropout(x_BTD, config.dropout, self.training)
 
         keep_hidden = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         keep_attentions = config.output_attentions if output_attentions is None else output_attentions
         if keep_attentions and context.attention_implementation != "eager":
             raise InputError("attention weights are only kept with attn_implementation='eager'.")
-        hidden_states, attentions, routes, traces = [], [], [], []
-        gate_BT1 = None
-        contexts, groups = self.layer_contexts(context), Groups(config)
-        for i, layer in enumerate(self.layers):
-            if keep_hidden:
-                hidden_states.append(x_BTD)
-            memory = None if past_key_values is None else past_key_values.layers[i]
-            forced_BT = None if forced_routes is None else forced_routes.get(i)
-            run = self._run_gated if i == 0 and self.meta_router is not None else self._run
-            done = run(layer, x_BTD, groups.context(i, contexts[i]), memory, forced_BT)
-            x_BTD = done.y_BTD
-            gate_BT1 = done.gate_BT1 if i == 0 else gate_BT1
-            if keep_attentions:
-                attentions.append(done.attention_weights)
-            if done.route is not None:
-                routes.append(done.route)
-                groups.took(i, done.route)
-            if output_routing:
-                traces.append(trace_layer(i, layer, done, contexts[i].router_state))
+        hidden_states: list[Tensor] | None = [] if keep_hidden else None
+        contexts = self.layer_contexts(context)
+        x_BTD, done = self.run_layers(
+            x_BTD, contexts, past_key_values, forced_routes or {}, self._run_layer, hidden_states
+        )
+        routes = [layer.route for layer in done if layer.route is not None]
         if self.router_state is not None and self.training:
-            scores = [(r.score_BT, r.counted_BT) for r in routes if r.score_BT is not None]
-            self.router_state.follow([score_BT for score_BT, _ in scores], [counted_BT for _, counted_BT in scores])
+            scores = [route.score_BT for route in routes if route.score_BT is not None]
+            self.router_state.follow(scores, context.real_BT)
         x_BTD = self.norm(x_BTD)
-        if keep_hidden:
+        if hidden_states is not None:
             hidden_states.append(x_BTD)
         if past_key_values is not None:
             past_key_values.seen += x_BTD.shape[1]
         output = ChiarModelOutput(
             last_hidden_state=x_BTD,
             past_key_values=past_key_values,
-            hidden_states=tuple(hidden_states) if keep_hidden else None,
-            attentions=tuple(attentions) if keep_attentions else None,
-            routing=self._trace(traces, context) if output_routing else None,
-            routing_loss=self._routing_loss(routes, context.real_BT),
+            hidden_states=None if hidden_states is None else tuple(hidden_states),
+            attentions=tuple(layer.attention_weights for layer in done) if keep_attentions else None,
+            routing=self._trace(done, contexts) if output_routing else None,
+            routing_loss=collapse_loss(routes, context.real_BT, config.collapse_regulariser),
             routes=tuple(routes) if output_routes else None,
-            gate_BT1=gate_BT1 if output_routes else None,
+            gate_BT1=done[0].gate_BT1 if output_routes else None,
         )
         return output if return_dict is not False else output.to_tuple()
 
-    def _routing_loss(self, routes: list[Route], real_BT: Tensor | None) -> Tensor | None:
-        """What the configuration asks of the routes beside the task, added up."""
-        config: ChiarConfig = self.config
-        losses = [
-            collapse_loss(routes, real_BT, config.collapse_regulariser),
-            budget_loss(routes, real_BT, config.layer_fractions(), config.budget_weight),
-        ]
-        benefits = [route.benefit_loss for route in routes if route.benefit_loss is not None]
-        if benefits:
-            losses.append(config.benefit_weight * torch.stack(benefits).mean())
-        asked = [loss for loss in losses if loss is not None]
-        return sum(asked[1:], asked[0]) if asked else None
-
     def _check_cache_has_gradients(self) -> None:
         config: ChiarConfig = self.config
-        if config.keys == "routed" and config.trains_densely:
-            raise InputError(
-                f"{config.trains_densely} needs attention's output for light tokens too, and under keys='routed' a "
-                "cache has none: train with use_cache=False."
-            )
         if config.keys == "routed" and config.routing == "hard" and config.hard_estimator == "both":
             raise InputError(
                 "hard_estimator='both' trains the router with attention's output for light tokens too, and under "
@@ -273,8 +271,6 @@ class ChiarModel(ChiarPreTrainedModel):
         obstacle = None
         if self.training and config.dropout > 0:
             obstacle = "it has no dropout of attention weights: set dropout=0.0"
-        elif self.training and config.trains_densely:
-            obstacle = f"in training {config.trains_densely} needs every operator's output: set it to 0"
         elif context.attention_implementation == "eager":
             obstacle = "it keeps no attention weights: leave attn_implementation at sdpa"
         if obstacle and config.execution == "sparse":
@@ -282,43 +278,31 @@ class ChiarModel(ChiarPreTrainedModel):
         pays = config.execution == "sparse" or sparse_pays(x_BTD, config.keys)
         return obstacle is None and config.can_run_sparse and pays
 
-    def _run(
+    def _run_layer(
         self,
         layer: nn.Module,
+        gate: MetaRouter | None,
         x_BTD: Tensor,
         context: TokenContext,
         memory: LayerMemory | None,
         forced_BT: Tensor | None,
-    ) -> LayerOutput:
+    ) -> tuple[Tensor, LayerOutput]:
         # What the last layer keeps, the backward pass needs first: computing it again would free nothing for long.
         if self.gradient_checkpointing and self.training and layer is not self.layers[-1]:
-            return self._gradient_checkpointing_func(layer.__call__, x_BTD, context, memory, forced_BT)
-        return layer(x_BTD, context, memory, forced_BT)
+            args = layer, gate, x_BTD, context, memory, forced_BT
+            (y_BTD, more_BTD), done = self._gradient_checkpointing_func(run_layer, *args)
+        else:
+            (y_BTD, more_BTD), done = run_layer(layer, gate, x_BTD, context, memory, forced_BT)
+        return y_BTD if more_BTD is None else y_BTD + more_BTD, done
 
-    def _run_gated(
-        self,
-        layer: nn.Module,
-        x_BTD: Tensor,
-        context: TokenContext,
-        memory: LayerMemory | None,
-        forced_BT: Tensor | None,
-    ) -> LayerOutput:
-        """Layer 1 under the MetaRouter: g · layer(x) + (1 − g) · x."""
-        assert self.meta_router is not None
-        gate_BT1 = self.meta_router(x_BTD, context, memory)
-        unseen = not (context.keep_entropy or (layer.looks_back and memory is not None))
-        if unseen and self.meta_router.shut(gate_BT1):
-            return LayerOutput(x_BTD, gate_BT1=gate_BT1)
-        output = self._run(layer, x_BTD, context, memory, forced_BT)
-        gate = gate_BT1.to(x_BTD.dtype)
-        return replace(output, y_BTD=gate * output.y_BTD + (1 - gate) * x_BTD, gate_BT1=gate_BT1)
-
-    def _trace(self, traces: list[LayerTrace], context: TokenContext) -> RoutingTrace:
-        real_BT = context.real_BT
+    def _trace(self, outputs: list[LayerOutput], contexts: list[TokenContext]) -> RoutingTrace:
+        real_BT, shape = contexts[0].real_BT, contexts[0].positions_BT
+        layers = zip(self.layers, outputs, contexts, strict=True)
+        traces = [trace_layer(i, *layer) for i, layer in enumerate(layers)]
         if real_BT is None:
-            real_BT = torch.ones_like(traces[0].choice_BT, dtype=torch.bool)
+            real_BT = torch.ones_like(shape, dtype=torch.bool)
         pool = self.config.gate_pool if self.meta_router is not None else None
-        return RoutingTrace(traces, real_BT, context.token_ids_BT, pool)
+        return RoutingTrace(traces, real_BT, contexts[0].token_ids_BT, pool)
 
     def check_gate_can_generate(self) -> None:
         """Tokens decoded one by one cannot know a mean over tokens that are not there yet."""
@@ -329,3 +313,24 @@ class ChiarModel(ChiarPreTrainedModel):
                 "not defined: set config.gate_generation='prefill' to freeze the gate at the prompt, or train with "
                 "gate_pool='causal'."
             )
+
+
+def run_layer(
+    layer: nn.Module,
+    gate: MetaRouter | None,
+    x_BTD: Tensor,
+    context: TokenContext,
+    memory: LayerMemory | None,
+    forced_BT: Tensor | None,
+) -> tuple[tuple[Tensor, Tensor | None], LayerOutput]:
+    """One layer, as one or two summands; layer 1 under the MetaRouter: g · layer(x) + (1 − g) · x (Eq. 5)."""
+    if gate is None:
+        return layer(x_BTD, context, memory, forced_BT)
+    gate_BT1 = gate(x_BTD, context, memory)
+    unseen = not (context.keep_entropy or (layer.looks_back and memory is not None))
+    if unseen and gate.shut(gate_BT1):
+        return (x_BTD, None), LayerOutput(gate_BT1=gate_BT1)
+    (y_BTD, more_BTD), done = layer(x_BTD, context, memory, forced_BT)
+    y_BTD = y_BTD if more_BTD is None else y_BTD + more_BTD
+    gate_now_BT1 = gate_BT1.to(x_BTD.dtype)
+    return (gate_now_BT1 * y_BTD, (1 - gate_now_BT1) * x_BTD), replace(done, gate_BT1=gate_BT1)

@@ -14,12 +14,12 @@ from transformers.utils import logging
 
 from chiar.errors import first_line
 from chiar.layers.attention import compute_rotary_tables
+from chiar.layers.block import LayerOutput
 from chiar.layers.context import LayerMemory, TokenContext
-from chiar.layers.groups import Groups
-from chiar.layers.meta_router import MetaRouter
-from chiar.layers.routers import Route
+from chiar.layers.gate import MetaRouter
 from chiar.model.cache import ChiarCache
-from chiar.model.inputs import begin_stream, check_routes, check_tokens, place_tokens
+from chiar.model.decoder import run_layer
+from chiar.model.inputs import check_routes, check_tokens, place_tokens
 
 Rope = tuple[Tensor, Tensor]
 logger = logging.get_logger(__name__)
@@ -71,7 +71,7 @@ class FastDecoder:
     def __init__(self, compile: bool = False, graph: bool | None = None) -> None:
         self.compile, self.graph = compile, graph
         compiled = torch.compile(dynamic=False) if compile else lambda function: function
-        self.enter, self.run_layer, self.leave = compiled(enter), compiled(run_layer), compiled(leave)
+        self.enter, self.step_layer, self.leave = compiled(enter), compiled(step_layer), compiled(leave)
         self.inputs: Inputs | None = None
         self.captured: Captured | None = None
         self.prepared: tuple[Any, ...] | None = None
@@ -180,19 +180,25 @@ class FastDecoder:
             rope=rope,
             room_is_made=True,
         )
-        more_B1D, contexts = None, model.layer_contexts(context)
-        groups = Groups(model.config)
         with many_graphs() if self.compile else nullcontext():
-            for i, (layer, memory) in enumerate(zip(model.layers, cache.layers, strict=True)):
-                if self.compile:
-                    expect_growth(memory)
-                gate = model.meta_router if i == 0 else None
-                x_B1D, more_B1D, _, *chosen = self.run_layer(
-                    layer, gate, x_B1D, more_B1D, groups.context(i, contexts[i]), memory, inputs.forced.get(i)
-                )
-                if chosen[0] is not None:
-                    groups.took(i, Route(*chosen))
-        return self.leave(model.norm, language.lm_head, x_B1D, more_B1D)
+            summands, _ = model.run_layers(
+                (x_B1D, None), model.layer_contexts(context), cache, inputs.forced, self.layer
+            )
+        return self.leave(model.norm, language.lm_head, *summands)
+
+    def layer(
+        self,
+        layer: nn.Module,
+        gate: MetaRouter | None,
+        summands: tuple[Tensor, Tensor | None],
+        context: TokenContext,
+        memory: LayerMemory | None,
+        forced_B1: Tensor | None,
+    ) -> tuple[tuple[Tensor, Tensor | None], LayerOutput]:
+        if self.compile:
+            expect_growth(memory)
+        y_B1D, more_B1D, entropy_B1 = self.step_layer(layer, gate, *summands, context, memory, forced_B1)
+        return (y_B1D, more_B1D), LayerOutput(entropy_BT=entropy_B1)
 
 
 def begin_store(layer: Any, memory: LayerMemory, rows: int) -> None:
@@ -222,42 +228,30 @@ def expect_growth(memory: Any) -> None:
 
 def enter(model: Any, ids_B1: Tensor, positions_B1: Tensor) -> tuple[Tensor, Rope | None]:
     """Embedded tokens, and RoPE's tables for all layers."""
-    config, x_B1D = model.config, model.embed_tokens(ids_B1)
-    if model.embed_positions is not None:
-        return begin_stream(config, x_B1D + model.embed_positions(positions_B1)), None
-    return begin_stream(config, x_B1D), compute_rotary_tables(positions_B1, config.head_size, config.rope_base)
+    config, x_B1D = model.config, model.embed(ids_B1, None, positions_B1)
+    if config.positions == "learned":
+        return x_B1D, None
+    return x_B1D, compute_rotary_tables(positions_B1, config.head_size, config.rope_base)
 
 
-def run_layer(
+def step_layer(
     layer: nn.Module,
     gate: MetaRouter | None,
     x_B1D: Tensor,
     more_B1D: Tensor | None,
     context: TokenContext,
-    memory: LayerMemory,
+    memory: LayerMemory | None,
     forced_B1: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """A layer's output, the H its router read (returned, so that forced routes do not let a compiler drop it), and
-    its choice, weights and probabilities where others of a group are told of them.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A layer's output, and the H its router read: returned, so that forced routes do not let a compiler drop it.
 
     Compiled, states go from layer to layer as two summands where they are a sum: adding them is then no kernel of its
     own, but part of the next layer's norm.
     """
-    x_B1D = add(x_B1D, more_B1D)
-    done = layer(x_B1D, context, memory, forced_B1)
-    beside = done.entropy_BT, None, None, None
-    if layer.in_group:
-        route = done.route
-        beside = done.entropy_BT, route.choice_BT, route.weights_BTK, route.probabilities_BTK
-    if gate is None and done.summands is not None and torch.compiler.is_compiling():
-        return *done.summands, *beside
-    if gate is None:
-        return done.y_BTD, None, *beside
-    gate_B11 = gate(x_B1D, context, memory).to(x_B1D.dtype)
-    light_B1D, rest_B1D = gate_B11 * done.y_BTD, (1 - gate_B11) * x_B1D
-    if done.summands is not None and torch.compiler.is_compiling():
-        return light_B1D, rest_B1D, *beside
-    return light_B1D + rest_B1D, None, *beside
+    (y_B1D, rest_B1D), done = run_layer(layer, gate, add(x_B1D, more_B1D), context, memory, forced_B1)
+    if not torch.compiler.is_compiling():
+        y_B1D, rest_B1D = add(y_B1D, rest_B1D), None
+    return y_B1D, rest_B1D, done.entropy_BT
 
 
 def add(x_B1D: Tensor, more_B1D: Tensor | None) -> Tensor:

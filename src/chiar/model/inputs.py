@@ -1,7 +1,6 @@
 """What a user feeds a model, checked and turned into what the layers share."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from chiar.config import ChiarConfig
@@ -9,9 +8,6 @@ from chiar.errors import InputError
 from chiar.kernels.transform import Transform
 from chiar.layers.attention import rotary_tables
 from chiar.layers.context import TokenContext
-
-EMBEDDING_EPS = 1e-10
-"""Far below the mean square embeddings begin with (4e-4): only a token whose embedding is 0 notices it."""
 
 
 def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, vocabulary: int) -> None:
@@ -86,22 +82,17 @@ def place_tokens(
     return positions_BT, None if real_BS is None else real_BS[:, past:]
 
 
-def begin_stream(config: ChiarConfig, x_BTD: Tensor) -> Tensor:
-    """What the first layer reads of embedded tokens."""
-    return F.rms_norm(x_BTD, (config.hidden_size,), eps=EMBEDDING_EPS) if config.embedding_norm else x_BTD
-
-
 def make_context(
     config: ChiarConfig,
     transform: Transform,
-    x_BTD: Tensor,
+    new_BT: Tensor,
     input_ids: Tensor | None,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     past: int,
 ) -> TokenContext:
     """Positions, padding and RoPE's angles for T new tokens after `past` cached ones."""
-    positions_BT, real_BT = place_tokens(config, x_BTD, attention_mask, position_ids, past)
+    positions_BT, real_BT = place_tokens(config, new_BT, attention_mask, position_ids, past)
     alike = position_ids is None and attention_mask is None  # then one row of angles serves all
     rope = config.positions == "rope"
     return TokenContext(

@@ -7,7 +7,7 @@ from transformers.utils import ModelOutput
 
 from chiar.layers.routers import Route
 from chiar.model.cache import ChiarCache
-from chiar.routing.trace import RoutingTrace
+from chiar.model.trace import RoutingTrace
 
 
 @dataclass

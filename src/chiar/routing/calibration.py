@@ -15,7 +15,7 @@ from chiar.files import check_file, new_folder
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import Transform
 from chiar.model.decoder import ChiarModel
-from chiar.model.inputs import begin_stream, check_tokens
+from chiar.model.inputs import check_tokens
 from chiar.model.load import copy_tokenizer
 
 RULES = ("embeddings", "layers")
@@ -233,7 +233,7 @@ def measure(
         inputs = {name: value.to(decoder.device) for name, value in batch.items()}
         if None in seen:
             check_tokens(batch["input_ids"], None, config.vocab_size)
-            x_BTD = begin_stream(config, decoder.embed_tokens(inputs["input_ids"]))
+            x_BTD = decoder.begin_stream(decoder.embed_tokens(inputs["input_ids"]))
             transform = decoder.basis.transform()
             entropy_BT = spectral_entropy(x_BTD, transform, config.entropy_eps, config.entropy_dc_weight)
             mask = inputs.get("attention_mask")

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from chiar.config import ChiarConfig
 from chiar.config_checks import CHOICES
 from chiar.errors import InputError, unknown_name
-from chiar.layers.groups import leads
-from chiar.registry import OPERATORS, ROUTERS
+from chiar.registry import OPERATORS, PARTS, Work, built_in, is_light
 
-PARTS = ("router", "spectral", "temporal", "bypass", "rbf", "projections", "scores", "ffn", "gate", "logits")
 TRANSFORMS = ("gemm", "even_odd", "free")
 """What a transform to or from the basis costs: its whole matrix, the DCT's two halves (as it is run), nothing."""
 
@@ -63,7 +61,7 @@ def count_flops(
     """What routing has to compute when each token runs only its own operator.
 
     `shares` are what a trace measured, or `operator_shares` of an f; its default when not given. `transform` is one of
-    TRANSFORMS. The filter Cᵀ diag(w) C costs one transform, folded (`coordinates.fold_filters`).
+    TRANSFORMS. The filter Cᵀ diag(w) C costs two, to the spectrum and back, as it runs.
     """
     if length < 1:
         raise InputError(f"length must be at least 1, got {length}.")
@@ -74,19 +72,18 @@ def count_flops(
     light_ffn = config.light_ffn if light_ffn is None else light_ffn
     shares_of = dict(zip(config.routed_layers, checked_shares(config, shares), strict=True))
 
-    assert config.layer_types is not None and config.operators is not None
+    assert config.layer_types is not None
     costs: list[Cost] = []
     for i, kind in enumerate(config.layer_types):
         runs = shares_of.get(i, {kind: 1.0})
         key_shares = runs if keys == "routed" else {name: float(share > 0) for name, share in runs.items()}
-        ffn_runs = 1.0
-        if kind == "routed" and not light_ffn:
-            ffn_runs = sum(share for name, share in runs.items() if name != config.operators[0])
-        elif kind == "routed" and config.own_ffn and config.routing == "soft":
-            ffn_runs = 2.0
-        router = router_cost(config, transform_cost) if kind == "routed" and leads(config, i) else 0.0
-        visible = {name: visible_pairs(length, runs[name], key_shares[name]) for name in runs}
-        costs += layer_costs(config, i, runs, key_shares, visible, ffn_runs, router, transform_cost)
+        works = {
+            name: Work(share, key_shares[name], visible_pairs(length, share, key_shares[name]), transform_cost)
+            for name, share in runs.items()
+        }
+        apart = kind == "routed" and not light_ffn
+        ffn_runs = sum(share for name, share in runs.items() if not is_light(name)) if apart else 1.0
+        costs += layer_costs(config, i, works, ffn_runs, transform_cost)
     return FlopCount((*costs, *model_costs(config)), length)
 
 
@@ -104,8 +101,6 @@ def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | Non
         if fraction is not None:
             raise InputError("a static router's layers decide f: leave the fraction out.")
         return [{name: float(name == chosen) for name in config.operators} for chosen in config.static_operators or []]
-    if fraction is not None and config.turns:
-        raise InputError(f"layers that take turns decide f, 1/{config.turns}: leave the fraction out.")
     if fraction is None:
         fraction = config.random_fraction if config.router == "random" else config.layer_fractions() or 0.5
     fractions = [fraction] * count if isinstance(fraction, int | float) else list(fraction)
@@ -148,13 +143,13 @@ def route_costs(
     layer, transform_cost = config.routed_layers[0], transform_flops(config, transform)
     result = {}
     for taken in config.operators:
-        runs = {name: float(name == taken) for name in config.operators}
-        gives_keys = dict.fromkeys(runs, 1.0) if keys == "all" else runs
-        visible = {name: visible_pairs(length, runs[name], first[name] if keys == "routed" else 1.0) for name in runs}
-        ffn_runs = 1.0 if light_ffn else float(taken != config.operators[0])
-        router = router_cost(config, transform_cost)
-        costs = layer_costs(config, layer, runs, gives_keys, visible, ffn_runs, router, transform_cost)
-        result[taken] = sum(cost.flops for cost in costs)
+        works = {}
+        for name in config.operators:
+            runs = float(name == taken)
+            pairs = visible_pairs(length, runs, first[name] if keys == "routed" else 1.0)
+            works[name] = Work(runs, 1.0 if keys == "all" else runs, pairs, transform_cost)
+        ffn_runs = 1.0 if light_ffn or not is_light(taken) else 0.0
+        result[taken] = sum(cost.flops for cost in layer_costs(config, layer, works, ffn_runs, transform_cost))
     return result
 
 
@@ -168,20 +163,16 @@ def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
     costs: list[Cost] = []
     for i, kind in enumerate(config.layer_types):
         names = config.operators if kind == "routed" else [kind]
-        every = dict.fromkeys(names, 1.0)
-        ffn_runs = 1
-        if kind == "routed" and (config.own_ffn or not config.light_ffn):
-            ffn_runs = 2 if config.own_ffn else len(names) - 1
-        router = router_cost(config, transform_cost) if kind == "routed" and leads(config, i) else 0.0
-        visible = dict.fromkeys(names, float(length))
-        # As the reference runs it: to the spectrum and back.
-        costs += layer_costs(config, i, every, every, visible, float(ffn_runs), router, 2 * transform_cost)
+        works = dict.fromkeys(names, Work(1.0, 1.0, float(length), transform_cost))
+        apart = kind == "routed" and not config.light_ffn
+        ffn_runs = sum(not is_light(name) for name in names) if apart else 1
+        costs += layer_costs(config, i, works, float(ffn_runs), transform_cost)
     return FlopCount((*costs, *model_costs(config)), length)
 
 
 def counted_parts() -> tuple[str, ...]:
     """What work is counted under, operators of one's own included."""
-    return *PARTS, *OPERATORS
+    return *PARTS, *(name for name, kind in OPERATORS.items() if not built_in(kind))
 
 
 def visible_pairs(length: int, queries: float, keys: float) -> float:
@@ -200,54 +191,21 @@ def transform_flops(config: ChiarConfig, transform: str) -> float:
     return float(D * D if halved else 2 * D * D)
 
 
-def router_cost(config: ChiarConfig, transform_cost: float) -> float:
-    D, flops = config.hidden_size, 0.0
-    reads_entropy = config.router_reads_entropy
-    if config.router in ROUTERS:
-        flops += ROUTERS[config.router].flops(config)
-    if reads_entropy:
-        flops += transform_cost if config.signal == "features" else temporal_signal_flops(config)
-    if config.router == "learned":
-        assert config.operators is not None
-        inputs, hidden, outputs = D + reads_entropy, config.router_hidden, len(config.operators)
-        flops += 2 * hidden * (inputs + outputs) if hidden else 2 * inputs * outputs
-    return flops
-
-
-def temporal_signal_flops(config: ChiarConfig) -> float:
-    """Of one token: its projection on the channels, and the DCT of the window in each of them."""
-    return 2.0 * config.temporal_channels * (config.hidden_size + config.temporal_window**2)
-
-
 def layer_costs(
-    config: ChiarConfig,
-    layer: int,
-    shares: Mapping[str, float],
-    key_shares: Mapping[str, float],
-    visible: dict[str, float],
-    ffn_runs: float,
-    router: float,
-    filter_cost: float,
+    config: ChiarConfig, layer: int, works: Mapping[str, Work], ffn_runs: float, transform_cost: float
 ) -> list[Cost]:
-    """`shares`: tokens an operator runs on; `key_shares`: tokens that give it keys; `visible`: score pairs a token."""
-    D, features = config.hidden_size, config.rbf_features
-    assert config.intermediate_size is not None
-    costs = {"router": router, "ffn": ffn_runs * 4 * D * config.intermediate_size}
-    if "spectral" in shares:
-        costs["spectral"] = shares["spectral"] * filter_cost
-    # Light tokens look back on all, but only they need an output.
-    filtered = shares.get("temporal", 0.0) + float(config.temporal_everywhere)
-    costs["temporal"] = filtered * 2 * config.temporal_window * D
-    costs |= {name: shares[name] * OPERATORS[name].flops(config) for name in shares if name in OPERATORS}
-    if "bypass" in shares:
-        costs["bypass"] = shares["bypass"] * 4 * D * D
-    if "attention" in shares:
-        query, key = shares["attention"], key_shares["attention"]
-        costs["projections"] = query * 4 * D * D + key * 4 * D * D
-        costs["scores"] = visible["attention"] * 4 * D
-    if "rbf" in shares:
-        mapped = max(shares["rbf"], key_shares["rbf"])
-        costs["rbf"] = mapped * 2 * D * features + shares["rbf"] * 4 * features * D + visible["rbf"] * 8 * features
+    """What each operator of a layer has to do, the router, the feed-forward network and a filter for every token."""
+    assert config.intermediate_size is not None and config.layer_types is not None
+    costs = {"ffn": ffn_runs * 4 * config.hidden_size * config.intermediate_size}
+    if config.layer_types[layer] == "routed":
+        kind = config.router_kind
+        costs["router"] = kind.count(config) + (transform_cost if kind.reads_entropy else 0.0)
+    counts = [OPERATORS[name].count(name, config, work) for name, work in works.items()]
+    if config.temporal_everywhere:
+        counts.append(OPERATORS["temporal"].count("temporal", config, Work(1.0, 1.0, 0.0, 0.0)))
+    for count in counts:
+        for part, flops in count.items():
+            costs[part] = costs.get(part, 0.0) + flops
     return [Cost(layer, part, flops) for part, flops in costs.items() if flops]
 
 

@@ -20,8 +20,8 @@ from chiar.routing.flops import TRANSFORMS, Savings, compare_flops, counted_part
 from chiar.visible import visible
 
 if TYPE_CHECKING:  # counting is quick because no model's classes are imported
+    from chiar.model.trace import RoutingTrace
     from chiar.routing.calibration import Calibration
-    from chiar.routing.trace import RoutingTrace
 
 PAPER_TOTAL, PAPER_ATTENTION = "35–40%", "62.5%"
 # Readable without colour (the marks differ) and with either common colour blindness (blue against yellow). All light

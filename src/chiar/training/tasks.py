@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.kernels.linear_cross_entropy import linear_cross_entropy
+from chiar.layers.collapse import mean_over_tokens
 from chiar.layers.routers import one_hot
 from chiar.model.modeling import ChiarForCausalLM, pool_states
-from chiar.routing.collapse import mean_over_tokens
 
 
 @dataclass

@@ -1,9 +1,12 @@
-"""The MetaRouter: a learned gate on layer 1 (the paper's Eq. 4 and 5)."""
+"""The MetaRouter: a learned gate on layer 1 (Eq. 4 and Eq. 5)."""
 
 import torch
 from torch import Tensor, nn
 
 from chiar.layers.context import LayerMemory, TokenContext
+
+BIAS = 2.0
+"""b at first under gate_init="biased": g is then 0.88."""
 
 
 class Gate(nn.Linear):
@@ -11,7 +14,7 @@ class Gate(nn.Linear):
 
 
 class MetaRouter(nn.Module):
-    """g = σ(w_g · x̄ + b); layer 1 gives g · spectral(x) + (1 − g) · x.
+    """Eq. 4: g = σ(w_g · x̄ + b). Eq. 5: layer 1 gives g · spectral(x) + (1 − g) · x.
 
     `pool` says what x̄ averages over: "batch" (the paper) and "sequence" let a token see the future, "batch" also its
     neighbours in the batch; "causal" is the running mean over the row so far. Padding is never counted.

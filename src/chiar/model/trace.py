@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from chiar.errors import InputError, first_line
 from chiar.layers.block import Block, LayerOutput
-from chiar.layers.router_state import LayerState
+from chiar.layers.context import TokenContext
 from chiar.layers.routers import EntropyRouter, Route, one_hot
 
 FORMAT = "chiar-routing-trace/1"
@@ -35,18 +35,18 @@ class LayerTrace:
     thresholds: list[float] | None = None
 
 
-def trace_layer(index: int, layer: nn.Module, output: LayerOutput, state: LayerState | None = None) -> LayerTrace:
+def trace_layer(index: int, layer: nn.Module, output: LayerOutput, context: TokenContext) -> LayerTrace:
     """What `layer` did; a layer without a router sends every token to its one operator."""
     assert isinstance(layer, Block)
     route, gate_BT1, thresholds = output.route, output.gate_BT1, None
     if route is None:
-        choice_BT = torch.zeros(output.y_BTD.shape[:2], dtype=torch.long, device=output.y_BTD.device)
+        choice_BT = torch.zeros_like(context.positions_BT)
         route = Route(choice_BT, one_hot(choice_BT, 1))
     if isinstance(layer.router, EntropyRouter):
         thresholds = list(layer.router.values)
         if layer.router.follows:
-            assert state is not None
-            thresholds = [float(state.threshold)]
+            assert context.threshold is not None
+            thresholds = [float(context.threshold)]
     return LayerTrace(
         index=index,
         kind=layer.kind,

@@ -1,0 +1,92 @@
+"""What an operator is: a dense definition, and how sparse execution runs it on the tokens sent to it."""
+
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor, nn
+
+from chiar.kernels.packing import pack, unpack, used
+from chiar.layers.context import LayerMemory, TokenContext
+from chiar.registry import Work
+
+if TYPE_CHECKING:
+    from chiar.config import ChiarConfig
+    from chiar.layers.sparse import PackedTokens
+    from chiar.layers.sparse_sorted import SortedTokens
+
+
+class Operator(nn.Module):
+    """An operator that may look at other tokens. By default sparse execution runs it on all of them and takes the
+    outputs that were asked for."""
+
+    looks_back = False
+    """Whether it must see every token to keep its memory up."""
+
+    @classmethod
+    def build(cls, config: "ChiarConfig") -> Self:
+        raise NotImplementedError
+
+    @staticmethod
+    def flops(config: "ChiarConfig", work: Work) -> dict[str, float]:
+        """Per token of the text, by part."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        context: TokenContext,
+        key_BT: Tensor | None = None,
+        memory: LayerMemory | None = None,
+        only_keys: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """The definition: the output for every token. `key_BT` marks the tokens that are keys (None: all). With
+        `only_keys` nobody reads the output of other tokens: the memory stores nothing of them, and their output is
+        arbitrary but finite. Eager attention also returns its weights."""
+        raise NotImplementedError
+
+    def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
+        """Where the routes are on the device: of a light operator the outputs of all tokens, (N, D), right where it was
+        chosen; of any other those of the tokens sent to it, packed."""
+        return tokens.run_all(self, name)
+
+    def run_sorted(self, tokens: "SortedTokens", name: str, x_PD: Tensor) -> Tensor:
+        """Where the host knows the routes: the outputs of the P tokens sent to it."""
+        return tokens.taken(tokens.run_all(self, name), name)
+
+
+class TokenOperator(Operator):
+    """An operator that sees one token at a time, so that any selection of tokens will do."""
+
+    def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
+        return run_packed_rows(self, tokens, name)
+
+    def run_sorted(self, tokens: "SortedTokens", name: str, x_PD: Tensor) -> Tensor:
+        output = self(tokens.seen(name, x_PD), tokens.context)
+        assert isinstance(output, Tensor)
+        return output
+
+
+class Adopted(TokenOperator):
+    """A registered operator: any module that maps (…, D) to (…, D). It is held, not owned: its weights keep their
+    names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.held = (module,)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        context: TokenContext,
+        key_BT: Tensor | None = None,
+        memory: LayerMemory | None = None,
+        only_keys: bool = False,
+    ) -> Tensor:
+        return self.held[0](x_BTD)
+
+
+def run_packed_rows(operator: Operator, tokens: "PackedTokens", name: str) -> Tensor:
+    """Of the tokens sent to it alone, packed."""
+    packing, seen_ND = tokens.packing(name), tokens.seen(name)
+    y_PD = used(operator(used(pack(seen_ND, packing), packing), tokens.context), packing)
+    return unpack(y_PD, torch.zeros_like(seen_ND, dtype=y_PD.dtype), packing)
