@@ -178,10 +178,7 @@ DAMAGES = {
         put("norm.weight", torch.full((32,), torch.nan)),
         r"norm\.weight holds values that are not finite",
     ),
-    "odd heads": (
-        lambda data: [put(ROPE.format(i), ODD_HEADS)(data) for i in (1, 2, 3)],
-        r"does not divide the width",
-    ),
+    "odd heads": (lambda data: [put(ROPE.format(i), ODD_HEADS)(data) for i in (1, 2, 3)], r"not divide the width"),
     "no rope": (without(".rope."), r"rope\.inv_freq"),
     "other rope": (
         put(ROPE.format(2), lambda rope: rope * 0.5),
@@ -194,9 +191,8 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", [*DAMAGES, "a list"])
-def test_what_does_not_fit_is_named_and_nothing_is_written(kind, tmp_path):
-    damage, message = DAMAGES.get(kind, (None, "holds a list"))
+@pytest.mark.parametrize(("damage", "message"), [*DAMAGES.values(), (None, "holds a list")], ids=[*DAMAGES, "a list"])
+def test_what_does_not_fit_is_named_and_nothing_is_written(damage, message, tmp_path):
     data = content("threshold") if damage else [1, 2]
     if damage:
         damage(data)
@@ -254,9 +250,25 @@ def test_epsilon_is_the_released_codes():
     assert (found - spectral_entropy(x, make_transform("dct", 32), 0.0, config.entropy_dc_weight)).abs().max() > 1e-3
 
 
-def test_the_routing_a_file_names_cannot_be_overruled(tmp_path):
-    with pytest.raises(InputError, match="the file says 'soft'"):
-        import_checkpoint(GOLDEN / "soft.pt", tmp_path / "model", routing="hard")
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("soft", {"routing": "hard"}, "the file says 'soft'"),
+        ("soft", {"routing": "sooft"}, "the file says 'soft'"),
+        ("classifier", {"classifier_pool": "men"}, "'mean'"),
+        ("classifier", {"routing": "treshold"}, "Did you mean 'threshold'"),
+    ],
+)
+def test_options_a_file_cannot_have(name, options, message, tmp_path):
+    tensors = {
+        **content("threshold")["model"],
+        "classifier.weight": torch.zeros(3, 32),
+        "classifier.bias": torch.zeros(3),
+    }
+    path = GOLDEN / "soft.pt" if name == "soft" else saved(tmp_path, {"model": tensors})
+    with pytest.raises(InputError, match=message):
+        import_checkpoint(path, tmp_path / "model", TAU, **options)
+    assert not (tmp_path / "model").exists()
 
 
 def test_missing_file_and_existing_folder(tmp_path):

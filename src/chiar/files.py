@@ -19,9 +19,10 @@ def check_file(path: Path) -> None:
         raise InputError(f"there is no file {path}.")
 
 
-def check_new(out: Path) -> None:
-    """Raise InputError if something is there already."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+def check_new(out: Path, overwrite: bool = False) -> None:
+    """Raise InputError if something is there already, other than an empty folder or a file that may be replaced."""
+    free = not any(out.iterdir()) if out.is_dir() else overwrite or not out.exists()
+    if not free:
         raise InputError(f"{out} exists already and is left as it is: choose another name or remove it first.")
 
 
@@ -37,8 +38,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def write_new(out: Path, text: str, overwrite: bool = False) -> None:
     """Write a text file, by default only where there is none."""
-    if not overwrite:
-        check_new(out)
+    check_new(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
 

@@ -106,10 +106,6 @@ def convert(
 ) -> Imported:
     """Rename the author's tensors to ours, deriving the sizes from their shapes."""
     notes: list[str] = []
-    if routing not in (None, *CHOICES["routing"]):
-        raise unknown_name("routing", routing, CHOICES["routing"])
-    if classifier_pool not in CHOICES["classifier_pool"]:
-        raise unknown_name("pool", classifier_pool, CHOICES["classifier_pool"])
     tensors = {name.removeprefix("backbone."): value for name, value in tensors.items()}
     heads = {name: tensors.pop(name) for name in list(tensors) if name.startswith("_cls_head_")}
     vocabulary, width = take_shape(tensors, "token_emb.weight", 2)

@@ -108,10 +108,9 @@ def check_can_turn(model: Model) -> None:
         )
     for number, layer in enumerate(model.model.layers, 1):
         assert isinstance(layer, Block)
-        reads = (
-            layer.router is not None and config.router_kind.reads_state and not isinstance(layer.router, LearnedRouter)
-        )
-        if reads or not all(type(operator) in (SpectralFilter, *ENDS) for operator in layer.operators.values()):
+        known = all(type(operator) in (SpectralFilter, *ENDS) for operator in layer.operators.values())
+        own_router = layer.router is not None and not isinstance(layer.router, LearnedRouter)
+        if not known or (own_router and config.router_kind.reads_state):
             raise InputError(
                 "a model with an operator of your own, or a router of your own that reads states, has no spectral "
                 "coordinates: nobody knows how to rotate its weights."

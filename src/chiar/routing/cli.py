@@ -12,13 +12,6 @@ from chiar.files import check_new
 Tokenizer = Annotated[Path | None, typer.Option(metavar="FOLDER", help="If the model folder has none.")]
 
 
-def check_writable(overwrite: bool, *outs: Path | None) -> None:
-    """Before any work: refuse what exists, unless it is to be replaced or printed."""
-    for out in outs:
-        if out is not None and str(out) != "-" and not (overwrite and out.is_file()):
-            check_new(out)
-
-
 def flops(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset or a model folder.")],
     length: Annotated[str, typer.Option(help="Sequence length T; several separated by commas sweep.")] = "256",
@@ -81,8 +74,10 @@ def calibrate(
         raise InputError("--apply-to needs --out: the calibrated model goes to a new folder.")
     if apply_to is not None and rule != "embeddings":
         raise InputError("--apply-to goes with --rule embeddings: per-layer thresholds belong to the model measured.")
-    check_writable(overwrite, json)
-    check_writable(False, out)
+    if json is not None and str(json) != "-":
+        check_new(json, overwrite)
+    if out is not None:
+        check_new(out)
     measured, folder = load_model(resolve_model(model)[0])
     if data is not None:
         corpus = Corpus.open(data)
@@ -128,7 +123,9 @@ def trace(
 
     if str(json) == str(csv) == "-":
         raise InputError("--json - and --csv - would both print: give one of them a file.")
-    check_writable(overwrite, json, csv)
+    for out in (json, csv):
+        if out is not None and str(out) != "-":
+            check_new(out, overwrite)
     routed = route_text(model, prompt, tokenizer, seed)
     if json is not None:
         write_json(json, routed.trace.to_json(), overwrite)
