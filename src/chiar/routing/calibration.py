@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, first_line, unknown_name
@@ -287,6 +288,7 @@ def read_thresholds(path: Path, target: ChiarConfig) -> list:
 def save_calibrated(model: Any, found: Calibration, out: Path, tokenizers: Iterable[Path | None]) -> None:
     """The model with its new thresholds as a new folder, with what they were taken from and the first tokenizer."""
     model.model.set_thresholds(found.thresholds(len(model.config.routed_layers)))
+    logging.disable_progress_bar()
     with new_folder(out) as aside:
         model.save_pretrained(aside)
         (aside / "calibration.json").write_text(to_json(found, model.config), encoding="utf-8")

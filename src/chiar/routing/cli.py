@@ -1,5 +1,7 @@
 """The commands `flops`, `calibrate` and `trace`."""
 
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -61,12 +63,13 @@ def calibrate(
 ) -> None:
     """Measure the entropies a model produces and set the routing thresholds from them."""
     import numpy as np
+    from rich.progress import Progress
 
     from chiar.data.shards import Corpus
     from chiar.data.tokens import batches, encode, read_text_file, read_token_file
     from chiar.model.load import check_tokenizer, load_model, resolve_model
     from chiar.routing.calibration import calibrate, check_comparable, save_calibrated, to_json
-    from chiar.routing.tables import calibration_table, reading_tokens
+    from chiar.routing.tables import calibration_table
 
     if [text_file, token_file, data].count(None) != 2:
         raise InputError("give the stream to calibrate on as exactly one of --text-file, --token-file and --data.")
@@ -96,8 +99,10 @@ def calibrate(
     if out is not None and not target.config.routed_layers:
         raise InputError("the model to write has no routed layers: name one that has with --apply-to.")
     stream = batches(ids, rows, length, batch)
-    with reading_tokens() as progress:
-        found = calibrate(measured, stream, rule, fraction, target, progress=progress)
+    with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("reading tokens", total=None)
+        advance = partial(bar.advance, task)
+        found = calibrate(measured, stream, rule, fraction, target, progress=advance)
     if str(json) != "-":
         show(calibration_table(found, model))
         if not found.converged:

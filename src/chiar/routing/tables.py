@@ -2,15 +2,11 @@
 
 import csv
 import io
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -120,14 +116,6 @@ def flop_tables(name: str, config: ChiarConfig, records: list[dict[str, Any]]) -
             percent(record["attention_share_of_baseline"]),
         )
     return [parts, routes, lengths] if routes.row_count else [parts, lengths]
-
-
-@contextmanager
-def reading_tokens() -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal."""
-    with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("reading tokens", total=None)
-        yield lambda tokens: bar.advance(task, tokens)
 
 
 def calibration_table(found: "Calibration", name: str) -> Table:
