@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from chiar import ChiarForCausalLM, RoutingTrace
 from chiar.cli import app, main
@@ -165,6 +166,8 @@ def test_trace_shows_and_stores_routes(tmp_path):
     for option in ("--json", "--csv"):
         assert "exists already" in refused("trace", "v3-tiny", "--prompt", "x", option, stored)
     accepted("trace", "v3-tiny", "--prompt", "x", "--json", stored, "--overwrite")
+    both = ["trace", "v3-tiny", "--prompt", "x", "--json", "-", "--csv", str(tmp_path / "more.csv")]
+    assert CliRunner().invoke(app, both).stdout == stored.read_text() + "\n"
     assert RoutingTrace.from_json(stored.read_text()).token_ids_BT.tolist() == [list(b"x")]
 
 

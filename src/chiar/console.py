@@ -38,7 +38,7 @@ def write_json(out: Path, text: str, overwrite: bool = False) -> None:
         typer.echo(text)
         return
     write_new(out, text, overwrite)
-    typer.echo(f"wrote {out}")
+    typer.echo(f"wrote {out}", err=True)  # what is printed may be another file's content, for another program
 
 
 def guarded(command: Callable[[], Any]) -> None:
