@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -60,32 +61,25 @@ def test_logits_entropies_and_routes_equal_the_authors(name, tmp_path):
 @pytest.mark.parametrize("name", META)
 def test_the_independent_transcription_agrees_with_the_author_too(name):
     """Both witnesses of test_against_transcription are tied to the same numbers."""
-    tensors = {key: value.double().numpy() for key, value in content(name)["model"].items()}
-    layers = META[name]["n_layers"]
-    weights = {"token_emb": tensors["token_emb.weight"]}
-    renames = {"dct_mix.norm": "spectral_norm", "attn.qkv": "attention.qkv", "attn.out_proj": "attention.out"}
-    renames |= {"attn.norm": "attention_norm", "ffn.0": "ffn.up", "ffn.3": "ffn.down", "ffn_norm": "ffn_norm"}
-    renames |= {"router.gate_proj": "router"}
-    for key, value in tensors.items():
-        stem, _, part = key.rpartition(".")
-        if key.startswith("layers."):
-            _, i, rest = stem.split(".", 2)
-            if rest == "dct_mix":
-                weights[f"{i}.filter"] = 2 * value
-            elif rest in renames:
-                weights[f"{i}.{renames[rest]}.{part}"] = value
-        elif stem.startswith("attns."):
-            _, i, rest = (stem + ".").split(".", 2)
-            weights[f"{i}.{renames.get('attn.' + rest.rstrip('.'), rest)}.{part}"] = value
-        elif stem.startswith("ffns."):
-            _, i, rest = stem.split(".")
-            weights[f"{i}.{renames['ffn.' + rest]}.{part}"] = value
-        elif stem.startswith("ffn_norms."):
-            weights[f"{stem.split('.')[1]}.ffn_norm.{part}"] = value
-        elif stem == "norm":
-            weights[f"norm.{part}"] = value
-        elif stem == "meta_router.gate_proj":
-            weights[f"gate.{part}"] = value.squeeze()
+    renames = (
+        (r"^(attns|ffns|ffn_norms)\.(\d+)", lambda found: f"layers.{found[2]}.{found[1][:-1]}"),
+        (r"^layers\.(\d+)\.", r"\1."),
+        (r"dct_mix\.w$", "filter"),
+        (r"dct_mix\.norm", "spectral_norm"),
+        (r"attns?\.norm", "attention_norm"),
+        (r"attns?\.(qkv|out)(_proj)?", r"attention.\1"),
+        (r"ffns?\.0", "ffn.up"),
+        (r"ffns?\.3", "ffn.down"),
+        (r"(meta_)?router\.gate_proj", lambda found: "gate" if found[1] else "router"),
+        (r"^token_emb\.weight", "token_emb"),
+    )
+    weights, layers = {}, META[name]["n_layers"]
+    for key, value in content(name)["model"].items():
+        ours = key
+        for pattern, replacement in renames:
+            ours = re.sub(pattern, replacement, ours)
+        scaled = 2 * value if ours.endswith("filter") else value
+        weights[ours] = (scaled.squeeze() if ours.startswith("gate.") else scaled).double().numpy()
     baseline = name == "baseline"
     options = Options(
         layer_types=["attention"] * layers if baseline else ["spectral", "routed", "routed", "attention"],
@@ -149,78 +143,59 @@ def test_classifier_file(name, tmp_path):
     assert torch.allclose(classifier(ids).logits, expected, atol=1e-5)
 
 
-def damage(kind):
-    data = content("threshold")
-    tensors = data["model"]
-    if kind == "missing tensor":
-        del tensors["layers.2.attn.qkv.bias"]
-        return data, r"missing layers\.2\.attn\.qkv\.bias"
-    if kind == "extra tensor":
-        tensors["layers.1.surprise"] = torch.zeros(3)
-        return data, r"unexpected layers\.1\.surprise"
-    if kind == "wrong shape":
-        tensors["layers.0.ffn.0.weight"] = torch.zeros(64, 32)
-        return data, r"layers\.0\.ffn\.0\.weight has shape \(64, 32\), expected \(128, 32\)"
-    if kind == "missing layer":
-        data["model"] = {name: value for name, value in tensors.items() if not name.startswith("layers.1.")}
-        return data, r"nothing of layers\.1"
-    if kind == "untied output":
-        tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
-        return data, r"lm_head\.weight differs"
-    if kind == "no embedding":
-        del tensors["token_emb.weight"]
-        return data, r"missing token_emb\.weight"
-    if kind == "not a tensor":
-        tensors["norm.weight"] = 3
-        return data, r"'norm\.weight' is a int"
-    if kind == "integers":
-        tensors["norm.weight"] = torch.zeros(32, dtype=torch.long)
-        return data, r"norm\.weight has dtype"
-    if kind == "odd heads":
-        for i in (1, 2, 3):
-            tensors[f"layers.{i}.attn.rope.inv_freq"] = 10000.0 ** -(torch.arange(0, 10, 2) / 10)
-        return data, r"does not divide the width"
-    if kind == "no rope":
-        data["model"] = {name: value for name, value in tensors.items() if ".rope." not in name}
-        return data, r"rope\.inv_freq"
-    if kind == "contradiction":
-        data["cfg"]["routing_mode"] = "soft"
-        return data, r"contradicts 'soft'"
-    if kind == "other rope":
-        tensors["layers.2.attn.rope.inv_freq"] *= 0.5
-        return data, r"layers\.2\.attn\.rope\.inv_freq is not RoPE with base 10000"
-    if kind == "rope of no dimension":
-        tensors["layers.1.attn.rope.inv_freq"] = torch.tensor(1.0)
-        return data, r"inv_freq has shape \(\), expected 1 dimensions"
-    if kind == "empty rope":
-        tensors["layers.1.attn.rope.inv_freq"] = torch.zeros(0)
-        return data, r"inv_freq of shape \(0,\) is empty"
-    if kind == "sparse":
-        tensors["norm.weight"] = torch.eye(32).to_sparse()[0]
-        return data, r"norm\.weight is not an ordinary dense tensor"
-    if kind == "terabytes":
-        tensors["token_emb.weight"] = torch.zeros(1).expand(10**11, 32)
-        return data, r"larger than what the file stores"
-    if kind == "not a number":
-        tensors["norm.weight"][3] = float("nan")
-        return data, r"norm\.weight holds values that are not finite"
-    if kind == "far layer":
-        tensors["layers.30000000.x"] = torch.zeros(1)
-        return data, r"nothing of layers\.4"
-    if kind == "a list":
-        return [1, 2], r"holds a list"
-    assert kind == "empty"
-    return {"model": {}}, r"no tensors"
+def without(*parts):
+    def damage(data):
+        data["model"] = {k: v for k, v in data["model"].items() if not any(part in k for part in parts)}
+
+    return damage
 
 
-KINDS = ["missing tensor", "extra tensor", "wrong shape", "missing layer", "untied output", "no embedding"]
-KINDS += ["other rope", "rope of no dimension", "empty rope", "sparse", "terabytes", "not a number", "far layer"]
-KINDS += ["not a tensor", "integers", "odd heads", "no rope", "contradiction", "a list", "empty"]
+def put(name, value):
+    def damage(data):
+        data["model"][name] = value(data["model"].get(name)) if callable(value) else value
+
+    return damage
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_does_not_fit_is_named_and_nothing_is_written(kind, tmp_path):
-    data, message = damage(kind)
+ODD_HEADS = 10000.0 ** -(torch.arange(0, 10, 2) / 10)
+ROPE = "layers.{}.attn.rope.inv_freq"
+DAMAGES = {
+    "missing tensor": (without("layers.2.attn.qkv.bias"), r"missing layers\.2\.attn\.qkv\.bias"),
+    "extra tensor": (put("layers.1.surprise", torch.zeros(3)), r"unexpected layers\.1\.surprise"),
+    "wrong shape": (
+        put("layers.0.ffn.0.weight", torch.zeros(64, 32)),
+        r"layers\.0\.ffn\.0\.weight has shape \(64, 32\), expected \(128, 32\)",
+    ),
+    "missing layer": (without("layers.1."), r"nothing of layers\.1"),
+    "far layer": (put("layers.30000000.x", torch.zeros(1)), r"nothing of layers\.4"),
+    "untied output": (put("lm_head.weight", lambda tied: tied + 1), r"lm_head\.weight differs"),
+    "no embedding": (without("token_emb.weight"), r"missing token_emb\.weight"),
+    "not a tensor": (put("norm.weight", 3), r"'norm\.weight' is a int"),
+    "integers": (put("norm.weight", torch.zeros(32, dtype=torch.long)), r"norm\.weight has dtype"),
+    "sparse": (put("norm.weight", torch.eye(32).to_sparse()[0]), r"norm\.weight is not an ordinary dense tensor"),
+    "terabytes": (put("token_emb.weight", torch.zeros(1).expand(10**11, 32)), r"larger than what the file stores"),
+    "not a number": (
+        put("norm.weight", torch.full((32,), torch.nan)),
+        r"norm\.weight holds values that are not finite",
+    ),
+    "odd heads": (lambda data: [put(ROPE.format(i), ODD_HEADS)(data) for i in (1, 2, 3)], r"not divide the width"),
+    "no rope": (without(".rope."), r"rope\.inv_freq"),
+    "other rope": (
+        put(ROPE.format(2), lambda rope: rope * 0.5),
+        r"layers\.2\.attn\.rope\.inv_freq is not RoPE with base 10000",
+    ),
+    "rope of no dimension": (put(ROPE.format(1), torch.tensor(1.0)), r"shape \(\), expected 1 dimensions"),
+    "empty rope": (put(ROPE.format(1), torch.zeros(0)), r"inv_freq of shape \(0,\) is empty"),
+    "contradiction": (lambda data: data["cfg"].update(routing_mode="soft"), r"contradicts 'soft'"),
+    "empty": (lambda data: data.update(model={}), r"no tensors"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), [*DAMAGES.values(), (None, "holds a list")], ids=[*DAMAGES, "a list"])
+def test_what_does_not_fit_is_named_and_nothing_is_written(damage, message, tmp_path):
+    data = content("threshold") if damage else [1, 2]
+    if damage:
+        damage(data)
     with pytest.raises(InputError, match=message):
         import_checkpoint(saved(tmp_path, data), tmp_path / "out" / "model", tau=TAU)
     assert not (tmp_path / "out").exists()
@@ -275,9 +250,25 @@ def test_epsilon_is_the_released_codes():
     assert (found - spectral_entropy(x, make_transform("dct", 32), 0.0, config.entropy_dc_weight)).abs().max() > 1e-3
 
 
-def test_the_routing_a_file_names_cannot_be_overruled(tmp_path):
-    with pytest.raises(InputError, match="the file says 'soft'"):
-        import_checkpoint(GOLDEN / "soft.pt", tmp_path / "model", routing="hard")
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("soft", {"routing": "hard"}, "the file says 'soft'"),
+        ("soft", {"routing": "sooft"}, "the file says 'soft'"),
+        ("classifier", {"classifier_pool": "men"}, "'mean'"),
+        ("classifier", {"routing": "treshold"}, "Did you mean 'threshold'"),
+    ],
+)
+def test_options_a_file_cannot_have(name, options, message, tmp_path):
+    tensors = {
+        **content("threshold")["model"],
+        "classifier.weight": torch.zeros(3, 32),
+        "classifier.bias": torch.zeros(3),
+    }
+    path = GOLDEN / "soft.pt" if name == "soft" else saved(tmp_path, {"model": tensors})
+    with pytest.raises(InputError, match=message):
+        import_checkpoint(path, tmp_path / "model", TAU, **options)
+    assert not (tmp_path / "model").exists()
 
 
 def test_missing_file_and_existing_folder(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from chiar import ChiarForCausalLM, presets, register_operator, register_router, registry
-from chiar.analysis.flop_tables import flop_json
 from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.explore.steering import ways_to_steer, why_not
@@ -17,6 +16,7 @@ from chiar.layers import sparse
 from chiar.layers.routers import ChoiceRouter
 from chiar.model.coordinates import to_spectral_coordinates
 from chiar.routing.flops import count_flops, operator_shares
+from chiar.routing.tables import flop_records
 from chiar.training import weights
 from commands import run
 
@@ -102,7 +102,7 @@ def test_flops_are_what_was_said(files):
     config = presets.get("v3-tiny", router="even", operators=["scale", "attention"])
     counted = count_flops(config, 16, operator_shares(config, 0.25))
     assert counted.part("router") == 7.0 * len(config.routed_layers)
-    assert '"scale": ' in flop_json(config, [16], 0.25, None, None)
+    assert "scale" in flop_records(config, [16], 0.25, None, None)[0]["chiar"]
     assert counted.part("scale") == 0.75 * config.hidden_size * len(config.routed_layers)
 
 
@@ -137,10 +137,10 @@ def test_the_command_takes_a_plugin(files, tmp_path):
     )  # fmt: skip
     assert code == 0, output
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["router"] == "frequent"
-    code, output = run("--plugin", "words.py", "trace", "run/final", "--text", "abc")
+    code, output = run("--plugin", "words.py", "trace", "run/final", "--prompt", "abc")
     assert code == 0 and "attention" in output
     forget()
-    code, output = run("trace", "run/final", "--text", "abc")
+    code, output = run("trace", "run/final", "--prompt", "abc")
     assert code == 2 and "unknown router 'frequent'" in output and "--plugin" in output
 
 
@@ -253,5 +253,5 @@ def test_a_plugin_that_fails_is_one_sentence(tmp_path, code, message):
     path = tmp_path / "mine.py"
     if code:
         path.write_text(code)
-    exit_code, output = run("--plugin", str(path), "presets")
+    exit_code, output = run("--plugin", str(path), "models")
     assert exit_code == 2 and message in output

@@ -1,4 +1,4 @@
-"""Writing folders so that a failure leaves nothing behind and nothing is overwritten."""
+"""Writing files and folders so that a failure leaves nothing behind and nothing is overwritten unasked."""
 
 import os
 import shutil
@@ -19,11 +19,10 @@ def check_file(path: Path) -> None:
         raise InputError(f"there is no file {path}.")
 
 
-def check_new(out: Path) -> None:
-    """Raise InputError if something is there already."""
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if out.exists():
+def check_new(out: Path, overwrite: bool = False) -> None:
+    """Raise InputError if something is there already, other than an empty folder or a file that may be replaced."""
+    free = not any(out.iterdir()) if out.is_dir() else overwrite or not out.exists()
+    if not free:
         raise InputError(f"{out} exists already and is left as it is: choose another name or remove it first.")
 
 
@@ -37,6 +36,13 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(aside_of(path), path)
 
 
+def write_new(out: Path, text: str, overwrite: bool = False) -> None:
+    """Write a text file, by default only where there is none."""
+    check_new(out, overwrite)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+
+
 def hold(lock: IO[str], busy: str) -> None:
     """Take the lock, or raise InputError. It is held by the process, not by the file: a killed one holds it no more."""
     try:
@@ -47,14 +53,6 @@ def hold(lock: IO[str], busy: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise InputError(busy) from None
-
-
-def write_new(out: Path, text: str, overwrite: bool = False) -> None:
-    """Write a text file, by default only where there is none."""
-    if not overwrite:
-        check_new(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
 
 
 @contextmanager

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from chiar.analysis.trace_picture import distance, draw_routing, mix
-from chiar.analysis.trace_view import RoutedText
 from chiar.layers.context import LIGHT_OPERATORS
-from commands import run
+from chiar.routing.tables import RoutedText, route_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -62,15 +61,6 @@ def test_hostile_text_is_text(lively):
     assert {"</text><script>", "&amp;", "\\x00\\x1b", "⏎⇥", "<b>&\\x07"} <= set(words)
 
 
-def test_the_command(tmp_path):
-    code, output = run("trace", "v3-tiny", "--text", "light & dark", "--picture", tmp_path / "t.svg")
-    assert code == 0 and "wrote" in output
-    assert len(cells(ElementTree.fromstring((tmp_path / "t.svg").read_text()))) == 4 * 12
-    assert "exists already" in run("trace", "v3-tiny", "--text", "x", "--picture", tmp_path / "t.svg")[1]
-    assert "pictures are SVG" in run("trace", "v3-tiny", "--text", "x", "--picture", tmp_path / "t.png")[1]
-
-
 @pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny"])
-def test_other_presets(tmp_path, preset):
-    assert run("trace", preset, "--text", "light", "--picture", tmp_path / "t.svg")[0] == 0
-    ElementTree.fromstring((tmp_path / "t.svg").read_text())
+def test_other_presets(preset):
+    ElementTree.fromstring(draw_routing(route_text(preset, "light", None, 0)))

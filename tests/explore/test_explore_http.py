@@ -12,12 +12,12 @@ import pytest
 import torch
 from page_server import save_model, serving
 
-from chiar.analysis.trace_view import route_text
 from chiar.explore.continuing import Continuation, Wish
 from chiar.explore.limits import MOST_BYTES
 from chiar.explore.pieces import PART
 from chiar.explore.server import FILES, HEADERS
 from chiar.explore.steering import Steering
+from chiar.routing.tables import route_text
 
 TEXT = "light and dark tokens, side by side"
 

@@ -1,4 +1,6 @@
-"""Thresholds from streams: bounded, exact to a bin, and what they promise is what routing then does."""
+"""Thresholds from streams: bounded, exact to a bin; what they promise is what routing does; they carry over."""
+
+import json
 
 import pytest
 import torch
@@ -9,11 +11,14 @@ from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import Transform
-from chiar.kernels.white_noise import white_noise_entropy
-from chiar.routing.calibration import calibrate, cut, noise_quantiles, temporal_noise_quantiles
-from chiar.routing.quantiles import StreamingQuantiles
+from chiar.model.load import load_config
+from chiar.routing.calibration import StreamingQuantiles, calibrate, cut, noise_quantiles, read_thresholds
+from commands import run
+from helpers import small_config
 
 BIN = 1 / StreamingQuantiles.BINS
+TEXT = "\n\n".join(f"{n}: the overwhelming consensus of many scientists is that carbon matters." for n in range(200))
+SHORT = ["--steps", 2, "--batch", 2, "--micro-batch", 2, "--length", 16, "--no-compile", "--set", "precision=fp32"]
 
 
 def stream(rows=24, length=32, seed=0, vocabulary=257):
@@ -21,8 +26,9 @@ def stream(rows=24, length=32, seed=0, vocabulary=257):
     return [{"input_ids": part} for part in ids.split(8)]
 
 
-def spread(model):
+def make(preset="v3-tiny", **changes):
     """Larger weights, so that entropies differ between layers and tokens."""
+    model = ChiarForCausalLM(presets.get(preset, **changes))
     torch.manual_seed(1)
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -30,34 +36,36 @@ def spread(model):
     return model.eval()
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+def quantiles_of(values):
+    quantiles = StreamingQuantiles()
+    quantiles.add(values)
+    return quantiles
+
+
+def assert_splits(model, found, layers):
+    """Routing by the thresholds found gives the reported splits: one token of 768 is 0.0013, a bin is cut inside."""
+    model.model.set_thresholds(found.thresholds(2))
+    ids = torch.cat([batch["input_ids"] for batch in stream()])
+    with torch.no_grad():
+        routing = model(ids, output_routing=True).routing
+    for layer in layers:
+        assert routing.attention_fraction(layer.layer) == pytest.approx(layer.split[-1], abs=0.005)
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
 @given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=200), st.floats(0.0, 1.0))
-def test_quantiles_lie_within_a_bin_of_the_exact_ones(values, q):
-    quantiles, data = StreamingQuantiles(), torch.tensor(values, dtype=torch.float64)
-    quantiles.add(data)
+def test_quantiles_and_fractions_lie_within_a_bin_of_the_exact_ones(values, q):
+    data = torch.tensor(values, dtype=torch.float64)
+    quantiles = quantiles_of(data)
     low = torch.quantile(data, q, interpolation="lower")
     high = torch.quantile(data, q, interpolation="higher")
-    ordered = data.sort().values
     # Between order statistics any value is a quantile; ours is one of them up to the width of a bin.
     position = q * len(values)
-    nearest = ordered[[max(int(position) - 1, 0), min(int(position), len(values) - 1)]]
+    nearest = data.sort().values[[max(int(position) - 1, 0), min(int(position), len(values) - 1)]]
     lowest, highest = min(low, nearest.min()), max(high, nearest.max())
     assert lowest - BIN <= quantiles.quantile(q) <= highest + BIN
-
-
-@settings(deadline=None, derandomize=True, max_examples=30)
-@given(st.lists(st.floats(0, 1, width=32), min_size=2, max_size=100), st.floats(0, 1))
-def test_merged_parts_equal_the_whole_and_fractions_are_right(values, threshold):
-    whole, first, second = StreamingQuantiles(), StreamingQuantiles(), StreamingQuantiles()
-    data = torch.tensor(values, dtype=torch.float64)
-    whole.add(data)
-    first.add(data[::2])
-    second.add(data[1::2])
-    first.merge(second)
-    assert torch.equal(first.counts, whole.counts)
-    strict = (data > threshold + BIN).double().mean()
-    loose = (data >= threshold - BIN).double().mean()
-    assert strict - 1e-9 <= whole.fraction_above(threshold) <= loose + 1e-9
+    strict, loose = (data > q + BIN).double().mean(), (data >= q - BIN).double().mean()
+    assert strict - 1e-9 <= quantiles.fraction_above(q) <= loose + 1e-9
 
 
 def test_memory_does_not_grow_with_the_stream():
@@ -68,54 +76,29 @@ def test_memory_does_not_grow_with_the_stream():
     assert quantiles.total == 50_000
 
 
-TEMPORAL = {"signal": "temporal", "temporal_window": 6, "temporal_channels": 8}
-
-
-@pytest.mark.parametrize(("dc_weight", "terms"), [(1.0, 48), (0.0, 40)])
-def test_the_temporal_signals_noise_has_the_closed_forms_moments(dc_weight, terms):
-    noise, (mean, deviation) = temporal_noise_quantiles(6, 8, 0.0, dc_weight), white_noise_entropy(terms)
-    assert abs(noise.mean() - mean) < 4 * deviation / noise.total**0.5 + BIN
-    assert noise.deviation() == pytest.approx(deviation, rel=0.04)
-    config = presets.get("v3-tiny", entropy_dc_weight=dc_weight, **TEMPORAL)
-    assert config.layer_thresholds() == [(mean,)] * 2
-
-
-@pytest.mark.parametrize("rule", ["layers", "embeddings"])
-def test_the_temporal_signal_is_what_is_cut(rule):
-    """Also where the embeddings are a baseline's, which routes by nothing."""
-    model = spread(ChiarForCausalLM(presets.get("v3-tiny", **TEMPORAL)))
-    baseline = spread(ChiarForCausalLM(presets.get("baseline-tiny")))
-    measured, target = (model, None) if rule == "layers" else (baseline, model)
-    found = calibrate(measured, stream(), rule, fraction=0.3, target=target)
-    assert found.noise_mean == pytest.approx(white_noise_entropy(48)[0], abs=2e-3)
-    if rule == "embeddings":
-        entropy = torch.cat(
-            [model.model.layers[0].signal(baseline.model.embed_tokens(b["input_ids"])) for b in stream()]
-        )
-        tau = found.layers[0].thresholds[0]
-        assert float((entropy > tau).float().mean()) == pytest.approx(0.3, abs=0.02)
-        return
-    model.model.set_thresholds(found.thresholds(2))
-    split = [
-        sum(model(**b, output_routing=True).routing.attention_fraction(layer) for b in stream()) / 3 for layer in (1, 2)
-    ]
-    assert split == pytest.approx([0.3, 0.3], abs=0.03)
+def test_the_papers_percentiles_exactly():
+    """On a ramp the p-th percentile is p."""
+    ramp = quantiles_of(torch.linspace(0, 1, 100_001))
+    for boundaries, fraction, cuts in [
+        (2, None, [0.33, 0.67]),
+        (1, None, [0.5]),
+        (1, 0.2, [0.8]),
+        (2, 0.2, [0.4, 0.8]),
+    ]:
+        assert cut(ramp, boundaries, fraction) == pytest.approx(cuts, abs=1e-4)
+    assert ramp.moments() == pytest.approx((0.5, 12**-0.5), abs=1e-4)
 
 
 def test_white_noise_is_at_distance_zero_from_itself_and_structure_is_not():
     noise = noise_quantiles(64, 0.0, 1.0)
     assert noise.distance(noise) == 0
-    other = StreamingQuantiles()
-    other.add(spectral_entropy(torch.randn(4096, 64), Transform()))
     # Two samples of one distribution: the 99.9% bound of the two-sample statistic is about 1.95·√(1/n + 1/m) = 0.034.
-    assert other.distance(noise) < 0.034
-    tones = StreamingQuantiles()
-    tones.add(spectral_entropy(torch.eye(64), Transform()))
-    assert tones.distance(noise) == 1
+    assert quantiles_of(spectral_entropy(torch.randn(4096, 64), Transform())).distance(noise) < 0.034
+    assert quantiles_of(spectral_entropy(torch.eye(64), Transform())).distance(noise) == 1
 
 
 def test_embedding_rule_is_the_midpoint_of_the_33rd_and_67th_percentiles():
-    model = spread(ChiarForCausalLM(presets.get("baseline-tiny")))
+    model = make("baseline-tiny")
     found = calibrate(model, stream(), rule="embeddings")
     ids = torch.cat([batch["input_ids"] for batch in stream()])
     entropy = spectral_entropy(model.model.embed_tokens(ids).detach(), model.model.basis.transform()).flatten().double()
@@ -127,41 +110,45 @@ def test_embedding_rule_is_the_midpoint_of_the_33rd_and_67th_percentiles():
     assert found.thresholds(3) == report.thresholds * 3
 
 
-@pytest.mark.parametrize("fraction", [None, 0.25, 0.5, 0.8], ids=lambda f: f"f={f}")
-@pytest.mark.parametrize("changes", [{}, {"norm_position": "pre", "norm": "rmsnorm"}, {"keys": "routed"}], ids=str)
+@pytest.mark.parametrize(
+    ("fraction", "changes"),
+    [(None, {}), (0.25, {"norm_position": "pre", "norm": "rmsnorm"}), (0.5, {"keys": "routed"}), (0.8, {})],
+    ids=str,
+)
 def test_each_layer_gets_the_split_that_was_reported(fraction, changes):
-    model = spread(ChiarForCausalLM(presets.get("v3-tiny", gate_pool="causal", **changes)))
+    model = make(gate_pool="causal", **changes)
     before = model.config.thresholds
     found = calibrate(model, stream(), fraction=fraction)
     assert model.config.thresholds == before
-    model.model.set_thresholds(found.thresholds(2))
-    ids = torch.cat([batch["input_ids"] for batch in stream()])
-    with torch.no_grad():
-        routing = model(ids, output_routing=True).routing
-    for report in found.layers:
-        measured = routing.attention_fraction(report.layer)
-        # One token of 768 is 0.0013; the histogram cuts inside a bin.
-        assert measured == pytest.approx(report.split[-1], abs=0.005)
-        if fraction is not None:
-            assert measured == pytest.approx(fraction, abs=0.02)
+    assert_splits(model, found, found.layers)
+    if fraction is not None:
+        assert [layer.split[-1] for layer in found.layers] == pytest.approx([fraction] * 2, abs=0.02)
 
 
-def test_padding_is_not_counted():
-    model = spread(ChiarForCausalLM(presets.get("v2-tiny")))
+def test_embedding_rule_reports_the_split_of_every_routed_layer():
+    target = make(gate_pool="causal")
+    found = calibrate(make("baseline-tiny"), stream(), rule="embeddings", target=target)
+    assert [layer.layer for layer in found.layers] == [None, 1, 2]
+    assert target.config.thresholds is None
+    assert_splits(target, found, found.layers[1:])
+
+
+@pytest.mark.parametrize("rule", ["layers", "embeddings"])
+def test_padding_is_not_counted(rule):
+    model = make("v2-tiny")
     (batch,) = stream(rows=8)
-    plain = calibrate(model, [batch])
     padded = {
         "input_ids": torch.cat([batch["input_ids"], torch.full((8, 9), 7)], dim=1),
         "attention_mask": torch.cat([torch.ones(8, 32), torch.zeros(8, 9)], dim=1).long(),
     }
-    again = calibrate(model, [padded])
-    assert [r.tokens for r in again.layers] == [r.tokens for r in plain.layers] == [256, 256]
-    for ours, theirs in zip(again.thresholds(2), plain.thresholds(2), strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-4)
+    plain, again = calibrate(model, [batch], rule), calibrate(model, [padded], rule)
+    assert {r.tokens for r in again.layers} == {r.tokens for r in plain.layers} == {256}
+    # Another length is another order of sums.
+    assert again.thresholds(2) == pytest.approx(plain.thresholds(2), abs=1e-4)
 
 
 def test_three_operators_get_two_thresholds():
-    model = spread(ChiarForCausalLM(presets.get("v1-tiny", router="entropy")))
+    model = make("v1-tiny", router="entropy")
     found = calibrate(model, stream())
     for report in found.layers:
         low, high = report.thresholds
@@ -172,35 +159,12 @@ def test_three_operators_get_two_thresholds():
     assert model.config.layer_thresholds() == [tuple(r.thresholds) for r in found.layers]
 
 
-def test_training_mode_is_given_back():
-    model = ChiarForCausalLM(presets.get("v3-tiny")).train()
-    calibrate(model, stream())
+def test_what_does_not_settle_is_said_and_training_mode_is_given_back():
+    model = make(gate_pool="causal", thresholds=0.0).train()
+    assert not calibrate(model, stream(), passes=1).converged
+    found = calibrate(model, stream())
+    assert found.converged and 1 < found.passes <= 6
     assert model.model.training
-
-
-@pytest.mark.parametrize(
-    ("preset", "arguments", "message"),
-    [
-        ("v3-tiny", {"rule": "layer"}, "Did you mean 'layers'"),
-        ("v3-tiny", {"fraction": 1.0}, "strictly between 0 and 1"),
-        ("baseline-tiny", {"rule": "layers"}, "no routed layers"),
-        ("v1-tiny", {"rule": "layers"}, "only the entropy router"),
-    ],
-)
-def test_bad_input(preset, arguments, message):
-    with pytest.raises(InputError, match=message):
-        calibrate(ChiarForCausalLM(presets.get(preset)), stream(), **arguments)
-
-
-def test_the_papers_percentiles_exactly():
-    """On a ramp the p-th percentile is p."""
-    ramp = StreamingQuantiles()
-    ramp.add(torch.linspace(0, 1, 100_001))
-    assert cut(ramp, 2, None) == [pytest.approx(0.33, abs=1e-4), pytest.approx(0.67, abs=1e-4)]
-    assert cut(ramp, 1, None) == [pytest.approx(0.5, abs=1e-4)]
-    assert cut(ramp, 1, 0.2) == [pytest.approx(0.8, abs=1e-4)]
-    assert cut(ramp, 2, 0.2) == [pytest.approx(0.4, abs=1e-4), pytest.approx(0.8, abs=1e-4)]
-    assert ramp.deviation() == pytest.approx(12**-0.5, abs=1e-4)
 
 
 def test_the_report_says_where_entropies_lie_and_on_which_side_of_noise():
@@ -220,40 +184,90 @@ def test_the_report_says_where_entropies_lie_and_on_which_side_of_noise():
     assert white.percentiles[5] < white.percentiles[50] < white.percentiles[95]
 
 
-def test_embedding_rule_reports_the_split_of_every_routed_layer():
-    baseline = spread(ChiarForCausalLM(presets.get("baseline-tiny")))
-    target = spread(ChiarForCausalLM(presets.get("v3-tiny", gate_pool="causal")))
-    found = calibrate(baseline, stream(), rule="embeddings", target=target)
-    assert [layer.layer for layer in found.layers] == [None, 1, 2]
-    assert target.config.thresholds is None
-    target.model.set_thresholds(found.thresholds(2))
-    ids = torch.cat([batch["input_ids"] for batch in stream()])
-    with torch.no_grad():
-        routing = target(ids, output_routing=True).routing
-    for layer in found.layers[1:]:
-        assert layer.split[-1] == pytest.approx(routing.attention_fraction(layer.layer), abs=0.005)
+@pytest.mark.parametrize(
+    ("preset", "batches", "arguments", "message"),
+    [
+        ("v3-tiny", stream(), {"rule": "layer"}, "Did you mean 'layers'"),
+        ("v3-tiny", stream(), {"fraction": 1.0}, "strictly between 0 and 1"),
+        ("baseline-tiny", stream(), {"rule": "layers"}, "no routed layers"),
+        ("v1-tiny", stream(), {"rule": "layers"}, "only the entropy router"),
+        ("v3-tiny", iter(stream()), {}, "re-iterable"),
+        ("v3-tiny", [], {}, "empty"),
+        ("v3-tiny", [{"input_ids": torch.tensor([[1, 400]])}], {"rule": "embeddings"}, "outside the vocabulary"),
+        ("v3-tiny", [{"input_ids": torch.tensor([[1, 400]])}], {"rule": "layers"}, "outside the vocabulary"),
+    ],
+    ids=["rule", "fraction", "not-routed", "not-entropy", "iterator", "empty", "vocabulary", "vocabulary-layers"],
+)
+def test_bad_input(preset, batches, arguments, message):
+    with pytest.raises(InputError, match=message):
+        calibrate(ChiarForCausalLM(presets.get(preset)), batches, **arguments)
 
 
-def test_what_does_not_settle_is_said():
-    model = spread(ChiarForCausalLM(presets.get("v3-tiny", gate_pool="causal", thresholds=0.0)))
-    assert not calibrate(model, stream(), passes=1).converged
-    found = calibrate(model, stream())
-    assert found.converged
-    assert 1 < found.passes <= 6
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A corpus, a baseline trained for two steps, and its calibration."""
+    place = tmp_path_factory.mktemp("calibration")
+    (place / "text.txt").write_text(TEXT)
+    for command in (
+        ["data", "prepare", place / "text.txt", "--out", place / "corpus", "--tokenizer", "bytes"],
+        ["train", "baseline-tiny", "--data", place / "corpus", "--out", place / "baseline", *SHORT],
+        [*measured(place), "--data", place / "corpus", "--json", place / "tau.json"],
+    ):
+        code, output = run(*command)
+        assert code == 0, output
+    return place
 
 
-def test_one_shot_iterators_are_refused():
-    with pytest.raises(InputError, match="re-iterable"):
-        calibrate(ChiarForCausalLM(presets.get("v3-tiny")), iter(stream()))
+def measured(place):
+    return ["calibrate", place / "baseline", "--rule", "embeddings", "--length", 16]
 
 
-def test_ids_outside_the_vocabulary_are_refused_by_both_rules():
-    model, bad = ChiarForCausalLM(presets.get("v3-tiny")), [{"input_ids": torch.tensor([[1, 400]])}]
-    for rule in ("embeddings", "layers"):
-        with pytest.raises(InputError, match="outside the vocabulary"):
-            calibrate(model, bad, rule=rule)
+def test_a_run_is_trained_with_the_baselines_threshold(place):
+    stored = json.loads((place / "tau.json").read_text())
+    tau = stored["layers"][0]["thresholds"][0]
+    command = ["train", "v3-tiny", "--data", place / "corpus", "--out", place / "v3", *SHORT]
+    code, output = run(*command, "--thresholds", place / "tau.json")
+    assert code == 0, output
+    assert load_config(str(place / "v3" / "best")).thresholds == [tau, tau]
+    again = [*measured(place), "--data", place / "corpus", "--json"]
+    assert "exists already" in run(*again, place / "tau.json")[1]
+    assert json.loads(run(*again, "-")[1]) == stored
 
 
-def test_an_empty_stream_is_an_error():
-    with pytest.raises(InputError, match="empty"):
-        calibrate(ChiarForCausalLM(presets.get("v3-tiny")), [])
+def test_the_corpus_is_read_as_its_text_would_be(place, tmp_path):
+    (tmp_path / "valid.u16").write_bytes((place / "corpus" / "valid.000.bin").read_bytes())
+    _, corpus = run(*measured(place), "--data", place / "corpus")
+    _, tokens = run(*measured(place), "--token-file", tmp_path / "valid.u16")
+    assert corpus == tokens
+
+
+def test_thresholds_of_layers_go_to_as_many_layers(place, tmp_path):
+    run("calibrate", "v3-tiny", "--data", place / "corpus", "--length", 16, "--json", tmp_path / "layers.json")
+    stored = json.loads((tmp_path / "layers.json").read_text())
+    config = load_config("v3-tiny")
+    assert read_thresholds(tmp_path / "layers.json", config) == [layer["thresholds"][0] for layer in stored["layers"]]
+    with pytest.raises(InputError, match="for 2 routed layers, the model has 3"):
+        read_thresholds(tmp_path / "layers.json", small_config(num_hidden_layers=5, hidden_size=32, vocab_size=257))
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "message"),
+    [
+        ("v3-tiny", ["--set", "hidden_size=64"], "differ in hidden_size (32, 64)"),
+        ("v3-tiny", ["--set", "thresholds=0.5"], "twice"),
+        ("v3-tiny", ["--set", "routing=soft"], "has no thresholds"),
+        ("baseline-tiny", [], "no routed layers"),
+    ],
+)
+def test_thresholds_that_do_not_carry(place, tmp_path, model, more, message):
+    arguments = ["--out", tmp_path / "run", "--thresholds", place / "tau.json", *SHORT, *more]
+    code, output = run("train", model, "--data", place / "corpus", *arguments)
+    assert code == 2 and message in output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": "chiar-calibration/1"}', "{broken"])
+def test_other_files(tmp_path, text):
+    (tmp_path / "tau.json").write_text(text)
+    with pytest.raises(InputError, match=r"not a (readable )?calibration"):
+        read_thresholds(tmp_path / "tau.json", load_config("v3-tiny"))

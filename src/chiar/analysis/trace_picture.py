@@ -3,9 +3,9 @@
 from html import escape
 
 from chiar.analysis.chart import document, label, shorten
-from chiar.analysis.trace_view import RoutedText, operators_of
-from chiar.registry import is_light
 from chiar.model.trace import LayerTrace, RoutingTrace
+from chiar.registry import is_light
+from chiar.routing.tables import RoutedText, operators_of
 from chiar.visible import visible
 
 WIDTH, LEFT, CELL, CHARACTER = 960, 168, 22, 8.2

@@ -10,7 +10,6 @@ from typing import Any
 
 from chiar import __version__
 from chiar.analysis.curves import draw_curves
-from chiar.analysis.flop_tables import describe_fraction
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
 from chiar.evaluation.compare import REPORT
@@ -19,6 +18,7 @@ from chiar.explore.loaded import LoadedModel, open_models
 from chiar.explore.view import route_view
 from chiar.files import check_new, write_new
 from chiar.routing.flops import compare_flops, counted_parts, operator_shares
+from chiar.routing.tables import describe_fraction
 from chiar.training.run_folder import METRICS, RunFolder
 from chiar.visible import visible
 

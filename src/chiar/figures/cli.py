@@ -125,7 +125,7 @@ def routing(
 ) -> None:
     """From a model: which operator each token of a text takes in each layer, as a heat map."""
     from chiar.analysis.trace_picture import draw_routing
-    from chiar.analysis.trace_view import route_text
+    from chiar.routing.tables import route_text
 
     save(out, overwrite, lambda: draw_routing(route_text(model, text, tokenizer, seed)))
 

@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable
 
 from chiar.analysis.chart import COLOURS, Line, Panel, draw_chart
-from chiar.analysis.flop_tables import PAPER_ATTENTION, PAPER_TOTAL, describe_fraction, is_light, savings_by_length
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
 from chiar.model.load import count_parameters, load_config
 from chiar.routing.flops import FlopCount, Savings
+from chiar.routing.tables import PAPER_ATTENTION, PAPER_TOTAL, describe_fraction, is_light, savings_by_length
 
 DEFAULT = ("v3-16m", "v3-400m", "v3-1b")
 TRANSFORMS = {"free": "a free DCT", "even_odd": "the DCT by halves", "gemm": "the DCT as a matrix"}

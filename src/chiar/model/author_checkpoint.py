@@ -11,22 +11,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from chiar.config import ChiarConfig
 from chiar.config_checks import CHOICES
 from chiar.errors import InputError, first_line, unknown_name
 from chiar.files import check_file, check_new, new_folder
+from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 
 # The published 400M threshold; the files do not carry one.
 PUBLISHED_TAU = {1024: 0.8954}
 # The released DCT is twice the orthonormal one and its inverse ∘ forward is 2x: the filter absorbs the factor. At DC
 # it is larger by a further √2, so that bin's energy counts double in H; ε is added in both places of the entropy.
-FILTER_SCALE = 2.0
-ENTROPY_EPS = 1e-8
-ROUTINGS = CHOICES["routing"]
-ENTROPY_DC_WEIGHT = 2.0
+FILTER_SCALE, ENTROPY_EPS, ENTROPY_DC_WEIGHT = 2.0, 1e-8, 2.0
 ROPE_BUFFER = re.compile(r"(layers\.\d+\.attn|attns\.\d+)\.rope\.(inv_freq|cos_cache|sin_cache)")
+AUTHORS_NAMES = {
+    r"^model\.": "",
+    r"^embed_tokens": "token_emb",
+    r"^meta_router\.gate": "meta_router.gate_proj",
+    r"^score": "classifier",
+    r"operators\.spectral\.weight": "dct_mix.w",
+    r"norms\.spectral": "dct_mix.norm",
+    r"operators\.attention\.qkv": "attn.qkv",
+    r"operators\.attention\.out": "attn.out_proj",
+    r"norms\.attention": "attn.norm",
+    r"router\.score": "router.gate_proj",
+    r"ffn\.up": "ffn.0",
+    r"ffn\.down": "ffn.3",
+}
+"""From our name of a tensor to the author's, one substitution after the other."""
+BASELINE_NAMES = {r"layers\.(\d+)\.(attn|ffn|ffn_norm)\.": r"\2s.\1."}
+"""The author's dense model keeps each kind of part in a list of its own."""
 
 
 @dataclass
@@ -59,14 +75,13 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def read_tensors(content: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by name and the stored cfg. Accepts {step, model, val_ppl, cfg} and a bare state dict."""
-    tensors = content.get("model", content)
+    tensors, stored = content.get("model", content), content.get("cfg")
     if not isinstance(tensors, dict) or not tensors:
         raise InputError("the checkpoint has no tensors under 'model'.")
     for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise InputError(f"the checkpoint's entry {name!r} is a {type(value).__name__}, expected a tensor.")
         check_tensor(name, value)
-    stored = content.get("cfg")
     return dict(tensors), stored if isinstance(stored, dict) else {}
 
 
@@ -91,19 +106,13 @@ def convert(
 ) -> Imported:
     """Rename the author's tensors to ours, deriving the sizes from their shapes."""
     notes: list[str] = []
-    if routing not in (None, *ROUTINGS):
-        raise unknown_name("routing", routing, ROUTINGS)
-    if classifier_pool not in CHOICES["classifier_pool"]:
-        raise unknown_name("pool", classifier_pool, CHOICES["classifier_pool"])
     tensors = {name.removeprefix("backbone."): value for name, value in tensors.items()}
     heads = {name: tensors.pop(name) for name in list(tensors) if name.startswith("_cls_head_")}
-    embedding = take_shape(tensors, "token_emb.weight", 2)
-    vocabulary, width = embedding
+    vocabulary, width = take_shape(tensors, "token_emb.weight", 2)
     layer_types = find_layer_types(tensors)
     head_size, length = find_rope(tensors)
     if width % head_size:
         raise InputError(f"the head size {head_size} in rope.inv_freq does not divide the width {width}.")
-
     fields: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": width,
@@ -116,7 +125,12 @@ def convert(
         "entropy_dc_weight": ENTROPY_DC_WEIGHT,
     }
     if "routed" in layer_types:
-        fields.update(find_routing(tensors, stored, routing, tau, width, notes))
+        has_router = any(".router.gate_proj." in name for name in tensors)
+        fields["routing"] = find_routing(has_router, stored.get("routing_mode"), routing)
+        if not has_router:
+            fields["thresholds"] = find_threshold(tau, width, notes)
+        elif tau is not None:
+            notes.append(f"{fields['routing']} routing has no threshold: --tau is not used.")
     if "classifier.weight" in tensors:
         fields["num_labels"] = take_shape(tensors, "classifier.weight", 2)[0]
         fields["classifier_pool"] = classifier_pool
@@ -128,11 +142,11 @@ def convert(
 
 
 def find_layer_types(tensors: dict[str, Tensor]) -> list[str]:
-    baseline = layer_numbers(tensors, "attns")
+    baseline = count_layers(tensors, "attns")
     if baseline:
-        return ["attention"] * len(baseline)
+        return ["attention"] * baseline
     kinds = []
-    for i in layer_numbers(tensors, "layers"):
+    for i in range(count_layers(tensors, "layers")):
         light, dark = f"layers.{i}.dct_mix.w" in tensors, f"layers.{i}.attn.qkv.weight" in tensors
         if not light and not dark:
             raise InputError(f"layer {i} has neither layers.{i}.dct_mix.w nor layers.{i}.attn.qkv.weight.")
@@ -142,73 +156,68 @@ def find_layer_types(tensors: dict[str, Tensor]) -> list[str]:
     return kinds
 
 
-def layer_numbers(tensors: dict[str, Tensor], prefix: str) -> list[int]:
+def count_layers(tensors: dict[str, Tensor], prefix: str) -> int:
     found = {int(match[1]) for name in tensors if (match := re.match(rf"{prefix}\.(\d+)\.", name))}
     for number in range(len(found)):
         if number not in found:
             raise InputError(f"missing tensors: the file has {prefix}.{max(found)} but nothing of {prefix}.{number}.")
-    return sorted(found)
+    return len(found)
 
 
 def find_rope(tensors: dict[str, Tensor]) -> tuple[int, int]:
     """Head size and trained length, from the rotary buffers."""
-    frequencies = next((name for name in sorted(tensors) if name.endswith("rope.inv_freq")), None)
-    if frequencies is None:
+    names = sorted(name for name in tensors if name.endswith("rope.inv_freq"))
+    if not names:
         raise InputError("missing tensor: no *.rope.inv_freq, from which the number of heads follows.")
-    head_size = 2 * take_shape(tensors, frequencies, 1)[0]
-    for name in tensors:
-        if name.endswith("rope.inv_freq"):
-            exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
-            value = tensors[name].float()
-            if value.shape != exponents.shape or not torch.allclose(value, 10000.0**-exponents, rtol=1e-4):
-                raise InputError(f"{name} is not RoPE with base 10000 for heads of {head_size}.")
-    cache = frequencies.replace("inv_freq", "cos_cache")
+    head_size = 2 * take_shape(tensors, names[0], 1)[0]
+    frequencies = 10000.0 ** -(torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+    for name in names:
+        value = tensors[name].float()
+        if value.shape != frequencies.shape or not torch.allclose(value, frequencies, rtol=1e-4):
+            raise InputError(f"{name} is not RoPE with base 10000 for heads of {head_size}.")
+    cache = names[0].replace("inv_freq", "cos_cache")
     return head_size, take_shape(tensors, cache, 2)[0] if cache in tensors else 256
 
 
-def find_routing(
-    tensors: dict[str, Tensor],
-    stored: dict[str, Any],
-    routing: str | None,
-    tau: float | None,
-    width: int,
-    notes: list[str],
-) -> dict[str, Any]:
-    if routing is not None and stored.get("routing_mode") not in (None, routing):
-        raise InputError(
-            f"the file says {stored['routing_mode']!r}: leave --routing out, it is for files that do not say."
-        )
-    routing = routing or stored.get("routing_mode")
-    has_router = any(".router.gate_proj." in name for name in tensors)
-    if routing is None and has_router:
+def find_routing(has_router: bool, stored: str | None, given: str | None) -> str:
+    if given is not None and stored not in (None, given):
+        raise InputError(f"the file says {stored!r}: leave --routing out, it is for files that do not say.")
+    routing = given or stored or (None if has_router else "threshold")
+    if routing is None:
         raise InputError("the file has router weights but does not say soft or hard: pass --routing soft or hard.")
-    routing = routing or "threshold"
-    if routing not in ROUTINGS:
-        raise unknown_name("routing", routing, ROUTINGS)
+    if routing not in CHOICES["routing"]:
+        raise unknown_name("routing", routing, CHOICES["routing"])
     if has_router != (routing != "threshold"):
         held = "has" if has_router else "has no"
         raise InputError(f"the file {held} router weights (layers.N.router.gate_proj), which contradicts {routing!r}.")
-    if routing != "threshold":
-        if tau is not None:
-            notes.append(f"{routing} routing has no threshold: --tau is not used.")
-        return {"routing": routing}
-    if tau is None:
-        if width not in PUBLISHED_TAU:
-            raise InputError(
-                f"the file carries no threshold and none is published for width {width}: pass --tau, for example from "
-                "'chiar calibrate' on the baseline."
-            )
-        tau = PUBLISHED_TAU[width]
-        notes.append(f"the file carries no threshold; using the published τ = {tau} (--tau).")
-    return {"routing": "threshold", "thresholds": tau}
+    return routing
+
+
+def find_threshold(tau: float | None, width: int, notes: list[str]) -> float:
+    if tau is not None:
+        return tau
+    if width not in PUBLISHED_TAU:
+        raise InputError(
+            f"the file carries no threshold and none is published for width {width}: pass --tau, for example from "
+            "'chiar calibrate' on the baseline."
+        )
+    notes.append(f"the file carries no threshold; using the published τ = {PUBLISHED_TAU[width]} (--tau).")
+    return PUBLISHED_TAU[width]
 
 
 def rename(tensors: dict[str, Tensor], config: ChiarConfig) -> dict[str, Tensor]:
     """Our names and values; every tensor must be there, with the right shape, and none may be left over."""
+    assert config.layer_types is not None
+    names = AUTHORS_NAMES | (BASELINE_NAMES if set(config.layer_types) == {"attention"} else {})
     result: dict[str, Tensor] = {}
     wrong: list[str] = []
-    used: set[str] = {name for name in tensors if ROPE_BUFFER.fullmatch(name)}
-    for ours, (theirs, shape) in tensor_map(config, classifier="classifier.weight" in tensors).items():
+    used = {name for name in tensors if ROPE_BUFFER.fullmatch(name)} | {"lm_head.weight"}
+    expected = empty_model(config, "classifier.weight" in tensors).state_dict()
+    expected.pop("lm_head.weight", None)
+    for ours, parameter in expected.items():
+        theirs, shape = ours, tuple(parameter.shape)
+        for pattern, replacement in names.items():
+            theirs = re.sub(pattern, replacement, theirs)
         used.add(theirs)
         if theirs not in tensors:
             wrong.append(f"missing {theirs}")
@@ -220,51 +229,10 @@ def rename(tensors: dict[str, Tensor], config: ChiarConfig) -> dict[str, Tensor]
     tied = tensors.get("lm_head.weight")
     if tied is not None and not wrong and not torch.equal(tied, tensors["token_emb.weight"]):
         wrong.append("lm_head.weight differs from token_emb.weight, to which it should be tied")
-    wrong += [f"unexpected {name}" for name in sorted(set(tensors) - used - {"lm_head.weight"})]
+    wrong += [f"unexpected {name}" for name in sorted(set(tensors) - used)]
     if wrong:
         raise InputError("the tensors do not fit: " + "; ".join(wrong) + ".")
     return result
-
-
-def tensor_map(config: ChiarConfig, classifier: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Our tensor name → (the author's name, its shape)."""
-    assert config.layer_types is not None
-    D, hidden = config.hidden_size, 4 * config.hidden_size
-    names: dict[str, tuple[str, tuple[int, ...]]] = {
-        "model.embed_tokens.weight": ("token_emb.weight", (config.vocab_size, D))
-    }
-
-    def linear(ours: str, theirs: str, out: int, inputs: int) -> None:
-        names[f"{ours}.weight"] = (f"{theirs}.weight", (out, inputs))
-        names[f"{ours}.bias"] = (f"{theirs}.bias", (out,))
-
-    def norm(ours: str, theirs: str) -> None:
-        for part in ("weight", "bias"):
-            names[f"{ours}.{part}"] = (f"{theirs}.{part}", (D,))
-
-    norm("model.norm", "norm")
-    if config.meta_router:
-        linear("model.meta_router.gate", "meta_router.gate_proj", 1, D)
-    if classifier:
-        linear("score", "classifier", config.num_labels, D)
-    baseline = set(config.layer_types) == {"attention"}
-    for i, kind in enumerate(config.layer_types):
-        ours, theirs = f"model.layers.{i}", f"layers.{i}"
-        attention = f"attns.{i}" if baseline else f"{theirs}.attn"
-        feed_forward = f"ffns.{i}" if baseline else f"{theirs}.ffn"
-        if kind != "attention":
-            names[f"{ours}.operators.spectral.weight"] = (f"{theirs}.dct_mix.w", (D,))
-            norm(f"{ours}.norms.spectral", f"{theirs}.dct_mix.norm")
-        if kind != "spectral":
-            linear(f"{ours}.operators.attention.qkv", f"{attention}.qkv", 3 * D, D)
-            linear(f"{ours}.operators.attention.out", f"{attention}.out_proj", D, D)
-            norm(f"{ours}.norms.attention", f"{attention}.norm")
-        if kind == "routed" and config.router == "learned":
-            linear(f"{ours}.router.score", f"{theirs}.router.gate_proj", 2, D + 1)
-        linear(f"{ours}.ffn.up", f"{feed_forward}.0", hidden, D)
-        linear(f"{ours}.ffn.down", f"{feed_forward}.3", D, hidden)
-        norm(f"{ours}.ffn_norm", f"ffn_norms.{i}" if baseline else f"{theirs}.ffn_norm")
-    return names
 
 
 def take_shape(tensors: dict[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:
@@ -275,18 +243,19 @@ def take_shape(tensors: dict[str, Tensor], name: str, dimensions: int) -> tuple[
     return tuple(tensors[name].shape)
 
 
-def import_checkpoint(path: Path, out: Path, **options: Any) -> Imported:
-    """Convert the file and write a complete model folder to `out`, which must not exist or be empty."""
-    from safetensors.torch import save_file
-
-    from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
-
-    check_new(out)
-    imported = convert(*read_tensors(read_file(path)), **options)
-    kind = ChiarForSequenceClassification if "score.weight" in imported.tensors else ChiarForCausalLM
+def empty_model(config: ChiarConfig, classifier: bool) -> Any:
+    """Names and shapes without memory."""
     with torch.device("meta"):
-        model = kind(imported.config)
-    model = model.to_empty(device="cpu")
+        return (ChiarForSequenceClassification if classifier else ChiarForCausalLM)(config)
+
+
+def import_checkpoint(
+    path: Path, out: Path, tau: float | None = None, routing: str | None = None, classifier_pool: str = "last"
+) -> Imported:
+    """Convert the file and write a complete model folder to `out`, which must not exist or be empty."""
+    check_new(out)
+    imported = convert(*read_tensors(read_file(path)), tau, routing, classifier_pool)
+    model = empty_model(imported.config, "score.weight" in imported.tensors).to_empty(device="cpu")
     missing, unexpected = model.load_state_dict(imported.tensors, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()

@@ -6,7 +6,6 @@ writers C W, embeddings E Cᵀ, and the basis becomes the identity: H is then a 
 element-wise product.
 """
 
-import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -15,25 +14,25 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from chiar import registry
-from chiar.analysis.calibration_report import TOKENIZER_FILES
-from chiar.config import ChiarConfig
 from chiar.errors import InputError, unknown_name
 from chiar.files import check_new, new_folder
 from chiar.kernels.transform import make_transform
 from chiar.layers.attention import CausalAttention
-from chiar.layers.block import LIGHT, Block, FeedForward
+from chiar.layers.block import Block
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import LearnedRouter
 from chiar.layers.spectral import SpectralFilter
-from chiar.model.decoder import ChiarModel
+from chiar.layers.temporal import TemporalFilter
 from chiar.model.heads import as_classifier, read_heads, save_heads
-from chiar.model.load import architecture, load_config, open_weights, resolve_model
+from chiar.model.load import architecture, copy_tokenizer, load_config, open_weights, resolve_model
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 
 Model = TypeVar("Model", ChiarForCausalLM, ChiarForSequenceClassification)
 Turn = Callable[[Tensor], Tensor]
 """Rows in the old coordinates to rows in the new ones."""
+ENDS: dict[type[nn.Module], Callable[[Any], tuple[Tensor, nn.Linear]]]
+ENDS = {CausalAttention: lambda op: (op.qkv.weight, op.out), RBFMixing: lambda op: (op.omega_Dm.T, op.out)}
+"""What an operator reads the residual stream with, and what it writes with. The filter multiplies coordinates."""
 
 
 def to_spectral_coordinates(model: Model) -> Model:
@@ -60,25 +59,15 @@ def to_feature_coordinates(model: Model, basis: str = "dct", seed: int = 0) -> M
     return turned(model, transform.inverse, basis, seed)
 
 
-def fold_filters(model: nn.Module) -> None:
-    """Before inference with a DCT or random basis: each filter as the matrix Cᵀ diag(w) C, for half its products.
-
-    Forgotten as soon as the model is trained, moved or loaded into.
-    """
-    for decoder in model.modules():
-        if isinstance(decoder, ChiarModel):
-            for module in decoder.modules():
-                if isinstance(module, SpectralFilter):
-                    module.fold(decoder.basis.transform())
+CONVERSIONS: dict[str, Callable[[Any], Any]]
+CONVERSIONS = {"spectral": to_spectral_coordinates, "features": to_feature_coordinates}
 
 
 def convert_folder(name: str, out: Path, coordinates: str) -> Any:
     """Write a model folder in other coordinates, its tokenizer and further classifiers with it; returns the model."""
-    conversions: dict[str, Callable[[Any], Any]]
-    conversions = {"spectral": to_spectral_coordinates, "features": to_feature_coordinates}
-    if coordinates not in conversions:
-        raise unknown_name("coordinates", coordinates, tuple(conversions))
-    convert = conversions[coordinates]
+    if coordinates not in CONVERSIONS:
+        raise unknown_name("coordinates", coordinates, CONVERSIONS)
+    convert = CONVERSIONS[coordinates]
     check_new(out)
     source = Path(resolve_model(name)[0])
     load_config(str(source))
@@ -95,15 +84,13 @@ def convert_folder(name: str, out: Path, coordinates: str) -> Any:
         converted.save_pretrained(aside)
         if heads:
             save_heads(aside, heads)
-        for file in TOKENIZER_FILES:
-            if (source / file).is_file():
-                shutil.copy(source / file, aside / file)
+        copy_tokenizer(source, aside)
     return converted
 
 
-def check_can_turn(model: nn.Module) -> None:
+def check_can_turn(model: Model) -> None:
     """Raise InputError where no rotation of the weights gives the same function."""
-    config: ChiarConfig = model.config  # type: ignore[assignment]
+    config = model.config
     if config.norm_position != "pre":
         raise InputError(
             "only a pre-norm model has spectral coordinates: a post-norm layer multiplies the residual stream itself "
@@ -114,25 +101,27 @@ def check_can_turn(model: nn.Module) -> None:
             "only a model with norm='rmsnorm' has spectral coordinates: LayerNorm subtracts the mean over features, "
             "a direction that a rotation turns away."
         )
-    if any(layer.looks_back for layer in model.model.layers):  # type: ignore[union-attr]
+    if any(isinstance(module, TemporalFilter) for module in model.modules()):
         raise InputError(
-            "a model with temporal filters or the temporal signal has no spectral coordinates: they work on one "
-            "feature or direction at a time, which no rotation passes."
+            "a model with temporal filters has no spectral coordinates: they work on one feature at a time, which no "
+            "rotation passes."
         )
-    own = not registry.built_in(config.router_kind) and config.router_kind.reads_state
-    if own or any(not registry.built_in(registry.OPERATORS[name]) for name in config.operators or []):
-        raise InputError(
-            "a model with an operator of your own, or a router of your own that reads states, has no spectral "
-            "coordinates: nobody knows how to rotate its weights."
-        )
-    for number, layer in enumerate(model.model.layers, 1):  # type: ignore[union-attr,arg-type]
-        gamma_D = layer.norms[LIGHT].weight if LIGHT in layer.norms else None
-        if gamma_D is not None and not is_constant(gamma_D):
+    for number, layer in enumerate(model.model.layers, 1):
+        assert isinstance(layer, Block)
+        known = all(type(operator) in (SpectralFilter, *ENDS) for operator in layer.operators.values())
+        own_router = layer.router is not None and not isinstance(layer.router, LearnedRouter)
+        if not known or (own_router and config.router_kind.reads_state):
             raise InputError(
-                f"the filter's norm in layer {number} has a γ that differs between features, so C diag(γ) Cᵀ is not "
-                "diagonal and the filter no element-wise product: train with filter_gamma=False, or with "
-                "basis='identity' from the start."
+                "a model with an operator of your own, or a router of your own that reads states, has no spectral "
+                "coordinates: nobody knows how to rotate its weights."
             )
+        for name, operator in layer.operators.items():
+            if isinstance(operator, SpectralFilter) and not has_one_gamma(layer.norms[name]):
+                raise InputError(
+                    f"the filter's norm in layer {number} has a γ that differs between features, so C diag(γ) Cᵀ is "
+                    "not diagonal and the filter no element-wise product: train with filter_gamma=False, or with "
+                    "basis='identity' from the start."
+                )
 
 
 def turned(model: Model, turn: Turn, basis: str, seed: int) -> Model:
@@ -140,15 +129,20 @@ def turned(model: Model, turn: Turn, basis: str, seed: int) -> Model:
     config = deepcopy(model.config)
     config.basis, config.basis_seed = basis, seed
     # A final γ is folded into what reads it; the embedding does not, so a tied output matrix becomes one of its own.
-    folds = not is_constant(model.model.norm.weight)  # type: ignore[arg-type]
+    folds = not has_one_gamma(model.model.norm)
     if isinstance(model, ChiarForCausalLM) and folds:
         config.tie_word_embeddings = False
     new = type(model)(config).to(device=model.device, dtype=model.dtype).train(model.training)
     new.load_state_dict(model.state_dict())
     new.generation_config = deepcopy(getattr(model, "generation_config", None))
+    decoder = new.model
     with torch.no_grad():
-        turn_decoder(new.model, turn)
-        gamma = take_gamma(new.model.norm) if folds else None
+        for table in (decoder.embed_tokens, decoder.embed_positions, decoder.meta_router and decoder.meta_router.gate):
+            if table is not None:
+                turn_reader(table.weight, turn)
+        for layer in decoder.layers:
+            turn_layer(layer, turn)
+        gamma = take_gamma(decoder.norm) if folds else None
         if isinstance(new, ChiarForSequenceClassification):
             turn_reader(new.score.weight, turn, gamma)
         elif not config.tie_word_embeddings:
@@ -156,38 +150,21 @@ def turned(model: Model, turn: Turn, basis: str, seed: int) -> Model:
     return new
 
 
-def turn_decoder(decoder: ChiarModel, turn: Turn) -> None:
-    turn_reader(decoder.embed_tokens.weight, turn)
-    if decoder.embed_positions is not None:
-        turn_reader(decoder.embed_positions.weight, turn)
-    if decoder.meta_router is not None:
-        turn_reader(decoder.meta_router.gate.weight, turn)
-    for layer in decoder.layers:
-        assert isinstance(layer, Block)
-        turn_layer(layer, turn)
-
-
 def turn_layer(layer: Block, turn: Turn) -> None:
     gammas = {name: take_gamma(norm) for name, norm in layer.norms.items()}
     for name, operator in layer.operators.items():
-        if isinstance(operator, CausalAttention):
-            turn_reader(operator.qkv.weight, turn, gammas[name])
-            turn_writer(operator.out, turn)
-        elif isinstance(operator, RBFMixing):
-            turn_reader(operator.omega_Dm.T, turn, gammas[name])
-            turn_writer(operator.out, turn)
-        elif isinstance(operator, SpectralFilter):
+        if isinstance(operator, SpectralFilter):
             operator.weight.mul_(gammas[name].to(operator.weight))  # constant, so it passes the rotation
+            continue
+        reads, writes = ENDS[type(operator)](operator)
+        turn_reader(reads, turn, gammas[name])
+        turn_writer(writes, turn)
     if isinstance(layer.router, LearnedRouter):
         # It reads [x; H], with x as attention reads it.
-        first = layer.router.score
-        turn_reader(first.weight[:, : len(gammas["attention"])], turn, gammas["attention"])
-    assert isinstance(layer.ffn, FeedForward)
-    gamma_D = take_gamma(layer.ffn_norm)
-    for ffn in (layer.ffn,):
-        if ffn is not None:
-            turn_reader(ffn.up.weight, turn, gamma_D)
-            turn_writer(ffn.down, turn)
+        gamma_D = gammas["attention"]
+        turn_reader(layer.router.score.weight[:, : len(gamma_D)], turn, gamma_D)
+    turn_reader(layer.ffn.up.weight, turn, take_gamma(layer.ffn_norm))
+    turn_writer(layer.ffn.down, turn)
 
 
 def take_gamma(norm: nn.Module) -> Tensor:
@@ -217,5 +194,6 @@ def exact(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().double()
 
 
-def is_constant(gamma_D: Tensor) -> bool:
-    return bool((gamma_D == gamma_D[0]).all())
+def has_one_gamma(norm: nn.Module) -> bool:
+    assert isinstance(norm, nn.RMSNorm)
+    return norm.weight is None or bool((norm.weight == norm.weight[0]).all())

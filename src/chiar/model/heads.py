@@ -6,20 +6,27 @@ a language model was trained beside, lie in `heads.safetensors` in the same fold
 
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
-from chiar.data.shards import Corpus
 from chiar.errors import InputError, first_line
 from chiar.model.decoder import ChiarModel
 from chiar.model.load import architecture, open_weights
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 
 HEADS = "heads.safetensors"
+
+
+class Classified(Protocol):
+    """What a head has to know of a prepared corpus."""
+
+    name: str
+    folder: Path
+    labels: list[str]
 
 
 def as_classifier(decoder: ChiarModel, head: nn.Linear, labels: list[str]) -> ChiarForSequenceClassification:
@@ -33,7 +40,7 @@ def as_classifier(decoder: ChiarModel, head: nn.Linear, labels: list[str]) -> Ch
     return classifier
 
 
-def export_model(model: Any, corpus: Corpus, target: Path) -> None:
+def export_model(model: Any, corpus: Classified, target: Path) -> None:
     """A TaskModel as a folder: a classifier of its first corpus if that has classes, else the language model."""
     heads = dict(model.heads.items())
     if corpus.labels:
@@ -51,12 +58,11 @@ def save_heads(folder: Path, heads: dict[str, nn.Linear]) -> None:
 
 def read_heads(folder: Path) -> dict[str, nn.Linear]:
     """Every head beside a model, by the name of its corpus."""
-    path = folder / HEADS
+    path, heads = folder / HEADS, {}
     if not path.is_file():
         return {}
     try:
-        stored: dict[str, Tensor] = load_file(path)
-        heads = {}
+        stored = load_file(path)
         for name in sorted({key.rpartition(".")[0] for key in stored}):
             classes, width = stored[f"{name}.weight"].shape
             heads[name] = nn.Linear(width, classes)
@@ -66,13 +72,13 @@ def read_heads(folder: Path) -> dict[str, nn.Linear]:
     return heads
 
 
-def open_classifier(name: str, corpus: Corpus) -> ChiarForSequenceClassification:
+def open_classifier(name: str, corpus: Classified) -> ChiarForSequenceClassification:
     """The classifier a folder holds for a corpus: the head of the corpus' name, or the folder's own classifier."""
-    folder = Path(name)
-    heads = read_heads(folder)
-    own = folder.is_dir() and architecture(name) != "ChiarForCausalLM"
+    heads = read_heads(Path(name))
+    own = Path(name).is_dir() and architecture(name) != "ChiarForCausalLM"
+    kind = ChiarForSequenceClassification if own else ChiarForCausalLM
     if corpus.name in heads:
-        head, kind = heads[corpus.name], ChiarForSequenceClassification if own else ChiarForCausalLM
+        head = heads[corpus.name]
         if head.out_features != len(corpus.labels):
             raise InputError(
                 f"the head for {corpus.name} in {name} knows {head.out_features} classes, but {corpus.folder} has "
@@ -80,7 +86,7 @@ def open_classifier(name: str, corpus: Corpus) -> ChiarForSequenceClassification
             )
         return as_classifier(open_weights(kind, name).model, head, corpus.labels)
     if own:
-        return open_weights(ChiarForSequenceClassification, name)
+        return open_weights(kind, name)
     if heads:
         raise InputError(f"{name} has no head for {corpus.name}, only for {', '.join(heads)}.")
     raise InputError(

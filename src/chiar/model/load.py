@@ -1,12 +1,26 @@
-"""Models by folder or preset name, for the command line."""
+"""Models by folder or preset name. The model's classes, slow to import, are left to those who open one."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers.utils import logging
 
 from chiar import presets
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, first_line, unknown_name
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
+
+
+def copy_tokenizer(source: Path | None, target: Path) -> None:
+    """What the target has of its own stays."""
+    for name in TOKENIZER_FILES:
+        if source is not None and (source / name).is_file() and not (target / name).exists():
+            shutil.copy(source / name, target / name)
 
 
 def resolve_model(name: str) -> tuple[str, str | None]:
@@ -48,8 +62,6 @@ def architecture(folder: str) -> str | None:
 
 def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
     """A language model and its folder; a preset gives random weights and no folder."""
-    import torch
-
     from chiar.model.modeling import ChiarForCausalLM
 
     config = load_config(name)
@@ -63,8 +75,6 @@ def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
 
 def load_weights(folder: str, config: ChiarConfig) -> Any:
     """A language model of this configuration to train on, in fp32, with the weights of a folder; a classifier's too."""
-    import torch
-
     from chiar.model.modeling import ChiarForCausalLM
 
     return open_weights(ChiarForCausalLM, folder, whole=True, config=config, dtype=torch.float32)
@@ -72,9 +82,6 @@ def load_weights(folder: str, config: ChiarConfig) -> Any:
 
 def open_weights(kind: Any, folder: str, whole: bool = False, **options: Any) -> Any:
     """A model of class `kind` with all its weights from a folder; `whole`: and no layer of the folder left over."""
-    from safetensors import SafetensorError
-    from transformers.utils import logging
-
     logging.disable_progress_bar()
     try:
         model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
@@ -88,7 +95,7 @@ def open_weights(kind: Any, folder: str, whole: bool = False, **options: Any) ->
     return model
 
 
-def check_tokenizer(folder: str, config: Any, corpus: Any) -> list[str]:
+def check_tokenizer(folder: str, config: ChiarConfig, corpus: Any) -> list[str]:
     """InputError where the corpus was not prepared for this model; a remark where that cannot be told."""
     from chiar.data.tokenizers import Tokenizer
 
@@ -116,8 +123,6 @@ def check_tokenizer(folder: str, config: Any, corpus: Any) -> list[str]:
 
 def count_parameters(config: ChiarConfig) -> int:
     """Trainable parameters, tied ones once; the model is laid out on the meta device and holds no memory."""
-    import torch
-
     from chiar.model.modeling import ChiarForCausalLM
 
     with torch.device("meta"):

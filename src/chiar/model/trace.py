@@ -38,31 +38,26 @@ class LayerTrace:
 def trace_layer(index: int, layer: nn.Module, output: LayerOutput, context: TokenContext) -> LayerTrace:
     """What `layer` did; a layer without a router sends every token to its one operator."""
     assert isinstance(layer, Block)
-    route, entropy_BT, gate_BT1 = output.route, output.entropy_BT, output.gate_BT1
+    route, gate_BT1, thresholds = output.route, output.gate_BT1, None
     if route is None:
         choice_BT = torch.zeros_like(context.positions_BT)
         route = Route(choice_BT, one_hot(choice_BT, 1))
+    if isinstance(layer.router, EntropyRouter):
+        thresholds = list(layer.router.values)
+        if layer.router.follows:
+            assert context.threshold is not None
+            thresholds = [float(context.threshold)]
     return LayerTrace(
         index=index,
         kind=layer.kind,
         operators=list(layer.operators),
         choice_BT=route.choice_BT,
         weights_BTK=route.weights_BTK.detach(),
-        entropy_BT=None if entropy_BT is None else entropy_BT.detach(),
+        entropy_BT=None if output.entropy_BT is None else output.entropy_BT.detach(),
         probabilities_BTK=None if route.probabilities_BTK is None else route.probabilities_BTK.detach(),
         gate_BT=None if gate_BT1 is None else gate_BT1.detach()[..., 0],
-        thresholds=thresholds_of(layer, context),
+        thresholds=thresholds,
     )
-
-
-def thresholds_of(layer: Block, context: TokenContext) -> list[float] | None:
-    """The entropies a layer's router cuts at."""
-    if not isinstance(layer.router, EntropyRouter):
-        return None
-    if layer.router.follows:
-        assert context.threshold is not None
-        return [float(context.threshold)]
-    return list(layer.router.values)
 
 
 @dataclass
@@ -79,52 +74,17 @@ class RoutingTrace:
     def routed_layers(self) -> list[int]:
         return [layer.index for layer in self.layers if layer.kind == "routed"]
 
-    def attention_fraction(self, layer: int) -> float:
-        """The fraction f of real tokens layer `layer` sends to attention."""
-        trace = self.layers[layer]
-        if "attention" not in trace.operators:
-            return 0.0
-        dark_BT = trace.choice_BT == trace.operators.index("attention")
-        return float(dark_BT[self.real_BT].float().mean())
-
     def operator_use(self, layer: int) -> dict[str, float]:
         """The fraction of real tokens each operator of `layer` gets."""
         chosen = self.layers[layer].choice_BT[self.real_BT]
         return {name: float((chosen == k).float().mean()) for k, name in enumerate(self.layers[layer].operators)}
 
-    def to_dict(self) -> dict[str, Any]:
-        def plain(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.detach().cpu().tolist()
-            if isinstance(value, dict):
-                return {key: plain(item) for key, item in value.items()}
-            return [plain(item) for item in value] if isinstance(value, list) else value
-
-        return {"format": FORMAT, **plain(asdict(self))}
+    def attention_fraction(self, layer: int) -> float:
+        """The fraction f of real tokens layer `layer` sends to attention."""
+        return self.operator_use(layer).get("attention", 0.0)
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), allow_nan=False)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "RoutingTrace":
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise InputError(f"this is not a routing trace: it does not say format {FORMAT!r}.")
-        if not isinstance(data.get("layers"), list):
-            raise InputError("this routing trace has no layers: it is incomplete.")
-
-        def tensors(record: dict[str, Any]) -> dict[str, Any]:
-            suffixes = ("_BT", "_BTK")
-            return {
-                key: torch.tensor(value) if key.endswith(suffixes) and value is not None else value
-                for key, value in record.items()
-            }
-
-        try:
-            fields = tensors({key: value for key, value in data.items() if key != "format"})
-            fields["layers"] = [LayerTrace(**tensors(layer)) for layer in data["layers"]]
-            return cls(**fields)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"this routing trace is damaged: {first_line(error)}") from error
+        return json.dumps({"format": FORMAT, **asdict(self)}, default=Tensor.tolist, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "RoutingTrace":
@@ -132,4 +92,16 @@ class RoutingTrace:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise InputError(f"this is not a routing trace: it is not JSON ({error}).") from error
-        return cls.from_dict(data)
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise InputError(f"this is not a routing trace: it does not say format {FORMAT!r}.")
+        if not isinstance(data.get("layers"), list):
+            raise InputError("this routing trace has no layers: it is incomplete.")
+
+        def tensors(record: dict[str, Any]) -> dict[str, Any]:
+            is_tensor = {key: key.endswith(("_BT", "_BTK")) and value is not None for key, value in record.items()}
+            return {key: torch.tensor(value) if is_tensor[key] else value for key, value in record.items()}
+
+        try:
+            return cls(**tensors(data) | {"layers": [LayerTrace(**tensors(layer)) for layer in data["layers"]]})
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"this routing trace is damaged: {first_line(error)}") from error

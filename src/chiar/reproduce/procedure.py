@@ -23,8 +23,7 @@ from chiar.evaluation.report import EvaluationReport
 from chiar.files import aside_of, write_whole
 from chiar.model.load import count_parameters, load_model
 from chiar.reproduce.plan import Plan, PlannedRow
-from chiar.routing.calibration import calibrate
-from chiar.routing.calibration_file import read_thresholds, to_json
+from chiar.routing.calibration import calibrate, read_thresholds, to_json
 from chiar.training.compiling import clear_device
 from chiar.training.loop import train
 from chiar.training.run_folder import METRICS, RUN, RunFolder

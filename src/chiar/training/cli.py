@@ -56,7 +56,7 @@ def train(
     check_types(settings)
     config = configuration(model, changes, Path(data[0]))
     if thresholds is not None:
-        from chiar.routing.calibration_file import read_thresholds
+        from chiar.routing.calibration import read_thresholds
 
         if "thresholds" in changes:
             raise InputError("--thresholds and --set thresholds say the same thing twice: give one of them.")

@@ -1,0 +1,58 @@
+"""What every command does alike: print tables in full, write JSON, end on a user's mistake with one sentence."""
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from chiar.errors import InputError
+from chiar.files import write_new
+from chiar.registry import load_plugins
+
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
+Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers as JSON to a file, - to print.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")]
+
+
+def show(renderable: Any) -> None:
+    """Print in full: a table wider than the terminal runs over rather than losing digits."""
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    console = Console()
+    if isinstance(renderable, Table) and renderable.title:  # rich would fold a title to the width of its table
+        console.print(renderable.title, soft_wrap=True, highlight=False)
+        renderable.title = None
+    needed = Measurement.get(console, console.options.update(width=400), renderable).maximum
+    Console(width=max(console.width, needed)).print(renderable)
+
+
+def write_json(out: Path, text: str, overwrite: bool = False) -> None:
+    """To a file, or printed where the file is called -."""
+    if str(out) == "-":
+        typer.echo(text)
+        return
+    write_new(out, text, overwrite)
+    typer.echo(f"wrote {out}", err=True)  # what is printed may be another file's content, for another program
+
+
+def guarded(command: Callable[[], Any]) -> None:
+    """Run a command; what the user can mend becomes one sentence and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows ? instead of failing
+    try:
+        load_plugins()
+        command()
+    except InputError as error:
+        if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+            typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        typer.echo(f"error: {error.strerror or error}{where}", err=True)
+        sys.exit(2)

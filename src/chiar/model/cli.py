@@ -1,0 +1,75 @@
+"""The commands `models` and `convert`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chiar.console import show
+from chiar.errors import InputError
+
+
+def models() -> None:
+    """List the presets with their exact trainable parameter counts."""
+    from rich.table import Table
+
+    from chiar import presets
+    from chiar.config_checks import LAYER_TYPES
+    from chiar.model.load import count_parameters
+
+    table = Table("preset", "parameters", "D", "heads", "layers", "positions", "operators", "router", "gate", box=None)
+    for name in presets.NAMES:
+        config = presets.get(name)
+        kinds = config.layer_types or []
+        routed = "routed" in kinds
+        table.add_row(
+            name,
+            f"{count_parameters(config):,}",
+            str(config.hidden_size),
+            str(config.num_attention_heads),
+            " ".join(f"{kinds.count(k)} {k}" for k in LAYER_TYPES if k in kinds),
+            config.positions,
+            "+".join(config.operators or []) if routed else "attention",
+            f"{config.router}/{config.routing}" if routed else "–",
+            config.gate_pool if config.meta_router else "–",
+        )
+    show(table)
+
+
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A model folder, or a .pt file of the author's code (never run).")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="New model folder.")],
+    coordinates: Annotated[
+        str | None, typer.Option(metavar="spectral|features", help="Of a folder: those of its residual stream.")
+    ] = None,
+    tau: Annotated[float | None, typer.Option(help="Of a file: its threshold (0.8954 at width 1024).")] = None,
+    routing: Annotated[str | None, typer.Option(help="Of a file: soft or hard, where it does not say.")] = None,
+    pool: Annotated[str | None, typer.Option(help="Of a file: last or mean, how a classifier pools tokens.")] = None,
+) -> None:
+    """Import a checkpoint of the author's code, or fold a model's basis into its weights (pre-norm RMSNorm models: the
+    same outputs without any transform) and back."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if source.endswith(".pt") or Path(source).is_file():
+        from chiar.model.author_checkpoint import import_checkpoint
+
+        if coordinates is not None:
+            raise InputError("--coordinates is for a model folder: import the file first, then convert the folder.")
+        imported = import_checkpoint(Path(source), out, tau, routing, pool or "last")
+        for note in imported.notes:
+            typer.echo(f"note: {note}")
+        config = imported.config
+        what = f"{config.num_hidden_layers} layers, width {config.hidden_size}, {config.vocab_size} tokens"
+    else:
+        from chiar.model.coordinates import convert_folder
+
+        for name, value in (("--tau", tau), ("--routing", routing), ("--pool", pool)):
+            if value is not None:
+                raise InputError(f"{name} is for a .pt file of the author's code: leave it out with a model folder.")
+        config = convert_folder(source, out, coordinates or "spectral").config
+        tied = "tied to the embedding" if config.tie_word_embeddings else "a matrix of its own"
+        what = f"basis {config.basis}, output projection {tied}"
+    typer.echo(f"wrote {out}: {what}")

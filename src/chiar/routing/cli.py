@@ -1,0 +1,141 @@
+"""The commands `flops`, `calibrate` and `trace`."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chiar.console import Json, ModelName, Overwrite, show, write_json
+from chiar.errors import InputError
+from chiar.files import check_new
+
+Tokenizer = Annotated[Path | None, typer.Option(metavar="FOLDER", help="If the model folder has none.")]
+
+
+def flops(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset or a model folder.")],
+    length: Annotated[str, typer.Option(help="Sequence length T; several separated by commas sweep.")] = "256",
+    fraction: Annotated[float | None, typer.Option(help="f: share sent to attention; the model's own, or ½.")] = None,
+    keys: Annotated[str | None, typer.Option(metavar="all|routed", help="Which tokens are keys; as the model.")] = None,
+    light_ffn: Annotated[bool | None, typer.Option(help="Whether light tokens run the FFN of routed layers.")] = None,
+    json: Json = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Count forward FLOPs per token for CHIAR and its dense baseline, beside the paper's claims."""
+    from json import dumps
+
+    from chiar.model.load import load_config
+    from chiar.routing.tables import flop_records, flop_tables
+
+    try:
+        lengths = [int(part) for part in length.split(",")]
+    except ValueError:
+        raise InputError(f"--length takes whole numbers separated by commas, got {length!r}.") from None
+    config = load_config(model)
+    records = flop_records(config, lengths, fraction, keys, light_ffn)
+    if json is not None:
+        write_json(json, dumps(records, indent=2), overwrite)
+        return
+    for table in flop_tables(model, config, records):
+        show(table)
+
+
+def calibrate(
+    model: ModelName,
+    text_file: Annotated[Path | None, typer.Option(metavar="FILE", help="UTF-8 text to calibrate on.")] = None,
+    token_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Ids instead: .npy, or raw uint16.")] = None,
+    data: Annotated[Path | None, typer.Option(metavar="CORPUS", help="A prepared corpus instead.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the corpus.")] = "valid",
+    tokenizer: Tokenizer = None,
+    rule: Annotated[str, typer.Option(metavar="embeddings|layers", help="The paper's one τ, or by layer.")] = "layers",
+    fraction: Annotated[float | None, typer.Option(help="Fraction for attention, not the midpoint rule.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of text to read.")] = 200,
+    length: Annotated[int, typer.Option(min=1, help="Tokens a row.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
+    apply_to: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Who gets the thresholds, if not MODEL.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="New folder for the calibrated model.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="For train --thresholds; - to print.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Measure the entropies a model produces and set the routing thresholds from them."""
+    import numpy as np
+    from rich.progress import Progress
+
+    from chiar.data.shards import Corpus
+    from chiar.data.tokens import batches, encode, read_text_file, read_token_file
+    from chiar.model.load import check_tokenizer, load_model, resolve_model
+    from chiar.routing.calibration import calibrate, check_comparable, save_calibrated, to_json
+    from chiar.routing.tables import calibration_table
+
+    if [text_file, token_file, data].count(None) != 2:
+        raise InputError("give the stream to calibrate on as exactly one of --text-file, --token-file and --data.")
+    if apply_to is not None and out is None:
+        raise InputError("--apply-to needs --out: the calibrated model goes to a new folder.")
+    if apply_to is not None and rule != "embeddings":
+        raise InputError("--apply-to goes with --rule embeddings: per-layer thresholds belong to the model measured.")
+    if json is not None and str(json) != "-":
+        check_new(json, overwrite)
+    if out is not None:
+        check_new(out)
+    measured, folder = load_model(resolve_model(model)[0])
+    if data is not None:
+        corpus = Corpus.open(data)
+        check_tokenizer(str(folder or model), measured.config, corpus)
+        opened = corpus.split(split)
+        ids = opened.read(0, min(rows * length, opened.tokens))
+    elif token_file is not None:
+        ids = read_token_file(token_file)
+    else:
+        assert text_file is not None
+        ids = np.array(encode(read_text_file(text_file), measured.config, folder, tokenizer)[0], dtype=np.int64)
+    target, target_folder = measured, folder
+    if apply_to is not None:
+        target, target_folder = load_model(resolve_model(str(apply_to))[0])
+        check_comparable(measured.config.to_dict(), target.config)
+    if out is not None and not target.config.routed_layers:
+        raise InputError("the model to write has no routed layers: name one that has with --apply-to.")
+    stream = batches(ids, rows, length, batch)
+    with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("reading tokens", total=None)
+        advance = partial(bar.advance, task)
+        found = calibrate(measured, stream, rule, fraction, target, progress=advance)
+    if str(json) != "-":
+        show(calibration_table(found, model))
+        if not found.converged:
+            typer.echo("warning: the splits were still moving in the last pass: read more rows.")
+    if out is not None:
+        save_calibrated(target, found, out, (tokenizer, target_folder))
+        typer.echo(f"wrote {out}", err=str(json) == "-")
+    if json is not None:
+        write_json(json, to_json(found, measured.config), overwrite)
+
+
+def trace(
+    model: ModelName,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to route.")],
+    tokenizer: Tokenizer = None,
+    json: Json = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="A line a token and layer; - to print.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Route a text and show which operator each token took in each layer."""
+    from chiar.routing.tables import route_text, routing_csv, routing_views
+
+    if str(json) == str(csv) == "-":
+        raise InputError("--json - and --csv - would both print: give one of them a file.")
+    for out in (json, csv):
+        if out is not None and str(out) != "-":
+            check_new(out, overwrite)
+    routed = route_text(model, prompt, tokenizer, seed)
+    if json is not None:
+        write_json(json, routed.trace.to_json(), overwrite)
+    if csv is not None:
+        write_json(csv, routing_csv(routed).rstrip("\n"), overwrite)
+    if "-" not in (str(json), str(csv)):
+        for view in routing_views(routed):
+            show(view)
