@@ -47,7 +47,7 @@ run chiar train v3-tiny --data "$out/stdlib" --out "$out/v3" --thresholds "$out/
 for name in baseline v3; do
   run chiar eval "$out/$name" --data "$out/stdlib" --length $length --json "$out/$name.json"
 done
-run chiar compare "$out/baseline.json" "$out/v3.json"
+run chiar eval "$out/baseline.json" "$out/v3.json"
 run chiar curves "$out/baseline" "$out/v3" --data "$out/stdlib" --out "$out/curves.svg"
 run chiar trace "$out/v3" --text "$sentence" --picture "$out/routing.svg"
 run chiar generate "$out/v3" --prompt "If the object is" --temperature 0.4 --top-k 20 --max-new-tokens 40

@@ -2,11 +2,34 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chiar import presets
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, first_line, unknown_name
+
+if TYPE_CHECKING:
+    import torch
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def choose_device(name: str) -> "torch.device":
+    import torch
+
+    if name not in DEVICES:
+        raise unknown_name("device", name, DEVICES)
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("there is no CUDA device here: use --device cpu.")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def describe_device(device: "torch.device") -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def resolve_model(name: str) -> tuple[str, str | None]:
