@@ -12,6 +12,11 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def split(corpus):
+    return corpus.split("test")
+
+
+@pytest.fixture(scope="session")
 def classes(tmp_path_factory):
     return class_corpus(tmp_path_factory.mktemp("evaluation") / "cola")
 

@@ -60,6 +60,11 @@ def test_gap_and_ratio(two):
     assert routed["f, mean of the routed layers"] == "0.2500" and "(pool: batch)" in routed["g, mean of the gate"]
     assert columns["base"]["gap to the baseline, nats"] == "+0.0000"
     assert text.count("a subset") == 1
+    classes = ClassScores(10, 50, 0, 0.5, ["no", "yes"], [[3, 1], [2, 4]])
+    for path, loss in zip(two, (0.5, 0.75), strict=True):
+        write(path, dataclasses.replace(BASE, scores=dataclasses.replace(classes, loss=loss)))
+    routed = compared(two)[1]["routed"]
+    assert (routed["accuracy"], routed["gap to the baseline, nats"]) == ("70.00%", "+0.2500")
 
 
 def test_another_baseline(two):
@@ -124,14 +129,6 @@ def test_runs_beside_reports(tmp_path, two):
         assert columns[name]["validation loss on b"] == "1.0000" and columns[name]["train tokens/s"] == "100"
     assert columns["plain"]["gap to the baseline, nats"] == "–" and columns["plain"]["validation loss on a"] == "2.5000"
     assert "gap to the baseline, nats" not in compared([plain, *two], "plain")[1]["routed"]
-
-
-def test_classifiers(tmp_path):
-    scores = ClassScores(10, 50, 0, 0.5, ["no", "yes"], [[3, 1], [2, 4]])
-    first = write(tmp_path / "one.json", dataclasses.replace(BASE, scores=scores))
-    second = write(tmp_path / "two.json", dataclasses.replace(BASE, scores=dataclasses.replace(scores, loss=0.75)))
-    column = compared([first, second])[1]["two"]
-    assert (column["accuracy"], column["gap to the baseline, nats"]) == ("70.00%", "+0.2500")
 
 
 def test_bad_arguments(tmp_path, two):

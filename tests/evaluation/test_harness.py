@@ -26,6 +26,8 @@ def test_language_report(corpus, language):
     assert report.flops == count_flops(config, LENGTH, [layer.use for layer in report.routing.layers]).total
     assert report.baseline_flops == count_flops(baseline_of(config), LENGTH).total
     assert report.remarks == corpus.remarks
+    text = " ".join(evaluate(language, corpus.folder, length=24, stride=8, rows=3).remarks)
+    assert "longer than the 16 tokens" in text and "computed 3 times" in text and "only 3 rows" in text
     assert EvaluationReport.from_dict(json.loads(report.to_json())) == report
 
 
@@ -48,15 +50,21 @@ def test_classification_report(classes, classifier):
         ({"gate_pool": "batch"}, "all 4 rows evaluated together"),
         ({"gate_pool": "sequence"}, "cut into rows"),
         ({"router": "learned", "routing": "soft"}, "soft routing runs every operator"),
+        ({"preset": "v1-tiny", "router": "static", "routing": "threshold"}, ""),
+        ({"preset": "baseline-tiny"}, ""),
     ],
 )
-def test_remarks_on_the_model(tmp_path, corpus, changes, remark):
+def test_every_kind_of_model(tmp_path, corpus, changes, remark):
     model = str(save(tiny_model(**changes), tmp_path / "model", corpus))
     report = evaluate(model, corpus.folder, batch_size=4)
-    assert any(remark in line for line in report.remarks)
-    assert report.routing.gate_pool == changes.get("gate_pool", "causal")
+    assert remark in " ".join(report.remarks)
+    gated = "preset" not in changes
+    assert report.routing.gate_pool == (changes.get("gate_pool", "causal") if gated else None)
+    assert (report.routing.gate is None) != gated and report.flops > 0
     if report.routing.gate_pool == "batch":
         assert evaluate(model, corpus.folder, batch_size=1).scores != report.scores
+    if changes == {"preset": "baseline-tiny"}:
+        assert report.flops == report.baseline_flops and report.routing.fraction is None
 
 
 def test_three_operators_are_counted_by_their_measured_shares(tmp_path, corpus):
@@ -67,20 +75,6 @@ def test_three_operators_are_counted_by_their_measured_shares(tmp_path, corpus):
     assert report.flops == count_flops(model.config, LENGTH, shares).total
     evenly = operator_shares(model.config, [share["attention"] for share in shares])
     assert report.flops != count_flops(model.config, LENGTH, evenly).total
-
-
-def test_remarks_on_the_settings(corpus, language):
-    text = " ".join(evaluate(language, corpus.folder, length=24, stride=8, rows=3).remarks)
-    assert "longer than the 16 tokens" in text and "computed 3 times" in text and "only 3 rows" in text
-
-
-@pytest.mark.parametrize("changes", [{}, {"router": "static", "routing": "threshold"}], ids=["dense", "static"])
-def test_static_and_dense_models_are_counted(tmp_path, corpus, changes):
-    model = tiny_model("v1-tiny" if changes else "baseline-tiny", **changes)
-    report = evaluate(str(save(model, tmp_path / "model", corpus)), corpus.folder)
-    assert report.flops > 0
-    assert report.routing.gate is None and report.routing.gate_pool is None
-    assert changes or (report.flops == report.baseline_flops and report.routing.fraction is None)
 
 
 def test_a_run_gives_its_best_model(tmp_path, corpus):
@@ -123,11 +117,8 @@ def test_what_does_not_fit(tmp_path, corpus, classes, language, classifier):
             evaluate(model, data.folder, **options)
     with pytest.raises(InputError, match="not a prepared corpus"):
         evaluate(language, tmp_path)
-
-
-def test_a_preset_is_random(corpus):
-    report = evaluate("v3-tiny", corpus.folder, length=LENGTH, rows=1)
-    assert "v3-tiny is a preset with random weights." in report.remarks
+    preset = evaluate("v3-tiny", corpus.folder, length=LENGTH, rows=1)
+    assert "v3-tiny is a preset with random weights." in preset.remarks
 
 
 def test_tables_and_json(tmp_path, corpus, language):

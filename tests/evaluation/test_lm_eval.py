@@ -13,7 +13,7 @@ from chiar.data.tokenizer_choice import TokenizerChoice
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.evaluation.cli import OFFLINE, stay_offline
-from chiar.evaluation.harness import Reading, measure_perplexity, window_batches
+from chiar.evaluation.harness import Reading
 from chiar.generation.stream import Sampling
 from commands import run
 
@@ -62,25 +62,18 @@ def test_what_cannot_be_asked_for(options, message, monkeypatch):
     assert code == 2 and message in output
 
 
-def test_nothing_is_downloaded_though_the_hub_was_imported_before(monkeypatch):
+def test_nothing_is_downloaded_though_the_libraries_were_imported_before(monkeypatch):
     """As with `chiar --plugin`, whose file may import transformers."""
     for name in OFFLINE:
         monkeypatch.setenv(name, "0")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     stay_offline()
-    assert huggingface_hub.is_offline_mode()
     with pytest.raises(huggingface_hub.errors.OfflineModeIsEnabled):
         huggingface_hub.HfApi().dataset_info("some/dataset")
-
-
-def test_no_data_is_downloaded_though_datasets_was_imported_before(monkeypatch):
     datasets = pytest.importorskip("datasets")
-    for name in OFFLINE:
-        monkeypatch.setenv(name, "0")
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setattr(datasets.config, name, False)
     stay_offline()
-    assert datasets.config.HF_HUB_OFFLINE and datasets.config.HF_DATASETS_OFFLINE
     with pytest.raises(ConnectionError, match=r"(?i)offline"):
         datasets.load_dataset("some/dataset")
 
@@ -163,20 +156,6 @@ def test_scores_are_those_of_each_row_alone(downstream, preset, pool):
     assert scored[3][1] and scored[4] == (0.0, True)
     with pytest.raises(InputError, match="raise --length"):
         lm._loglikelihood_tokens([(("", ""), [1], [2] * 65)], disable_tqdm=True)
-
-
-def test_harness_and_our_evaluation_agree(downstream, corpus, model):
-    """The blocks of `chiar eval --data`, scored by the harness: the same losses."""
-    split, reading = corpus.split("test"), Reading(LENGTH, batch_size=3)
-    scores, _ = measure_perplexity(model, corpus, split, reading)
-    ids = split.read(0, split.tokens).tolist()
-    blocks = [
-        ids[start : start + LENGTH + 1] for starts in window_batches(len(ids) - 1, reading)[0] for start in starts
-    ]
-    lm = downstream.ChiarLM(model, BYTES, reading)
-    found = lm._loglikelihood_tokens([(("", ""), block[:1], block[1:]) for block in blocks], disable_tqdm=True)
-    assert -sum(total for total, _ in found) / scores.tokens == pytest.approx(scores.nll, abs=1e-5)  # sums in fp32
-    assert lm.cut == 0
 
 
 def test_text_of_any_length(folder, tasks, tmp_path, model):

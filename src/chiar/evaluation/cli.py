@@ -11,6 +11,8 @@ from typer import Option
 from chiar.errors import InputError
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
+Measured = tuple[list[dict[str, Any]], list[Any]]
+"""Reports, and what to show of them."""
 Models = Annotated[
     list[str],
     typer.Argument(metavar="MODEL|RUN|REPORT...", help="Model folders, training runs, or reports written by --json."),
@@ -27,15 +29,11 @@ def evaluate(
     batch: Annotated[int, Option(min=1, help="Rows at a time.")] = 16,
     precision: Annotated[str, Option(metavar="fp32|bf16", help="Of the matrix products.")] = "fp32",
     device: Annotated[str, Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")] = "auto",
-    json: Annotated[
-        Path | None, Option(metavar="FILE", help="Also write the report to a new file, - to print.")
-    ] = None,
+    json: Annotated[Path | None, Option(metavar="FILE", help="Also write the report as JSON, - to print.")] = None,
     baseline: Annotated[str | None, Option(metavar="NAME", help="What gaps refer to; the first one.")] = None,
     anyway: Annotated[bool, Option("--anyway", help="Show what was measured otherwise too, marked.")] = False,
     harness: Annotated[str | None, Option(metavar="TASK,…", help="Tasks of lm-evaluation-harness instead.")] = None,
-    harness_path: Annotated[
-        Path | None, Option(metavar="DIR", help="Your own task files: only these are known.")
-    ] = None,
+    harness_path: Annotated[Path | None, Option(metavar="DIR", help="Your own task files, only these.")] = None,
     harness_download: Annotated[bool, Option("--harness-download", help="Let tasks download their data.")] = False,
     few_shot: Annotated[int | None, Option(min=0, help="Examples before each question; as the task says.")] = None,
 ) -> None:
@@ -57,13 +55,8 @@ def evaluate(
                 raise InputError(f"--{name.replace('_', '-')} is for --{owner}: leave it out.")
     if json is not None and str(json) != "-":
         check_new(json)
-    settings: dict[str, Any] = {
-        "length": length,
-        "rows": rows,
-        "batch_size": batch,
-        "precision": precision,
-        "device": device,
-    }
+    settings: dict[str, Any] = {"length": length, "rows": rows, "batch_size": batch}
+    settings |= {"precision": precision, "device": device}
     if harness is not None:
         settings |= {"few_shot": few_shot, "folder": harness_path}
         reports, parts = measure_tasks(models, harness, harness_download, settings)
@@ -74,15 +67,13 @@ def evaluate(
         for part in [*(f"{run} is a training run: its best model is evaluated." for run in runs), *parts]:
             typer.echo(part) if isinstance(part, str) else show(part)
     if json is not None:
-        write_json(
-            json, dumps(reports if len(models) > 1 else reports[0], indent=1, allow_nan=False, ensure_ascii=False)
-        )
+        record = reports[0] if len(models) == len(reports) == 1 else reports
+        write_json(json, dumps(record, indent=1, allow_nan=False, ensure_ascii=False))
 
 
 def measure_corpus(
     models: list[str], data: Path | None, settings: dict[str, Any], baseline: str | None, anyway: bool
-) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Reports, and what to show of them."""
+) -> Measured:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -108,10 +99,7 @@ def measure_corpus(
     return [report.to_dict() for report in reports], tables
 
 
-def measure_tasks(
-    models: list[str], tasks: str, download: bool, settings: dict[str, Any]
-) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The same for tasks of lm-evaluation-harness."""
+def measure_tasks(models: list[str], tasks: str, download: bool, settings: dict[str, Any]) -> Measured:
     import logging
 
     from chiar.data.optional import optional_module

@@ -127,7 +127,8 @@ def compare(entries: list[Entry], baseline: str | None = None, anyway: bool = Fa
     notes = ["losses are those of training's own evaluations, not of a test."]
     if reports:
         shared = first.report or reports[0]
-        title = f"{shared.corpus} {shared.split}, T = {shared.length}, {title}"
+        stride = f", stride {shared.stride}" if shared.stride else ""
+        title = f"{shared.corpus} {shared.split}, T = {shared.length}{stride}, {title}"
         notes = list(dict.fromkeys(remark for report in reports for remark in report.remarks))
         if (least := getattr(shared.scores, "unigram_entropy", None)) is not None:
             notes.insert(0, f"without any context no model gets below {least:.4f} nats (unigram entropy).")

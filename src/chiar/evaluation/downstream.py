@@ -24,10 +24,8 @@ from chiar.evaluation.report import finite, shown, side_by_side
 from chiar.model.load import choose_device, describe_device, load_model, resolve_model
 
 FORMAT = "chiar-downstream/1"
-SEED = 1234
-"""The harness's own, for the choice of examples."""
-BOOTSTRAPS = 1000
-"""Samples for the standard error of figures that have no formula."""
+SEED = 1234  # the harness's own, for the choice of examples
+BOOTSTRAPS = 1000  # samples for the standard error of figures that have no formula
 
 
 class ChiarLM(HFLM):
@@ -36,8 +34,8 @@ class ChiarLM(HFLM):
 
     def __init__(self, model: Any, codec: TextCodec, reading: Reading) -> None:
         self.cut, self.short, self.asked = 0, 0, False
-        config, ends = model.config, model.config.eos_token_id
-        end = ends[0] if isinstance(ends, list) else ends
+        config = model.config
+        end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
         if end is None:
             raise InputError("the model has no end of text, which lm-evaluation-harness puts before every document.")
         pooled = config.meta_router and config.gate_pool != "causal"

@@ -16,10 +16,8 @@ FORMAT = "chiar-evaluation/1"
 
 @dataclass(frozen=True)
 class LanguageScores:
-    """Next-token losses over `tokens` targets; `words`, `lines` and `bytes` are of the text those targets make up.
-
-    The first token of a split has nothing before it and is no target; ends of text are targets and no text.
-    """
+    """Next-token losses over `tokens` targets (all tokens but a split's first), and the size of the text they make up:
+    ends of text are targets and no text."""
 
     kind: ClassVar[str] = "language"
     tokens: int
@@ -186,11 +184,9 @@ def perplexity(value: float | None) -> str:
 
 def report_tables(report: EvaluationReport) -> list[Table | str]:
     """The figures, the routing of each layer, and every remark."""
-    how = (
-        f"blocks of {report.length}" if report.stride is None else f"windows of {report.length}, stride {report.stride}"
-    )
-    if report.kind == ClassScores.kind:
-        how = f"documents cut to {report.length} tokens"
+    how = f"{'documents cut to' if report.kind == ClassScores.kind else 'blocks of'} {report.length} tokens"
+    if report.stride is not None:
+        how = f"windows of {report.length}, stride {report.stride}"
     title = f"{report.model} on {report.corpus} {report.split}, {how}, {report.precision} on {report.device}"
     tables: list[Table | str] = [side_by_side(title, {"value": dict((*score_rows(report.scores), *cost_rows(report)))})]
     if report.routing.layers:
@@ -225,10 +221,11 @@ def score_rows(scores: LanguageScores | ClassScores) -> list[tuple[str, str]]:
         ("accuracy", f"{scores.accuracy:.2%}"),
         ("loss, nats per document", f"{scores.loss:.4f}"),
         *((f"accuracy on {name}", shown(value, ".2%")) for name, value in derived["class_accuracy"].items()),
-        (f"F1 of {scores.labels[-1]}", shown(derived["f1"], ".4f")),
-        ("Matthews correlation", shown(derived["matthews"], ".4f")),
     ]
-    return rows if len(scores.labels) == 2 else rows[:-2]
+    if len(scores.labels) == 2:
+        rows.append((f"F1 of {scores.labels[1]}", shown(derived["f1"], ".4f")))
+        rows.append(("Matthews correlation", shown(derived["matthews"], ".4f")))
+    return rows
 
 
 def cost_rows(report: EvaluationReport) -> list[tuple[str, str]]:
