@@ -6,21 +6,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from chiar.errors import InputError
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 Measured = tuple[list[dict[str, Any]], list[Any]]
 """Reports, and what to show of them."""
-Models = Annotated[
-    list[str],
-    typer.Argument(metavar="MODEL|RUN|REPORT...", help="Model folders, training runs, or reports written by --json."),
-]
 
 
 def evaluate(
-    models: Models,
+    models: Annotated[list[str], Argument(metavar="MODEL|RUN|REPORT...", help="Also reports written by --json.")],
     data: Annotated[Path | None, Option(metavar="DIR", help="A prepared corpus.")] = None,
     split: Annotated[str | None, Option(help="Split of the corpus; test, or valid where there is none.")] = None,
     length: Annotated[int | None, Option(min=1, help="Tokens a row; the model's trained length.")] = None,

@@ -22,8 +22,7 @@ from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassificatio
 from chiar.routing.flops import Shares, baseline_of, count_flops, operator_shares
 from chiar.routing.trace import RoutingTrace
 
-LOGIT_ROWS = 1024
-"""Logits of a whole batch over GPT-2's vocabulary would take gigabytes."""
+LOGIT_ROWS = 1024  # logits of a whole batch over GPT-2's vocabulary would take gigabytes
 COUNTED_AT_ONCE = 1 << 22
 PRECISIONS = ("fp32", "bf16")
 Progress = Callable[[int, int], None]
@@ -132,12 +131,13 @@ def measured_shares(config: ChiarConfig, routing: RoutingUse) -> Shares:
 def explain(config: ChiarConfig, reading: Reading) -> list[str]:
     """What a reader must know to read the figures rightly."""
     pool, trained = config.gate_pool if config.meta_router else "causal", config.max_position_embeddings
+    over, on = "the whole row", "how the text is cut into rows"
+    if pool == "batch":
+        over, on = f"all {reading.batch_size} rows evaluated together", "the batch size"
     again = reading.length / (reading.stride or reading.length)
     remarks = {
-        f"gate_pool 'batch': g is a mean over all {reading.batch_size} rows evaluated together, later tokens included, "
-        "so the figures depend on the batch size and are not those of a causal model.": pool == "batch",
-        "gate_pool 'sequence': g is a mean over the whole row, later tokens included, so the figures depend on how the "
-        "text is cut into rows and are not those of a causal model.": pool == "sequence",
+        f"gate_pool {pool!r}: g is a mean over {over}, later tokens included, so the figures depend on {on} and are "
+        "not those of a causal model.": pool != "causal",
         "soft routing runs every operator on every token: f counts the tokens attention weighs most in.": (
             config.routed_layers and config.routing == "soft"
         ),

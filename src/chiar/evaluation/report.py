@@ -21,8 +21,7 @@ class LanguageScores:
 
     kind: ClassVar[str] = "language"
     tokens: int
-    nll: float
-    """Mean loss, nats per token."""
+    nll: float  # mean loss, nats per token
     words: int
     lines: int
     bytes: int
@@ -50,10 +49,8 @@ class ClassScores:
     kind: ClassVar[str] = "classification"
     documents: int
     tokens: int
-    cut: int
-    """Documents longer than the length they were cut to."""
-    loss: float
-    """Mean cross-entropy, nats per document."""
+    cut: int  # documents longer than the length they were cut to
+    loss: float  # mean cross-entropy, nats per document
     labels: list[str]
     confusion: list[list[int]]
 
@@ -92,8 +89,7 @@ class LayerUse:
 @dataclass(frozen=True)
 class RoutingUse:
     layers: list[LayerUse]
-    gate: float | None
-    """Mean g of the MetaRouter."""
+    gate: float | None  # mean g of the MetaRouter
     gate_pool: str | None
 
     @property
@@ -105,25 +101,20 @@ class RoutingUse:
 @dataclass(frozen=True)
 class EvaluationReport:
     model: str
-    run: str | None
-    """The training run the model is the best of, if it was named by that."""
+    run: str | None  # the training run the model is the best of, if it was named by that
     corpus: str
     fingerprint: str
     split: str
     length: int
-    stride: int | None
-    """None: blocks side by side, as the paper's."""
-    rows: int | None
-    """Limit on blocks or documents; None: all of the split."""
+    stride: int | None  # None: blocks side by side, as the paper's
+    rows: int | None  # limit on blocks or documents; None: all of the split
     batch_size: int
     precision: str
     device: str
     scores: LanguageScores | ClassScores
     routing: RoutingUse
-    flops: float
-    """Counted, forward, per token, from the measured shares."""
-    baseline_flops: float
-    """The same for attention in every layer."""
+    flops: float  # counted, forward, per token, from the measured shares
+    baseline_flops: float  # the same for attention in every layer
     flops_length: int
     remarks: list[str] = field(default_factory=list)
 
