@@ -72,7 +72,7 @@ CASES = {
     "no such data": ([*TRAIN, "--data", "none", "--out", "new"], "there is no folder none"),
     "data that is no corpus": ([*TRAIN, "--data", "nothing", "--out", "new"], "not a prepared corpus"),
     "data that is a file": ([*TRAIN, "--data", "notes.txt", "--out", "new"], "not a prepared corpus"),
-    "a run of nothing to compare": (["compare", "nothing"], "neither a training run"),
+    "a run of nothing to compare": (["eval", "nothing"], "neither a training run"),
 }
 
 

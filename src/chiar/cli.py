@@ -9,7 +9,7 @@ from chiar.analysis.theorem_cli import theorem
 from chiar.console import guarded, show, write_json
 from chiar.data.cli import data_app
 from chiar.errors import InputError
-from chiar.evaluation.cli import compare, evaluate
+from chiar.evaluation.cli import evaluate
 from chiar.explore.cli import explore, report
 from chiar.figures.cli import curves, figures_app
 from chiar.generation.cli import generate
@@ -37,7 +37,6 @@ app.add_typer(data_app, name="data")
 app.command("train")(train)
 app.command("finetune")(finetune)
 app.command("eval")(evaluate)
-app.command("compare")(compare)
 app.command("reproduce")(reproduce)
 app.add_typer(study_app, name="study")
 app.command("generate")(generate)

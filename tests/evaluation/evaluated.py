@@ -8,7 +8,7 @@ from chiar.data.prepare import prepare
 from chiar.data.shards import Corpus
 from chiar.data.text import Text
 from chiar.data.tokenizer_choice import TokenizerChoice
-from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
+from chiar.model.modeling import ChiarForCausalLM
 from helpers import randomise, small_config
 
 BYTES = TokenizerChoice("bytes")
@@ -49,6 +49,3 @@ def save(model, folder: Path, corpus: Corpus | None = None) -> Path:
     if corpus is not None:
         corpus.tokenizer().save(folder)
     return folder
-
-
-__all__ = ["BYTES", "LENGTH", "ChiarForSequenceClassification", "class_corpus", "language_corpus", "save", "tiny_model"]

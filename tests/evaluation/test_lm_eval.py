@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on our models, from local task files; its figures against our own evaluation."""
+"""lm-evaluation-harness on our models, from local task files; its figures against plain forward passes."""
 
 import json
 import math
@@ -9,10 +9,11 @@ import pytest
 import torch
 from evaluated import LENGTH, language_corpus, save, tiny_model
 
+from chiar.data.tokenizer_choice import TokenizerChoice
 from chiar.data.tokens import TextCodec
-from chiar.evaluation.continuations import continue_texts
-from chiar.evaluation.downstream import OFFLINE, stay_offline
-from chiar.evaluation.perplexity import measure_perplexity, windows
+from chiar.errors import InputError
+from chiar.evaluation.cli import OFFLINE, stay_offline
+from chiar.evaluation.harness import Reading
 from chiar.generation.stream import Sampling
 from commands import run
 
@@ -24,42 +25,24 @@ QUESTIONS = [
     {"question": "a filter and a", "choices": ["gate", "token of it"], "answer": 1},
     {"question": "H is", "choices": ["an entropy", "no"], "answer": 0},
 ]
-ROLLING = """task: mine_text
-dataset_path: json
-dataset_kwargs: {data_files: {test: texts.jsonl}}
-output_type: loglikelihood_rolling
-test_split: test
+TASK = "task: {}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {}.jsonl}}}}\ntest_split: test\n{}"
+ROLLING = """output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{text}}"
 metric_list: [{metric: byte_perplexity}, {metric: bits_per_byte}]
 """
-CHOICE = """task: mine_choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: questions.jsonl}}
-output_type: multiple_choice
-test_split: test
+CHOICE = """output_type: multiple_choice
 doc_to_text: "{{question}}"
 doc_to_choice: "{{choices}}"
 doc_to_target: answer
 metric_list: [{metric: acc}]
 """
-WRITING = """task: mine_writing
-dataset_path: json
-dataset_kwargs: {data_files: {test: questions.jsonl}}
-output_type: generate_until
-test_split: test
+WRITING = """output_type: generate_until
 doc_to_text: "{{question}}"
 doc_to_target: "{{written}}"
 generation_kwargs: {until: ["\\n"], max_gen_toks: 8, do_sample: false}
 metric_list: [{metric: exact_match}]
 """
-
-
-def test_the_package_that_is_not_there(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    code, output = run("eval", "v3-tiny", "--harness", "arc_easy")
-    assert code == 2
-    assert "pip install 'chiar[harness]'" in output
 
 
 @pytest.mark.parametrize(
@@ -70,58 +53,37 @@ def test_the_package_that_is_not_there(tmp_path, monkeypatch):
         (["--harness", "y", "--stride", "4"], "--stride is for --data"),
         (["--data", "x", "--few-shot", "1"], "--few-shot is for --harness"),
         (["--harness", " ,"], "names of tasks"),
+        (["--harness", "arc_easy"], "pip install 'chiar[harness]'"),
     ],
 )
-def test_what_cannot_be_asked_for(options, message):
+def test_what_cannot_be_asked_for(options, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     code, output = run("eval", "v3-tiny", *options)
-    assert code == 2
-    assert message in output
+    assert code == 2 and message in output
 
 
-def test_nothing_is_downloaded_though_the_hub_was_imported_before(monkeypatch):
+def test_nothing_is_downloaded_though_the_libraries_were_imported_before(monkeypatch):
     """As with `chiar --plugin`, whose file may import transformers."""
     for name in OFFLINE:
         monkeypatch.setenv(name, "0")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     stay_offline()
-    assert huggingface_hub.is_offline_mode()
     with pytest.raises(huggingface_hub.errors.OfflineModeIsEnabled):
         huggingface_hub.HfApi().dataset_info("some/dataset")
-
-
-def test_no_data_is_downloaded_though_datasets_was_imported_before(harness, monkeypatch):
     datasets = pytest.importorskip("datasets")
-    for name in OFFLINE:
-        monkeypatch.setenv(name, "0")
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setattr(datasets.config, name, False)
     stay_offline()
-    assert datasets.config.HF_HUB_OFFLINE and datasets.config.HF_DATASETS_OFFLINE
     with pytest.raises(ConnectionError, match=r"(?i)offline"):
         datasets.load_dataset("some/dataset")
 
 
 @pytest.fixture(scope="module")
-def harness():
-    return pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra: harness)")
+def downstream():
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra: harness)")
+    import chiar.evaluation.downstream
 
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory, harness, model):
-    """In the writing task the model is right once: there the answer is what it writes."""
-    folder = tmp_path_factory.mktemp("tasks")
-    answers = [written(model, QUESTIONS[0]["question"].encode(), 8), "no", "nor this"]
-    questions = [{**question, "written": answer} for question, answer in zip(QUESTIONS, answers, strict=True)]
-    for name, text in (("text", ROLLING), ("choice", CHOICE), ("writing", WRITING)):
-        (folder / f"{name}.yaml").write_text(text)
-    for name, lines in (("texts", [{"text": text} for text in TEXTS]), ("questions", questions)):
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return language_corpus(tmp_path_factory.mktemp("lm_eval") / "text")
+    return chiar.evaluation.downstream
 
 
 @pytest.fixture(scope="module")
@@ -130,52 +92,75 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, model, corpus):
-    return save(model, tmp_path_factory.mktemp("lm_eval_model") / "model", corpus)
+def folder(tmp_path_factory, model):
+    """Without a tokenizer: bytes."""
+    return save(model, tmp_path_factory.mktemp("lm_eval_model") / "model")
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory, downstream, model):
+    """In the writing task the model is right once: there the answer is what it writes."""
+    folder = tmp_path_factory.mktemp("tasks")
+    answers = [written(model, QUESTIONS[0]["question"].encode(), 8), "no", "nor this"]
+    questions = [{**question, "written": answer} for question, answer in zip(QUESTIONS, answers, strict=True)]
+    for name, data, text in (
+        ("mine_text", "texts", ROLLING),
+        ("mine_choice", "questions", CHOICE),
+        ("mine_writing", "questions", WRITING),
+        ("lost", "nowhere", ROLLING),
+        ("wrong", "questions", CHOICE.replace("{{choices}}", "{{other}}")),
+    ):
+        (folder / f"{name}.yaml").write_text(TASK.format(name, data, text))
+    for name, lines in (("texts", [{"text": text} for text in TEXTS]), ("questions", questions)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return folder
 
 
 def evaluated(folder, tasks, tmp_path, names, *options):
-    code, output = run(
-        "eval", folder, "--harness", names, "--harness-path", tasks, "--json", tmp_path / "out.json", *options
-    )
+    out = tmp_path / "out.json"
+    code, output = run("eval", folder, "--harness", names, "--harness-path", tasks, "--json", out, *options)
     assert code == 0, output
-    report = json.loads((tmp_path / "out.json").read_text())
+    report = json.loads(out.read_text())
     return {(score["task"], score["metric"]): score["value"] for score in report["scores"]}, report, output
 
 
-def written(model, prompt, new):
+def written(model, prompt, new, stop="\n"):
     """What the model writes behind a prompt, up to a line's end."""
     settings = Sampling().configuration(model, new)
-    return continue_texts(model, BYTES, [list(prompt)], ["\n"], settings, 1)[0]
+    ids = model.generate(torch.tensor([list(prompt)]), generation_config=settings)[0, len(prompt) :].tolist()
+    return BYTES.decode(ids[: ids.index(END)] if END in ids else ids).split(stop)[0]
 
 
 def nats(model, ids, first=1):
-    """log p of ids[first:], each from all before it, in one pass."""
+    """log p of ids[first:], each from all before it, in one pass, and whether greedy decoding writes them."""
     with torch.no_grad():
-        logprobs = model(torch.tensor([ids[:-1]])).logits[0].double().log_softmax(-1)
-    return float(logprobs[range(first - 1, len(ids) - 1), ids[first:]].sum())
+        logprobs = model(torch.tensor([ids[:-1]])).logits[0].double().log_softmax(-1)[first - 1 :]
+    targets = torch.tensor(ids[first:])
+    return float(logprobs.gather(1, targets[:, None]).sum()), bool((logprobs.argmax(-1) == targets).all())
 
 
-def test_the_adapter_agrees_with_our_evaluation(harness, corpus, model):
-    """The blocks of `chiar eval`, scored by the adapter: the same losses."""
-    from chiar.evaluation.lm_eval_model import ChiarLM
-
-    split = corpus.split("test")
-    scores, _ = measure_perplexity(model, corpus, split, length=LENGTH, stride=None, batch_size=4)
-    ids = split.read(0, split.tokens).tolist()
-    requests = []
-    for window in windows(split.tokens - 1, LENGTH, LENGTH):
-        read = ids[window.start : window.start + window.inputs + 1]
-        requests.append((("", ""), read[:1], read[1:]))
-    adapter = ChiarLM(model, BYTES, LENGTH, batch_size=3)
-    total = -sum(score for score, _ in adapter._loglikelihood_tokens(requests, disable_tqdm=True))
-    assert total / scores.tokens == pytest.approx(scores.nll, abs=1e-6)
-    assert adapter.cut == 0
+@pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v3-tiny"])
+@pytest.mark.parametrize("pool", ["causal", "sequence", "batch"])
+def test_scores_are_those_of_each_row_alone(downstream, preset, pool):
+    """Also where a gate pools: such rows are read one by one, as HFLM pads without a mask."""
+    model = tiny_model(preset, max_position_embeddings=64, eos_token_id=END, gate_pool=pool)
+    best = int(model(torch.tensor([list(b"dark")])).logits[0, -1].argmax())
+    pairs = [(b"light", b" and dark"), (b"x", b"y"), (b"filter the", b" tokens of a"), (b"dark", [best]), (b"dark", [])]
+    requests = [(("", str(number)), list(a), list(b)) for number, (a, b) in enumerate(pairs)]
+    lm = downstream.ChiarLM(model, BYTES, Reading(64, batch_size=3))
+    scored = lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    for (_, context, continuation), (total, greedy) in zip(requests[:4], scored[:4], strict=True):
+        alone = nats(model, context + continuation, len(context))
+        assert total == pytest.approx(alone[0], abs=1e-4)  # fp32, sums of up to 12 losses of up to 20 nats
+        assert greedy == alone[1]
+    assert scored[3][1] and scored[4] == (0.0, True)
+    with pytest.raises(InputError, match="raise --length"):
+        lm._loglikelihood_tokens([(("", ""), [1], [2] * 65)], disable_tqdm=True)
 
 
 def test_text_of_any_length(folder, tasks, tmp_path, model):
     """Each document behind the end of text; the second in several windows, the last of them with all it can see."""
-    figures, report, output = evaluated(folder, tasks, tmp_path, "mine_text", "--batch-size", 2)
+    figures, report, output = evaluated(folder, tasks, tmp_path, "mine_text", "--batch", 2)
     total, size = 0.0, 0
     for text in TEXTS:
         ids = [END, *text.encode()]
@@ -183,14 +168,14 @@ def test_text_of_any_length(folder, tasks, tmp_path, model):
         for start in range(0, len(ids) - 1, LENGTH):
             stop = min(start + LENGTH, len(ids) - 1)
             seen = max(0, stop - LENGTH)
-            total += nats(model, ids[seen : stop + 1], start - seen + 1)
+            total += nats(model, ids[seen : stop + 1], start - seen + 1)[0]
     assert figures["mine_text", "bits_per_byte"] == pytest.approx(-total / size / math.log(2), rel=1e-5)
     assert report["format"] == "chiar-downstream/1"
     assert report["remarks"] == []
     assert "bits_per_byte" in output
 
 
-def test_choices_and_writing(folder, tasks, tmp_path, model):
+def test_choices_and_writing_of_several_models(folder, tasks, tmp_path, model, corpus):
     figures, report, _ = evaluated(folder, tasks, tmp_path, "mine_choice,mine_writing", "--length", 40)
     right = 0
     for question in QUESTIONS:
@@ -201,6 +186,15 @@ def test_choices_and_writing(folder, tasks, tmp_path, model):
     assert report["scores"][0]["documents"] == len(QUESTIONS)
     assert figures["mine_writing", "exact_match"] == pytest.approx(1 / len(QUESTIONS))
     assert report["remarks"] == []
+    bpe = language_corpus(tmp_path / "bpe", TokenizerChoice("bpe", vocab_size=270))
+    other = tiny_model(vocab_size=280, max_position_embeddings=LENGTH, eos_token_id=bpe.end_of_text, gate_pool="batch")
+    models = [folder, save(other, tmp_path / "other", bpe)]
+    options = ["--harness", "mine_choice", "--harness-path", tasks, "--rows", 1, "--length", 8]
+    code, output = run("eval", *models, *options, "--json", tmp_path / "both.json")
+    assert code == 0 and "note: gate_pool" in output
+    ours, theirs = json.loads((tmp_path / "both.json").read_text())
+    assert [remark.split(" ")[0] for remark in ours["remarks"]] == ["2", "only"]
+    assert theirs["remarks"][0].startswith("gate_pool 'batch'")
 
 
 @pytest.mark.parametrize(
@@ -213,51 +207,33 @@ def test_choices_and_writing(folder, tasks, tmp_path, model):
         (2, 256, [1, 1, 1], 3, 3),
     ],
 )
-def test_a_prompt_keeps_what_it_can(harness, model, length, wanted, rooms, cut, short):
-    """Three prompts of 8, 14 and 42 tokens, each with room of its own."""
+def test_a_prompt_keeps_what_it_can(downstream, model, length, wanted, rooms, cut, short):
+    """Three prompts of 8, 14 and 42 tokens, each with room of its own, and an empty one."""
     from lm_eval.api.instance import Instance
 
-    from chiar.evaluation.lm_eval_model import ChiarLM
-
-    adapter, texts = ChiarLM(model, BYTES, length, batch_size=2), [TEXTS[0][:8], TEXTS[0][:14], TEXTS[0] * 2]
+    lm, texts = (
+        downstream.ChiarLM(model, BYTES, Reading(length, batch_size=2)),
+        [TEXTS[0][:8], TEXTS[0][:14], TEXTS[0] * 2],
+    )
     asked = {"until": ["\n"], **({} if wanted is None else {"max_gen_toks": wanted})}
     requests = [Instance("generate_until", {}, (text, asked), number) for number, text in enumerate(texts)]
     expected = [written(model, text.encode()[-(length - new) :], new) for text, new in zip(texts, rooms, strict=True)]
-    assert adapter.generate_until(requests, disable_tqdm=True) == expected
-    assert (adapter.cut, adapter.short) == (cut, short)
-
-
-def test_no_room_to_write(folder, tasks, harness):
-    code, output = run("eval", folder, "--harness", "mine_writing", "--harness-path", tasks, "--length", 1)
-    assert code == 2
-    assert "no room behind a prompt" in output
-
-
-def test_remarks(tmp_path, tasks, corpus):
-    folder = save(tiny_model(max_position_embeddings=LENGTH, eos_token_id=END, gate_pool="batch"), tmp_path / "model")
-    corpus.tokenizer().save(folder)
-    _, report, output = evaluated(folder, tasks, tmp_path, "mine_choice", "--rows", 1, "--length", 8)
-    assert [remark.split(":")[0].split(" ")[0] for remark in report["remarks"]] == ["gate_pool", "2", "only"]
-    assert "note: gate_pool" in output
+    assert lm.generate_until(requests, disable_tqdm=True) == expected
+    assert (lm.cut, lm.short) == (cut, short)
+    empty = Instance("generate_until", {}, ("", {"until": ["e"], "max_gen_toks": 1}), 3)
+    assert lm.generate_until([empty], disable_tqdm=True) == [written(model, [END], 1, "e")]
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("names", "options", "message"),
     [
-        ("mine_texd", "Did you mean 'mine_text'?"),
-        ("lost", "a task's data cannot be read"),
-        ("wrong", "a task cannot be put together"),
+        ("mine_texd", [], "Did you mean 'mine_text'?"),
+        ("lost", [], "a task's data cannot be read"),
+        ("wrong", [], "a task cannot be put together"),
+        ("mine_writing", ["--length", 1], "no room behind a prompt"),
+        ("x", ["--harness-path", "nowhere"], "there is no folder"),
     ],
 )
-def test_tasks_that_cannot_run(folder, tasks, names, message):
-    (tasks / "lost.yaml").write_text(ROLLING.replace("mine_text", "lost").replace("texts.jsonl", "nowhere.jsonl"))
-    (tasks / "wrong.yaml").write_text(CHOICE.replace("mine_choice", "wrong").replace("{{choices}}", "{{other}}"))
-    code, output = run("eval", folder, "--harness", names, "--harness-path", tasks)
-    assert code == 2
-    assert message in output
-
-
-def test_no_such_folder(folder, tmp_path, harness):
-    code, output = run("eval", folder, "--harness", "x", "--harness-path", tmp_path / "nowhere")
-    assert code == 2
-    assert "there is no folder" in output
+def test_tasks_that_cannot_run(folder, tasks, names, options, message):
+    code, output = run("eval", folder, "--harness", names, "--harness-path", tasks, *options)
+    assert code == 2 and message in output

@@ -132,9 +132,9 @@ def test_a_row_trained_by_hand_is_the_same(ablation, corpus, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_chiar_compare_reads_the_rows(ablation):
+def test_chiar_eval_reads_the_rows(ablation):
     out, _ = ablation
-    code, output = run("compare", out / "baseline", out / "threshold")
+    code, output = run("eval", out / "baseline", out / "threshold")
     assert code == 0
     gap = next(row["gap"] for row in table(out)["rows"] if row["name"] == "threshold")
     assert f"{gap:+.4f}" in output

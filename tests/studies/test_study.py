@@ -77,7 +77,7 @@ def test_every_run_is_an_ordinary_run_and_is_measured(study, corpus):
         assert one["tokens"] == 384 and one["jobs"] == 1 and one["attempts"] == 1
         assert one["wall_seconds"] > 0 and one["step_ms"] > 0
         assert f"{one['name']}: done in" in output
-    assert run("compare", out / "runs" / "dense-s0", out / "runs" / "hash-s0")[0] == 0
+    assert run("eval", out / "runs" / "dense-s0", out / "runs" / "hash-s0")[0] == 0
 
 
 def test_the_table_says_what_the_runs_measured(study):

@@ -163,7 +163,7 @@ def level(corpus: Path | None) -> tuple[float, str] | None:
     if corpus is None:
         return None
     from chiar.data.shards import Corpus
-    from chiar.evaluation.unigram import unigram_entropy
+    from chiar.evaluation.harness import unigram_entropy
 
     opened = Corpus.open(corpus)
     entropy = unigram_entropy(opened.split("valid"), opened.vocab_size)

@@ -16,15 +16,12 @@ FORMAT = "chiar-evaluation/1"
 
 @dataclass(frozen=True)
 class LanguageScores:
-    """Next-token losses over `tokens` targets; `words`, `lines` and `bytes` are of the text those targets make up.
-
-    The first token of a split has nothing before it and is no target; ends of text are targets and no text.
-    """
+    """Next-token losses over `tokens` targets (all tokens but a split's first), and the size of the text they make up:
+    ends of text are targets and no text."""
 
     kind: ClassVar[str] = "language"
     tokens: int
-    nll: float
-    """Mean loss, nats per token."""
+    nll: float  # mean loss, nats per token
     words: int
     lines: int
     bytes: int
@@ -32,26 +29,17 @@ class LanguageScores:
     """Nats per token: entropy of the frequencies of these very targets, the least loss without any context."""
 
     @property
-    def perplexity(self) -> float:
-        return exponential(self.nll)
-
-    @property
-    def word_perplexity(self) -> float | None:
-        """exp(total loss / (words + lines)): WikiText's literature counts the end of each line as a word."""
-        count = self.words + self.lines
-        return exponential(self.nll * self.tokens / count) if count else None
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        return self.nll * self.tokens / math.log(2) / self.bytes if self.bytes else None
-
-    @property
     def loss(self) -> float:
         return self.nll
 
     def derived(self) -> dict[str, float | None]:
-        names = ("perplexity", "word_perplexity", "bits_per_byte")
-        return {name: finite(getattr(self, name)) for name in names}
+        """Perplexity by word counts the end of each line as a word, as WikiText's literature does."""
+        total, words = self.nll * self.tokens, self.words + self.lines
+        return {
+            "perplexity": finite(exponential(self.nll)),
+            "word_perplexity": finite(exponential(total / words)) if words else None,
+            "bits_per_byte": total / math.log(2) / self.bytes if self.bytes else None,
+        }
 
 
 @dataclass(frozen=True)
@@ -61,10 +49,8 @@ class ClassScores:
     kind: ClassVar[str] = "classification"
     documents: int
     tokens: int
-    cut: int
-    """Documents longer than the length they were cut to."""
-    loss: float
-    """Mean cross-entropy, nats per document."""
+    cut: int  # documents longer than the length they were cut to
+    loss: float  # mean cross-entropy, nats per document
     labels: list[str]
     confusion: list[list[int]]
 
@@ -72,32 +58,19 @@ class ClassScores:
     def accuracy(self) -> float:
         return sum(row[i] for i, row in enumerate(self.confusion)) / self.documents
 
-    @property
-    def class_accuracy(self) -> dict[str, float | None]:
-        """For each class the share of its documents that were recognised (None: there are none)."""
-        rows = zip(self.labels, self.confusion, strict=True)
-        return {name: row[i] / sum(row) if sum(row) else None for i, (name, row) in enumerate(rows)}
-
-    @property
-    def f1(self) -> float | None:
-        """Of the second of two classes, as GLUE's; 0 where it is neither there nor guessed."""
-        if len(self.labels) != 2:
-            return None
-        (_, false_positive), (false_negative, hits) = self.confusion
-        return 2 * hits / max(2 * hits + false_positive + false_negative, 1)
-
-    @property
-    def matthews(self) -> float | None:
-        """Matthews correlation of two classes (CoLA's metric); 0 where either side knows one class only."""
-        if len(self.labels) != 2:
-            return None
-        (a, b), (c, d) = self.confusion
-        spread = math.sqrt((a + b) * (c + d) * (a + c) * (b + d))
-        return (a * d - b * c) / spread if spread else 0.0
-
     def derived(self) -> dict[str, Any]:
-        names = ("accuracy", "class_accuracy", "f1", "matthews")
-        return {name: getattr(self, name) for name in names}
+        """With the recognised share of each class (None: it has no documents), and of two classes GLUE's other metrics:
+        F1 of the second (0 where it is neither there nor guessed) and Matthews correlation (0 where either side knows
+        one class only)."""
+        rows = zip(self.labels, self.confusion, strict=True)
+        shares = {name: row[i] / sum(row) if sum(row) else None for i, (name, row) in enumerate(rows)}
+        f1 = matthews = None
+        if len(self.labels) == 2:
+            (a, b), (c, d) = self.confusion
+            f1 = 2 * d / max(2 * d + b + c, 1)
+            spread = math.sqrt((a + b) * (c + d) * (a + c) * (b + d))
+            matthews = (a * d - b * c) / spread if spread else 0.0
+        return {"accuracy": self.accuracy, "class_accuracy": shares, "f1": f1, "matthews": matthews}
 
 
 @dataclass(frozen=True)
@@ -116,8 +89,7 @@ class LayerUse:
 @dataclass(frozen=True)
 class RoutingUse:
     layers: list[LayerUse]
-    gate: float | None
-    """Mean g of the MetaRouter."""
+    gate: float | None  # mean g of the MetaRouter
     gate_pool: str | None
 
     @property
@@ -129,25 +101,20 @@ class RoutingUse:
 @dataclass(frozen=True)
 class EvaluationReport:
     model: str
-    run: str | None
-    """The training run the model is the best of, if it was named by that."""
+    run: str | None  # the training run the model is the best of, if it was named by that
     corpus: str
     fingerprint: str
     split: str
     length: int
-    stride: int | None
-    """None: blocks side by side, as the paper's."""
-    rows: int | None
-    """Limit on blocks or documents; None: all of the split."""
+    stride: int | None  # None: blocks side by side, as the paper's
+    rows: int | None  # limit on blocks or documents; None: all of the split
     batch_size: int
     precision: str
     device: str
     scores: LanguageScores | ClassScores
     routing: RoutingUse
-    flops: float
-    """Counted, forward, per token, from the measured shares."""
-    baseline_flops: float
-    """The same for attention in every layer."""
+    flops: float  # counted, forward, per token, from the measured shares
+    baseline_flops: float  # the same for attention in every layer
     flops_length: int
     remarks: list[str] = field(default_factory=list)
 
@@ -167,29 +134,25 @@ class EvaluationReport:
     @classmethod
     def from_dict(cls, data: Any) -> "EvaluationReport":
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise InputError(f"this is not an evaluation report: it does not say format {FORMAT!r}.")
+            raise InputError(f"it does not say format {FORMAT!r}.")
         try:
             record = {known.name: data[known.name] for known in fields(cls)}
-            scores = LanguageScores if data["kind"] == LanguageScores.kind else ClassScores
-            stored = data["scores"]
+            scores, stored = LanguageScores if data["kind"] == LanguageScores.kind else ClassScores, data["scores"]
             needed = [known.name for known in fields(scores) if known.default is MISSING or known.name in stored]
             record["scores"] = scores(**{name: stored[name] for name in needed})
             layers = [LayerUse(**layer) for layer in data["routing"]["layers"]]
             record["routing"] = RoutingUse(**{**data["routing"], "layers": layers})
             return cls(**record)
-        except KeyError as error:
-            raise InputError(f"this evaluation report is damaged: it has no {first_line(error)}.") from error
-        except TypeError as error:
-            raise InputError(f"this evaluation report is damaged: {first_line(error)}") from error
+        except (KeyError, TypeError) as error:
+            missing = "it has no " if isinstance(error, KeyError) else ""
+            raise InputError(f"it is damaged: {missing}{first_line(error)}.") from error
 
     @classmethod
     def read(cls, path: Path) -> "EvaluationReport":
         check_file(path)
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from error
-        except ValueError as error:
+        except ValueError as error:  # from_dict's InputError too
             raise InputError(f"{path} is not an evaluation report: {first_line(error)}") from error
 
 
@@ -201,70 +164,6 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def report_tables(report: EvaluationReport) -> list[Table | str]:
-    """The figures, the routing of each layer, and every remark."""
-    return [figures_table(report), *routing_tables(report), *(f"note: {remark}" for remark in report.remarks)]
-
-
-def figures_table(report: EvaluationReport) -> Table:
-    if report.kind == ClassScores.kind:
-        how = f"documents cut to {report.length} tokens"
-    elif report.stride is None:
-        how = f"blocks of {report.length}"
-    else:
-        how = f"windows of {report.length}, stride {report.stride}"
-    title = f"{report.model} on {report.corpus} {report.split}, {how}, {report.precision} on {report.device}"
-    table = Table("figure", "value", box=None, title=title, title_justify="left")
-    for name, value in (*score_rows(report.scores), *cost_rows(report)):
-        table.add_row(name, value)
-    return table
-
-
-def score_rows(scores: LanguageScores | ClassScores) -> list[tuple[str, str]]:
-    if isinstance(scores, LanguageScores):
-        return [
-            ("tokens predicted", f"{scores.tokens:,}"),
-            ("loss, nats per token", f"{scores.nll:.4f}"),
-            ("unigram entropy of the same tokens, nats", shown(scores.unigram_entropy, ".4f")),
-            ("token perplexity", perplexity(scores.perplexity)),
-            ("word perplexity (words + lines)", perplexity(scores.word_perplexity)),
-            ("bits per byte", shown(scores.bits_per_byte, ".4f")),
-        ]
-    rows = [
-        ("documents", f"{scores.documents:,} ({scores.cut:,} cut)"),
-        ("tokens", f"{scores.tokens:,}"),
-        ("accuracy", f"{scores.accuracy:.2%}"),
-        ("loss, nats per document", f"{scores.loss:.4f}"),
-    ]
-    rows += [(f"accuracy on {name}", shown(value, ".2%")) for name, value in scores.class_accuracy.items()]
-    if len(scores.labels) == 2:
-        rows += [(f"F1 of {scores.labels[1]}", shown(scores.f1, ".4f"))]
-        rows += [("Matthews correlation", shown(scores.matthews, ".4f"))]
-    return rows
-
-
-def cost_rows(report: EvaluationReport) -> list[tuple[str, str]]:
-    ratio = report.flops / report.baseline_flops
-    routing = report.routing
-    gate = "–" if routing.gate is None else f"{routing.gate:.4f} (pool: {routing.gate_pool})"
-    return [
-        ("f, mean of the routed layers", shown(routing.fraction, ".4f")),
-        ("g, mean of the gate", gate),
-        (f"counted MFLOPs per token at T = {report.flops_length}", f"{report.flops / 1e6:,.3f}"),
-        ("… ÷ attention in every layer", f"{ratio:.4f}"),
-    ]
-
-
-def routing_tables(report: EvaluationReport) -> list[Table]:
-    layers = report.routing.layers
-    if not layers:
-        return []
-    table = Table("layer", *layers[0].use, box=None, title="share of tokens each operator got", title_justify="left")
-    for layer in layers:
-        table.add_row(str(layer.layer + 1), *(f"{share:.4f}" for share in layer.use.values()))
-    return [table]
-
-
 def shown(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
@@ -272,3 +171,60 @@ def shown(value: float | None, form: str) -> str:
 def perplexity(value: float | None) -> str:
     """By word, an untrained model's runs into the quadrillions."""
     return shown(value, ",.3f" if value is None or value < 1e6 else ".3g")
+
+
+def report_tables(report: EvaluationReport) -> list[Table | str]:
+    """The figures, the routing of each layer, and every remark."""
+    how = f"{'documents cut to' if report.kind == ClassScores.kind else 'blocks of'} {report.length} tokens"
+    if report.stride is not None:
+        how = f"windows of {report.length}, stride {report.stride}"
+    title = f"{report.model} on {report.corpus} {report.split}, {how}, {report.precision} on {report.device}"
+    tables: list[Table | str] = [side_by_side(title, {"value": dict((*score_rows(report.scores), *cost_rows(report)))})]
+    if report.routing.layers:
+        shares = {f"layer {layer.layer + 1}": layer.use for layer in report.routing.layers}
+        columns = {name: {key: f"{share:.4f}" for key, share in use.items()} for name, use in shares.items()}
+        tables.append(side_by_side("share of tokens each operator got", columns))
+    return [*tables, *(f"note: {remark}" for remark in report.remarks)]
+
+
+def side_by_side(title: str, columns: dict[str, dict[str, str]]) -> Table:
+    """A line for each figure that any of the columns has."""
+    table = Table("", *columns, box=None, title=title, title_justify="left")
+    for name in dict.fromkeys(name for column in columns.values() for name in column):
+        table.add_row(name, *(column.get(name, "–") for column in columns.values()))
+    return table
+
+
+def score_rows(scores: LanguageScores | ClassScores) -> list[tuple[str, str]]:
+    derived: dict[str, Any] = scores.derived()
+    if isinstance(scores, LanguageScores):
+        return [
+            ("tokens predicted", f"{scores.tokens:,}"),
+            ("loss, nats per token", f"{scores.nll:.4f}"),
+            ("unigram entropy of the same tokens, nats", shown(scores.unigram_entropy, ".4f")),
+            ("token perplexity", perplexity(derived["perplexity"])),
+            ("word perplexity (words + lines)", perplexity(derived["word_perplexity"])),
+            ("bits per byte", shown(derived["bits_per_byte"], ".4f")),
+        ]
+    rows = [
+        ("documents", f"{scores.documents:,} ({scores.cut:,} cut)"),
+        ("tokens", f"{scores.tokens:,}"),
+        ("accuracy", f"{scores.accuracy:.2%}"),
+        ("loss, nats per document", f"{scores.loss:.4f}"),
+        *((f"accuracy on {name}", shown(value, ".2%")) for name, value in derived["class_accuracy"].items()),
+    ]
+    if len(scores.labels) == 2:
+        rows.append((f"F1 of {scores.labels[1]}", shown(derived["f1"], ".4f")))
+        rows.append(("Matthews correlation", shown(derived["matthews"], ".4f")))
+    return rows
+
+
+def cost_rows(report: EvaluationReport) -> list[tuple[str, str]]:
+    routing = report.routing
+    gate = "–" if routing.gate is None else f"{routing.gate:.4f} (pool: {routing.gate_pool})"
+    return [
+        ("f, mean of the routed layers", shown(routing.fraction, ".4f")),
+        ("g, mean of the gate", gate),
+        (f"counted MFLOPs per token at T = {report.flops_length}", f"{report.flops / 1e6:,.3f}"),
+        ("… ÷ attention in every layer", f"{report.flops / report.baseline_flops:.4f}"),
+    ]

@@ -14,9 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError, unknown_name
-from chiar.evaluation.harness import choose_device
 from chiar.generation.routes import RouteReader, legend, marked
-from chiar.model.load import load_model, resolve_model
+from chiar.model.load import choose_device, load_model, resolve_model
 from chiar.visible import visible
 
 GATES = ("prefill", "refuse")

@@ -14,6 +14,7 @@ from chiar.config import ChiarConfig
 from chiar.errors import InputError, first_line, unknown_name
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 def copy_tokenizer(source: Path | None, target: Path) -> None:
@@ -21,6 +22,20 @@ def copy_tokenizer(source: Path | None, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if source is not None and (source / name).is_file() and not (target / name).exists():
             shutil.copy(source / name, target / name)
+
+
+def choose_device(name: str) -> torch.device:
+    if name not in DEVICES:
+        raise unknown_name("device", name, DEVICES)
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("there is no CUDA device here: use --device cpu.")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def describe_device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def resolve_model(name: str) -> tuple[str, str | None]:

@@ -36,7 +36,7 @@ def nulltest(
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from chiar.cli import show, write_json
+    from chiar.console import show, write_json
     from chiar.files import check_new, new_folder
     from chiar.nulltest.pictures import pictures
     from chiar.nulltest.run import nulltest as run_nulltest

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from chiar.errors import InputError
-from chiar.evaluation.classification import choose_documents
+from chiar.evaluation.harness import choose_documents
 from chiar.training.settings import TrainSettings
 
 
