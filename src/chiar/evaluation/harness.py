@@ -19,8 +19,8 @@ from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScore
 from chiar.model.heads import open_classifier
 from chiar.model.load import check_tokenizer, choose_device, describe_device, load_config, load_model, resolve_model
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
-from chiar.routing.flops import Shares, baseline_of, count_flops, operator_shares
 from chiar.model.trace import RoutingTrace
+from chiar.routing.flops import Shares, baseline_of, count_flops, operator_shares
 
 LOGIT_ROWS = 1024  # logits of a whole batch over GPT-2's vocabulary would take gigabytes
 COUNTED_AT_ONCE = 1 << 22

@@ -73,6 +73,7 @@ class CausalAttention(Operator):
         key_BT: Tensor | None = None,
         memory: LayerMemory | None = None,
         only_keys: bool = False,
+        /,
     ) -> tuple[Tensor, Tensor | None]:
         """The output and, if eager, the weights; over tokens that were stored before these are over the entries of the
         store."""

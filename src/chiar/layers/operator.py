@@ -38,6 +38,7 @@ class Operator(nn.Module):
         key_BT: Tensor | None = None,
         memory: LayerMemory | None = None,
         only_keys: bool = False,
+        /,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """The definition: the output for every token. `key_BT` marks the tokens that are keys (None: all). With
         `only_keys` nobody reads the output of other tokens: the memory stores nothing of them, and their output is
@@ -74,14 +75,7 @@ class Adopted(TokenOperator):
         super().__init__()
         self.held = (module,)
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        context: TokenContext,
-        key_BT: Tensor | None = None,
-        memory: LayerMemory | None = None,
-        only_keys: bool = False,
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: TokenContext, *_: object) -> Tensor:
         return self.held[0](x_BTD)
 
 

@@ -52,6 +52,7 @@ class RBFMixing(Operator):
         key_BT: Tensor | None = None,
         memory: LayerMemory | None = None,
         only_keys: bool = False,
+        /,
     ) -> Tensor:
         if memory is not None and only_keys and surely_none(key_BT):
             return torch.zeros_like(x_BTD)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from chiar.kernels.packing import pack, packed_linear, unpack, used
 from chiar.kernels.transform import Transform, transform_matrices
-from chiar.layers.context import LayerMemory, TokenContext
+from chiar.layers.context import TokenContext
 from chiar.layers.derived import DerivedBuffers
 from chiar.layers.operator import TokenOperator
 from chiar.registry import Work
@@ -47,14 +47,7 @@ class SpectralFilter(TokenOperator):
     def flops(config: "ChiarConfig", work: Work) -> dict[str, float]:
         return {"spectral": work.share * 2 * work.transform}
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        context: TokenContext,
-        key_BT: Tensor | None = None,
-        memory: LayerMemory | None = None,
-        only_keys: bool = False,
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: TokenContext, *_: object) -> Tensor:
         return context.transform.inverse(context.transform.forward(x_BTD) * self.weight)
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:

@@ -63,6 +63,7 @@ class TemporalFilter(DerivedBuffers, Operator):
         key_BT: Tensor | None = None,
         memory: LayerMemory | None = None,
         only_keys: bool = False,
+        /,
     ) -> Tensor:
         device = x_BTD.device.type
         if torch.is_autocast_enabled(device):  # as a linear map would: half the traffic
@@ -84,8 +85,8 @@ class TemporalSublayer(nn.Module):
 
     def forward(self, x_BTD: Tensor, context: TokenContext, memory: LayerMemory | None) -> Tensor:
         if self.pre_norm:
-            return x_BTD + self.filter(self.norm(x_BTD), context, memory=memory)
-        return self.norm(x_BTD + self.filter(x_BTD, context, memory=memory))
+            return x_BTD + self.filter(self.norm(x_BTD), context, None, memory)
+        return self.norm(x_BTD + self.filter(x_BTD, context, None, memory))
 
 
 def with_past(x_BTC: Tensor, reach: int, real_BT: Tensor | None, memory: LayerMemory | None, name: str) -> Tensor:

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.kernels.linear_cross_entropy import linear_cross_entropy
-from chiar.layers.collapse import mean_over_tokens
-from chiar.layers.routers import one_hot
+from chiar.layers.routers import mean_over_tokens, one_hot
 from chiar.model.modeling import ChiarForCausalLM, pool_states
 
 
