@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 from evaluated import BYTES, language_corpus, save, tiny_model
 
+from chiar.data.corpora import Text
 from chiar.data.prepare import prepare
 from chiar.data.shards import Corpus
-from chiar.data.text import Text
 from chiar.evaluation import unigram
 from chiar.evaluation.report import EvaluationReport
 from commands import run
