@@ -39,6 +39,7 @@ def small_batches(monkeypatch):
     """So that little text is many batches, goes to other processes, and each batch is noted."""
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 10)
     monkeypatch.setattr(shards, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # slow, and only a power cut would show
 
 
 @pytest.fixture
@@ -218,6 +219,7 @@ def test_two_preparations_of_one_corpus_do_not_meet(tmp_path, source):
 def test_tokens_files_become_a_corpus_unchanged(tmp_path, monkeypatch):
     monkeypatch.setattr("chiar.data.corpora.BLOCK_BYTES", 64)  # words and characters lie across blocks
     monkeypatch.setattr(shards, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
     tokenizer = Tokenizer.train([sentence(n, 40) for n in range(30)], 300)
     tokenizer.save(tmp_path / "tokenizer")
     choice, folder = TokenizerChoice("bpe", path=tmp_path / "tokenizer"), tmp_path / "ids"

@@ -52,13 +52,9 @@ class Source:
     labels: tuple[str, ...] = ()
 
     def __init__(
-        self,
-        name: str,
-        given: Collection[str] | dict[str, list[Path]],
-        options: dict[str, Any],
-        files: list[Path] | None = None,
-        carve: dict[str, float] | None = None,
-    ) -> None:
+        self, name: str, given: Collection[str] | dict[str, list[Path]], options: dict[str, Any],
+        files: list[Path] | None = None, carve: dict[str, float] | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.carve = name, carve or {}
         self.splits = tuple(split for split in SPLITS if split in given or split in self.carve)
         self.options = options | ({"hash_split": carve} if carve else {})

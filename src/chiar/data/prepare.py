@@ -75,14 +75,9 @@ class Bars(Display):
 
 
 def prepare(
-    source: Source | TokensFile,
-    out: Path,
-    tokenizer: TokenizerChoice,
-    *,
-    workers: int | None = 1,
-    shard_tokens: int = SHARD_TOKENS,
-    display: Display | None = None,
-) -> Corpus:
+    source: Source | TokensFile, out: Path, tokenizer: TokenizerChoice, *, workers: int | None = 1,
+    shard_tokens: int = SHARD_TOKENS, display: Display | None = None,
+) -> Corpus:  # fmt: skip
     """`workers=None` takes one a core, as far as there are documents for them."""
     display = display or Display()
     check_new(out)
@@ -104,7 +99,13 @@ def prepare(
         "shard_tokens": shard_tokens,
     }
     with partial_folder(out, inputs, display.note) as folder:
-        used = settle_tokenizer(ready, source, tokenizer.trained_size, folder / "tokenizer", display)
+        saved = folder / "tokenizer"
+        if saved.is_dir():  # by an interrupted run
+            used = Tokenizer.open(saved)
+        else:
+            used = ready or train_tokenizer(source, tokenizer.trained_size, display)
+            used.save(saved.with_suffix(".new"))
+            os.replace(saved.with_suffix(".new"), saved)
         writers = [SplitWriter(folder, split, used.dtype, shard_tokens, len(source.labels)) for split in source.splits]
         for writer in writers:
             if writer.entry is None:
@@ -141,17 +142,14 @@ def check_documents(source: Source, workers: int | None) -> int:
                 f"{source.name} has too few documents for a {split} split: give more text, another --split-fractions, "
                 f"or for plain text another --documents."
             )
-    wanted = available_cores() if workers is None else workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wanted = cores if workers is None else workers
     if wanted < 1:
         raise InputError(f"--workers must be at least 1, got {wanted}.")
     documents = sum(1 for _ in islice(source.documents(source.splits[0]), wanted))
     if documents < wanted and workers is not None:
         raise InputError(f"{workers} workers are more than the {documents} documents of {source.name}: ask for fewer.")
     return min(wanted, documents)
-
-
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
@@ -193,21 +191,12 @@ def partial_folder(out: Path, inputs: dict[str, Any], note: Callable[[str], None
         os.replace(folder, out)
 
 
-def settle_tokenizer(
-    ready: Tokenizer | None, source: Source | TokensFile, size: int, folder: Path, display: Display
-) -> Tokenizer:
-    """The one an interrupted run has left, the one that is ready, or one trained on train."""
-    if folder.is_dir():
-        return Tokenizer.open(folder)
-    if ready is None:
-        assert isinstance(source, Source)
-        display.at("tokenizer", 0)
-        ready = Tokenizer.train((document.text for document in source.documents("train")), size)
-        display.at("tokenizer", 1, 1)
-    aside = folder.with_suffix(".new")
-    ready.save(aside)
-    os.replace(aside, folder)
-    return ready
+def train_tokenizer(source: Source | TokensFile, size: int, display: Display) -> Tokenizer:
+    assert isinstance(source, Source)
+    display.at("tokenizer", 0)
+    trained = Tokenizer.train((document.text for document in source.documents("train")), size)
+    display.at("tokenizer", 1, 1)
+    return trained
 
 
 def write_split(

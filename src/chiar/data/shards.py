@@ -270,7 +270,8 @@ class SplitWriter:
             tokens += len(part)
         ends = self._last_end + np.cumsum(_joined([encoded.lengths for encoded in self._pending], "<u8"), dtype="<u8")
         _write_at(self._ends, documents, ends)
-        _write_at(self._labels, documents, _joined([e.labels for e in self._pending if e.labels is not None], "<i8"))
+        if self.labels:
+            _write_at(self._labels, documents, _joined([encoded.labels for encoded in self._pending], "<i8"))
         self._last_end = int(ends[-1]) if len(ends) else self._last_end
         self._pending, self._written, self._flushed = [], self.counts, time.monotonic()
 
@@ -289,7 +290,7 @@ class SplitWriter:
         return {"file": path.name, "sha256": file_hash(path)}
 
 
-def _joined(arrays: list[np.ndarray], dtype: np.dtype | str) -> np.ndarray:
+def _joined(arrays: list[Any], dtype: np.dtype | str) -> np.ndarray:
     return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="unsafe")
 
 
