@@ -18,7 +18,7 @@ class Entry(NamedTuple):
     needs: str
     offline: str
     options: tuple[str, ...]
-    build: Callable[..., Source | TokensFile]
+    build: Callable[..., Source]
 
 
 def spelling(option: str) -> str:
@@ -57,7 +57,7 @@ CATALOG = {
 }
 
 
-def build_source(named: list[str], /, **options: Any) -> Source | TokensFile:
+def build_source(named: list[str], /, **options: Any) -> Source:
     """From what follows `chiar data prepare`: a name and what it is read from, or files of the user's.
 
     Options that are None were not given.

@@ -62,7 +62,7 @@ def prepare(
 
 @data_app.command("show")
 def show_corpus(
-    folder: A[Path | None, typer.Argument(metavar="[DIR]", help="A prepared corpus.")] = None,
+    folder: A[Path | None, typer.Argument(metavar="DIR", help="A prepared corpus.")] = None,
     verify: A[bool, Option("--verify", help="Read all of it and compare every hash.")] = False,
 ) -> None:
     """Show a prepared corpus: its splits, tokenizer and counts. Without DIR, what can be prepared by name."""

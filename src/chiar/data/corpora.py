@@ -339,15 +339,12 @@ def definitions(body: list[ast.stmt]) -> Iterator[Any]:
         yield from definitions(handlers)
 
 
-class TokensFile:
+class TokensFile(Source):
     """Ids made elsewhere: little-endian uint16 in `train.u16`, or `train.0.u16`, `train.1.u16`…, compressed or not.
 
-    Not a `Source`: it gives ids where those give text. They are stored as they are: a document ends at each end of
-    text, and what has none is one document. A `meta.json` that counts tokens or hashes train is held to it.
+    It gives ids, not documents. They are stored as they are: a document ends at each end of text, and what has none is
+    one document. A `meta.json` that counts tokens or hashes train is held to it.
     """
-
-    kind = "language"
-    labels: tuple[str, ...] = ()
 
     def __init__(self, paths: list[Path], name: str = "tokens") -> None:
         folder = documents.one_folder(name, paths, "train.u16 (or train.0.u16, train.1.u16…), valid.u16 and test.u16")
@@ -361,11 +358,9 @@ class TokensFile:
         for split, numbered in parts.items():
             if sorted(number for number, _ in numbered) != list(range(len(numbered))):
                 raise InputError(f"{folder}: the files of {split} are not numbered 0 to {len(numbered) - 1}.")
-        self.paths = {split: [path for _, path in sorted(parts[split])] for split in SPLITS if split in parts}
-        self.name = folder.resolve().name if name == "tokens" else name
-        self.splits = tuple(self.paths)
-        self.options: dict[str, Any] = {"documents": "ids as given"}
-        self.files = [path for paths in self.paths.values() for path in paths]
+        given = {split: [path for _, path in sorted(parts[split])] for split in SPLITS if split in parts}
+        name = folder.resolve().name if name == "tokens" else name
+        super().__init__(name, given, {"documents": "ids as given"})
         self.meta: dict[str, Any] = {}
         if (meta := folder / "meta.json").is_file():
             try:
@@ -374,6 +369,9 @@ class TokensFile:
                 raise InputError(f"{meta} is not JSON: {error}.") from error
             if not isinstance(self.meta, dict):
                 raise InputError(f"{meta} does not hold an object.")
+
+    def remarks(self, entries: dict[str, Any]) -> list[str]:
+        return []
 
     def blocks(self, split: str) -> Iterator[np.ndarray]:
         """The ids of a split in order, a few million at a time."""

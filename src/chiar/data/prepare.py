@@ -75,7 +75,7 @@ class Bars(Display):
 
 
 def prepare(
-    source: Source | TokensFile, out: Path, tokenizer: TokenizerChoice, *, workers: int | None = 1,
+    source: Source, out: Path, tokenizer: TokenizerChoice, *, workers: int | None = 1,
     shard_tokens: int = SHARD_TOKENS, display: Display | None = None,
 ) -> Corpus:  # fmt: skip
     """`workers=None` takes one a core, as far as there are documents for them."""
@@ -100,10 +100,12 @@ def prepare(
     }
     with partial_folder(out, inputs, display.note) as folder:
         saved = folder / "tokenizer"
-        if saved.is_dir():  # by an interrupted run
-            used = Tokenizer.open(saved)
-        else:
-            used = ready or train_tokenizer(source, tokenizer.trained_size, display)
+        used = Tokenizer.open(saved) if saved.is_dir() else ready  # an interrupted run may have left it
+        if used is None:
+            display.at("tokenizer", 0)
+            used = Tokenizer.train((document.text for document in source.documents("train")), tokenizer.trained_size)
+            display.at("tokenizer", 1, 1)
+        if not saved.is_dir():
             used.save(saved.with_suffix(".new"))
             os.replace(saved.with_suffix(".new"), saved)
         writers = [SplitWriter(folder, split, used.dtype, shard_tokens, len(source.labels)) for split in source.splits]
@@ -120,7 +122,7 @@ def prepare(
             "dtype": used.dtype.newbyteorder("=").name,
             "shard_tokens": shard_tokens,
             "options": source.options,
-            "remarks": source.remarks(entries) if isinstance(source, Source) else [],
+            "remarks": source.remarks(entries),
             "inputs": {"files": len(source.files), "bytes": sum(path.stat().st_size for path in source.files)},
             "splits": entries,
         }
@@ -191,26 +193,16 @@ def partial_folder(out: Path, inputs: dict[str, Any], note: Callable[[str], None
         os.replace(folder, out)
 
 
-def train_tokenizer(source: Source | TokensFile, size: int, display: Display) -> Tokenizer:
-    assert isinstance(source, Source)
-    display.at("tokenizer", 0)
-    trained = Tokenizer.train((document.text for document in source.documents("train")), size)
-    display.at("tokenizer", 1, 1)
-    return trained
-
-
-def write_split(
-    writer: SplitWriter, source: Source | TokensFile, tokenizer: Tokenizer, processes: int, display: Display
-) -> None:
-    if isinstance(source, Source):
+def write_split(writer: SplitWriter, source: Source, tokenizer: Tokenizer, processes: int, display: Display) -> None:
+    if isinstance(source, TokensFile):
+        expected, stream = None, read_ids(source, writer.split, tokenizer)
+    else:
         expected = source.expected_bytes(writer.split)
         remaining = islice(source.documents(writer.split), writer.counts["documents"], None)
         stream = encode_all(remaining, tokenizer, source.kind == "classification", processes)
-    else:
-        expected, stream = None, read_ids(source, writer.split, tokenizer)
     for encoded in stream:
         # Words of ids are counted across blocks, so such a split is one piece of work.
-        writer.append(encoded, note=isinstance(source, Source))
+        writer.append(encoded, note=not isinstance(source, TokensFile))
         display.at(writer.split, writer.counts["bytes"], expected, f"{writer.counts['tokens']:,} tokens")
     if not writer.counts["tokens"]:
         raise InputError(f"{source.name} is empty: its {writer.split} split has no ids.")

@@ -15,7 +15,7 @@ import os
 import time
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,13 @@ def fingerprint(manifest: dict[str, Any]) -> str:
 def file_hash(path: Path) -> str:
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def read_npy(path: Path, mmap_mode: Literal["r"] | None = None) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise InputError(f"{path} is not a readable .npy file: {error}") from error
 
 
 class Split:
@@ -89,10 +96,7 @@ class Split:
 
     def _load(self, what: str, length: int) -> np.ndarray:
         path = self._folder / self._entry[what]["file"]
-        try:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            raise InputError(f"{path} is not a readable .npy file: {error}") from error
+        array = read_npy(path, "r")
         if array.shape != (length,) or array.dtype.kind not in "iu":
             raise InputError(f"{path} holds {array.dtype} of shape {array.shape}, expected {length} whole numbers.")
         return array

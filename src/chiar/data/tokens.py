@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from chiar.config import ChiarConfig
+from chiar.data.shards import read_npy
 from chiar.errors import InputError, first_line
 from chiar.files import check_file
 
@@ -78,10 +79,7 @@ def read_token_file(path: Path) -> np.ndarray:
         if path.stat().st_size % 2:
             raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")
         return np.fromfile(path, dtype="<u2")
-    try:
-        ids = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise InputError(f"{path} is not a readable .npy file: {error}") from error
+    ids = read_npy(path)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise InputError(f"{path} holds {ids.dtype} of shape {ids.shape}, expected one row of integers.")
     return ids
