@@ -17,14 +17,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from chiar.data.corpora import Stdlib, TokensFile, WikiText
 from chiar.data.documents import Document, Source
 from chiar.data.prepare import prepare
 from chiar.data.shards import Corpus
-from chiar.data.stdlib import Stdlib
-from chiar.data.tokenizer_choice import TokenizerChoice
-from chiar.data.tokenizers import Tokenizer
-from chiar.data.tokens_file import TokensFile
-from chiar.data.wikitext import WikiText
+from chiar.data.tokenizers import Tokenizer, TokenizerChoice
 
 READ_TOKENS = 1 << 25
 ROW = 257
@@ -104,7 +101,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="folder with wiki.train.tokens")
     parser.add_argument("--gpt2", type=Path, help="folder with GPT-2's vocab.json and merges.txt")
     arguments = parser.parse_args()
-    whole = WikiText("wikitext-2", [arguments.text]) if arguments.text else Stdlib(fractions=(1.0, 0.0, 0.0))
+    whole = WikiText([arguments.text], "wikitext-2") if arguments.text else Stdlib(fractions=(1.0, 0.0, 0.0))
     source = InMemory(whole.name, [document.text for document in whole.documents("train")])
     table = Table("measured", "rate", "with", box=None, title=f"{source.name} on {hardware()}", title_justify="left")
     with tempfile.TemporaryDirectory() as folder:

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from chiar.data.corpora import Stdlib
 from chiar.data.prepare import prepare
-from chiar.data.stdlib import Stdlib
-from chiar.data.tokenizer_choice import TokenizerChoice
+from chiar.data.tokenizers import TokenizerChoice
 from chiar.training.run_folder import RunFolder
 
 STEPS = 40

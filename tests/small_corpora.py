@@ -4,7 +4,7 @@ import json
 
 from chiar.data.catalog import build_source
 from chiar.data.prepare import prepare
-from chiar.data.tokenizer_choice import TokenizerChoice
+from chiar.data.tokenizers import TokenizerChoice
 
 WORDS = ["light", "dark", "token", "filter", "attention", "entropy", "layer", "gate", "route", "model", "noise"]
 

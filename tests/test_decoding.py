@@ -202,7 +202,9 @@ class NoLooking(torch.overrides.TorchFunctionMode):
         return function(*arguments, **(options or {}))
 
 
-@pytest.mark.parametrize("design", ["baseline", "v3-routed-keys", "routed", "random-position", "hard-gate", "soft", "temporal-all"])
+@pytest.mark.parametrize(
+    "design", ["baseline", "v3-routed-keys", "routed", "random-position", "hard-gate", "soft", "temporal-all"]
+)
 def test_the_step_itself_reads_no_values(lively, ids, design, monkeypatch):
     """Of what runs between the inputs and the logits; a CPU alone looks whether anything is dark at all."""
     monkeypatch.setattr("chiar.layers.attention.surely_none", lambda key_BT: False)

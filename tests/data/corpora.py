@@ -4,25 +4,13 @@ import hashlib
 import random
 from pathlib import Path
 
-from chiar.data.tokenizer_choice import TokenizerChoice
+import pytest
+
+from chiar.data.tokenizers import TokenizerChoice
+from chiar.errors import InputError
 
 BYTES = TokenizerChoice("bytes")
-WORDS = [
-    "the",
-    "of",
-    "many",
-    "light",
-    "dark",
-    "filter",
-    "attention",
-    "carbon",
-    "naïve",
-    "漢字",
-    "don't",
-    "42",
-    ",",
-    ".",
-]
+WORDS = "the of many light dark filter attention carbon naïve 漢字 don't 42 , .".split()  # noqa: SIM905
 
 
 def sentence(seed: int, words: int = 12) -> str:
@@ -53,3 +41,7 @@ def tree(folder: Path) -> dict[str, str]:
     """Every file below a folder with its hash: two folders are byte-identical if these are equal."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def refused(message: str):
+    return pytest.raises(InputError, match=message)

@@ -2,34 +2,30 @@
 
 import json
 import lzma
+import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
-from corpora import BYTES, sentence, text_file, tree, wikitext_folder
+from corpora import BYTES, refused, sentence, text_file, tree, wikitext_folder
 
-from chiar.data import encoding, writer
+from chiar.data import prepare as module
+from chiar.data import shards
+from chiar.data.corpora import Imdb, Text, TokensFile, WikiText
 from chiar.data.documents import Document, Source
-from chiar.data.encoding import WorkerDied
-from chiar.data.imdb import Imdb
-from chiar.data.prepare import prepare
-from chiar.data.progress import Silent
+from chiar.data.prepare import Display, WorkerDied, prepare
 from chiar.data.shards import Corpus
-from chiar.data.text import Text
-from chiar.data.tokenizer_choice import TokenizerChoice
-from chiar.data.tokenizers import Tokenizer
-from chiar.data.tokens_file import TokensFile
-from chiar.data.wikitext import WikiText
+from chiar.data.tokenizers import Tokenizer, TokenizerChoice
 from chiar.errors import InputError
 
 BPE = TokenizerChoice("bpe", vocab_size=300)
+WHOLE = (1.0, 0.0, 0.0)
 
 
-class Notes(Silent):
+class Notes(Display):
     def __init__(self):
         self.sentences = []
 
@@ -39,8 +35,10 @@ class Notes(Silent):
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    """So that little text is many batches, and goes to other processes."""
-    monkeypatch.setattr(encoding, "BATCH_DOCUMENTS", 10)
+    """So that little text is many batches, goes to other processes, and each batch is noted."""
+    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 10)
+    monkeypatch.setattr(shards, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # slow, and only a power cut would show
 
 
 @pytest.fixture
@@ -51,9 +49,8 @@ def source(tmp_path):
 @pytest.mark.parametrize("choice", [BYTES, BPE], ids=["bytes", "bpe"])
 @pytest.mark.usefixtures("small_batches")
 def test_any_number_of_workers_and_any_run_gives_the_same_bytes(tmp_path, source, choice):
-    prepare(source, tmp_path / "one", choice, workers=1, shard_tokens=1000)
-    prepare(source, tmp_path / "again", choice, workers=1, shard_tokens=1000)
-    prepare(source, tmp_path / "three", choice, workers=3, shard_tokens=1000)
+    for name, workers in {"one": 1, "again": 1, "three": 3}.items():
+        prepare(source, tmp_path / name, choice, workers=workers, shard_tokens=1000)
     expected = tree(tmp_path / "one")
     assert expected == tree(tmp_path / "again") == tree(tmp_path / "three")
     left = {"manifest.json", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
@@ -61,34 +58,26 @@ def test_any_number_of_workers_and_any_run_gives_the_same_bytes(tmp_path, source
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "notes.txt", "one", "three"]
 
 
-def test_compression_and_place_do_not_change_the_corpus(tmp_path):
-    wikitext_folder(tmp_path / "plain")
-    (tmp_path / "packed").mkdir()
-    for path in (tmp_path / "plain").iterdir():
-        (tmp_path / "packed" / f"{path.name}.xz").write_bytes(lzma.compress(path.read_bytes()))
-    prints = {
-        prepare(WikiText("wikitext-2", [tmp_path / name]), tmp_path / f"{name}-out", BYTES).fingerprint
-        for name in ("plain", "packed")
-    }
-    assert len(prints) == 1
-
-
-def test_wikitext_counts_are_those_of_the_literature(tmp_path):
+def test_wikitext_counts_are_those_of_the_literature_and_compression_changes_nothing(tmp_path):
     """Words and newlines of the file, each newline an <eos> there."""
-    wikitext_folder(tmp_path)
-    corpus = prepare(WikiText("wikitext-103", [tmp_path]), tmp_path / "out", BPE)
+    wikitext_folder(tmp_path / "plain")
+    corpus = prepare(WikiText([tmp_path / "plain"], "wikitext-103"), tmp_path / "out", BPE)
+    (tmp_path / "packed").mkdir()
     for name in corpus.splits:
-        text = (tmp_path / f"wiki.{name}.tokens").read_text()
-        split = corpus.split(name)
+        path = tmp_path / "plain" / f"wiki.{name}.tokens"
+        (tmp_path / "packed" / f"{path.name}.xz").write_bytes(lzma.compress(path.read_bytes()))
+        text, split = path.read_text(), corpus.split(name)
         assert (split.words, split.lines, split.bytes) == (len(text.split()), text.count("\n"), len(text.encode()))
         stored = [corpus.tokenizer().decode(split.document(n)) for n in range(split.documents)]
         assert "".join(stored) == text
-    assert all(split.read(int(end) - 1, 1)[0] == corpus.end_of_text for end in split.offsets[1:])
+        assert all(split.read(int(end) - 1, 1)[0] == corpus.end_of_text for end in split.offsets[1:])
+    packed = prepare(WikiText([tmp_path / "packed"], "wikitext-103"), tmp_path / "other", BPE)
+    assert packed.fingerprint == corpus.fingerprint
 
 
 def test_shards_that_are_exactly_full(tmp_path):
     (tmp_path / "train.txt").write_text("x" * 9)
-    corpus = prepare(Text([tmp_path / "train.txt"], fractions=(1.0, 0.0, 0.0)), tmp_path / "out", BYTES, shard_tokens=5)
+    corpus = prepare(Text([tmp_path / "train.txt"], fractions=WHOLE), tmp_path / "out", BYTES, shard_tokens=5)
     assert [shard["tokens"] for shard in corpus.manifest["splits"]["train"]["shards"]] == [5, 5]
     assert sorted(path.name for path in (tmp_path / "out").glob("*.bin")) == ["train.000.bin", "train.001.bin"]
     assert corpus.split("train").read(0, 10).tolist() == [120] * 9 + [256]
@@ -97,7 +86,7 @@ def test_shards_that_are_exactly_full(tmp_path):
 class Interrupted(Source):
     """A text that fails after some documents, as an interruption would, until it is allowed to pass."""
 
-    def __init__(self, fail_at):
+    def __init__(self, fail_at=None):
         self.fail_at = fail_at
         super().__init__("interrupted", ["train", "valid"], {}, [])
 
@@ -108,35 +97,26 @@ class Interrupted(Source):
             yield Document(f"{given} {sentence(number)}")
 
 
-@pytest.mark.parametrize("choice", [BYTES, BPE], ids=["bytes", "bpe"])
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
 @pytest.mark.usefixtures("small_batches")
-def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypatch, choice):
-    monkeypatch.setattr(writer, "CHECKPOINT_SECONDS", 0.0)
-    prepare(Interrupted(None), tmp_path / "whole", choice, shard_tokens=700)
-    stopped = Interrupted(None)
-    if choice is BPE:  # the tokenizer's training reads all of train first
-        prepare(stopped, tmp_path / "other", choice, shard_tokens=700)
-        tokenizer = tmp_path / "other" / "tokenizer"
-        choice_of = TokenizerChoice("bpe", path=tokenizer)
-    else:
-        choice_of = choice
-    stopped.fail_at = 95
+def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypatch, kind):
+    choice = BYTES
+    if kind == "bpe":  # a tokenizer's training would read all of train first
+        Tokenizer.train([sentence(n) for n in range(200)], 300).save(tmp_path / "tokenizer")
+        choice = TokenizerChoice("bpe", path=tmp_path / "tokenizer")
+    prepare(Interrupted(), tmp_path / "whole", choice, shard_tokens=700)
     with pytest.raises(KeyboardInterrupt):
-        prepare(stopped, tmp_path / "out", choice_of, shard_tokens=700)
+        prepare(Interrupted(95), tmp_path / "out", choice, shard_tokens=700)
     partial = tmp_path / ".out.partial"
     assert json.loads((partial / "train.progress.json").read_text())["counts"]["documents"] == 90
     assert not (tmp_path / "out").exists()
     # What was written after the last note is not trusted.
-    with (partial / "train.ends.part").open("ab") as handle:
-        handle.write(b"half a number")
-    with max(partial.glob("train.*.bin")).open("ab") as handle:
-        handle.write(b"half a batch")
-    encoded = []
-    encode = encoding.encode
-    monkeypatch.setattr(encoding, "encode", lambda *a: encoded.extend(a[2]) or encode(*a))
-    stopped.fail_at = None
-    notes = Notes()
-    prepare(stopped, tmp_path / "out", choice_of, shard_tokens=700, display=notes)
+    for path in (partial / "train.ends.part", max(partial.glob("train.*.bin"))):
+        with path.open("ab") as handle:
+            handle.write(b"half a number")
+    encoded, encode, notes = [], module.encode, Notes()
+    monkeypatch.setattr(module, "encode", lambda *a: encoded.extend(a[2]) or encode(*a))
+    prepare(Interrupted(), tmp_path / "out", choice, shard_tokens=700, display=notes)
     assert len(encoded) == 110 + 200
     assert notes.sentences == ["going on with the unfinished out."]
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
@@ -144,44 +124,37 @@ def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypat
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_other_inputs_begin_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "CHECKPOINT_SECONDS", 0.0)
+def test_other_inputs_begin_anew(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         prepare(Interrupted(95), tmp_path / "out", BYTES, shard_tokens=700)
     notes = Notes()
-    prepare(Interrupted(None), tmp_path / "out", BYTES, shard_tokens=800, display=notes)
+    prepare(Interrupted(), tmp_path / "out", BYTES, shard_tokens=800, display=notes)
     assert "begun anew" in notes.sentences[0]
-    prepare(Interrupted(None), tmp_path / "whole", BYTES, shard_tokens=800)
+    prepare(Interrupted(), tmp_path / "whole", BYTES, shard_tokens=800)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
 SLOW = """
 import sys, time
-from chiar.data import encoding, writer
-from chiar.data.imdb import Imdb
-from chiar.data.prepare import prepare
-from chiar.data.text import Text
-from chiar.data.tokenizer_choice import TokenizerChoice
 from pathlib import Path
-
-def slow(counts): time.sleep(0.02)
+from chiar.data import prepare, shards
+from chiar.data.corpora import Text
+from chiar.data.tokenizers import TokenizerChoice
 
 if __name__ == "__main__":
-    writer.CHECKPOINT_SECONDS = 0.0
-    encoding.BATCH_DOCUMENTS = 10
-    from chiar.data.progress import Silent
-    display = Silent()
-    display.at = slow
+    shards.CHECKPOINT_SECONDS, prepare.BATCH_DOCUMENTS = 0.0, 10
+    display = prepare.Display()
+    display.at = lambda *_: time.sleep(0.02)
     folder, workers = Path(sys.argv[1]), int(sys.argv[2])
     source = Text([folder / "notes.txt"], fractions=(0.8, 0.1, 0.1))
-    prepare(source, folder / "out", TokenizerChoice("bpe", vocab_size=300), workers=workers, shard_tokens=1000,
-            display=display)
+    choice = TokenizerChoice("bpe", vocab_size=300)
+    prepare.prepare(source, folder / "out", choice, workers=workers, shard_tokens=1000, display=display)
 """
 
 
 def wait_until_empty(group):
     """Until no process of the group runs any more."""
-    for _ in range(100):
+    for _ in range(400):
         try:
             os.killpg(group, 0)
         except ProcessLookupError:
@@ -190,15 +163,14 @@ def wait_until_empty(group):
     raise AssertionError("the killed process left others behind")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_kill_9_and_resume(tmp_path, workers):
+def test_kill_9_and_resume(tmp_path):
     text_file(tmp_path / "notes.txt", documents=800)
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
-    command = [sys.executable, str(script), str(tmp_path), str(workers)]
-    for documents in (100, 400):
+    progress = tmp_path / ".out.partial" / "train.progress.json"
+    for documents, workers in ((100, 2), (400, 1)):
+        command = [sys.executable, str(script), str(tmp_path), str(workers)]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
-        progress = tmp_path / ".out.partial" / "train.progress.json"
         while process.poll() is None and not (
             progress.is_file() and json.loads(progress.read_text())["counts"]["documents"] >= documents
         ):
@@ -217,134 +189,117 @@ def test_kill_9_and_resume(tmp_path, workers):
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_a_dead_worker_is_a_sentence_and_the_work_is_kept(tmp_path, source, monkeypatch):
-    monkeypatch.setattr(writer, "CHECKPOINT_SECONDS", 0.0)
-
-    class Killer(Silent):
-        def at(self, counts):
-            import multiprocessing
-
+def test_a_dead_worker_is_a_sentence_and_the_work_is_kept(tmp_path, source):
+    class Killer(Display):
+        def at(self, *_):
             for child in multiprocessing.active_children():
-                os.kill(child.pid, signal.SIGKILL)
+                child.kill()  # unlike os.kill, no error where the pool has already reaped it
 
     with pytest.raises(WorkerDied, match="run the same command again"):
         prepare(source, tmp_path / "out", BYTES, workers=2, display=Killer())
-    prepare(source, tmp_path / "out", BYTES, workers=1)
+    notes = Notes()
+    prepare(source, tmp_path / "out", BYTES, display=notes)
+    assert notes.sentences == ["going on with the unfinished out."]
     prepare(source, tmp_path / "whole", BYTES)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
 def test_two_preparations_of_one_corpus_do_not_meet(tmp_path, source):
-    class Second(Silent):
-        def at(self, counts):
-            with pytest.raises(InputError, match="another process is preparing"):
+    class Second(Display):
+        def at(self, *_):
+            with refused("another process is preparing"):
                 prepare(source, tmp_path / "out", BYTES)
 
+    (tmp_path / "out").mkdir()  # an empty folder may be the target
     prepare(source, tmp_path / "out", BYTES, display=Second())
     Corpus.open(tmp_path / "out", verify=True)
 
 
-def gpt2_like(folder):
-    """A tokenizer of bytes under another id of the end of text, and files of its ids."""
-    tokenizer = Tokenizer.train([sentence(n, 40) for n in range(30)], 300)
-    tokenizer.save(folder / "tokenizer")
-    return tokenizer
-
-
 def test_tokens_files_become_a_corpus_unchanged(tmp_path, monkeypatch):
-    monkeypatch.setattr("chiar.data.tokens_file.BLOCK_BYTES", 64)  # words and characters lie across blocks
-    tokenizer = gpt2_like(tmp_path)
+    monkeypatch.setattr("chiar.data.corpora.BLOCK_BYTES", 64)  # words and characters lie across blocks
+    monkeypatch.setattr(shards, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    tokenizer = Tokenizer.train([sentence(n, 40) for n in range(30)], 300)
+    tokenizer.save(tmp_path / "tokenizer")
+    choice, folder = TokenizerChoice("bpe", path=tmp_path / "tokenizer"), tmp_path / "ids"
     texts = [f"{sentence(n, 30)}\n naïve 漢字" for n in range(12)]
     end = np.array([tokenizer.end_of_text], "<u2")
     rows = [np.concatenate([ids, end]) for ids in tokenizer.encode_batch(texts)]
-    folder = tmp_path / "ids"
     folder.mkdir()
     np.concatenate(rows).tofile(folder / "train.u16")
     np.concatenate([*rows[:3], rows[3][:-1]]).tofile(folder / "valid.u16")
-    corpus = prepare(TokensFile([folder]), tmp_path / "out", TokenizerChoice("bpe", path=tmp_path / "tokenizer"))
+
+    class Stop(Display):
+        def at(self, *_):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # such a split is one piece of work, begun again after an interruption
+        prepare(TokensFile([folder]), tmp_path / "out", choice, display=Stop())
+    corpus = prepare(TokensFile([folder]), tmp_path / "out", choice)
     assert corpus.name == "ids"
     train, valid = corpus.split("train"), corpus.split("valid")
     assert np.array_equal(train.read(0, train.tokens), np.concatenate(rows))
-    assert (train.documents, valid.documents) == (12, 4)
-    assert train.words == sum(len(text.split()) for text in texts)
+    assert (train.documents, valid.documents, train.lines) == (12, 4, 12)
     assert train.bytes == sum(len(text.encode()) for text in texts)
-    assert train.lines == 12
-    assert valid.words == sum(len(text.split()) for text in texts[:4])
+    assert [train.words, valid.words] == [sum(len(text.split()) for text in part) for part in (texts, texts[:4])]
     assert [tokenizer.decode(valid.document(n)) for n in range(4)] == texts[:4]
     Corpus.open(tmp_path / "out", verify=True)
 
 
-def test_tokens_files_need_their_own_tokenizer(tmp_path):
-    folder = tmp_path / "ids"
-    folder.mkdir()
-    np.array([299, 300], "<u2").tofile(folder / "train.u16")
-    gpt2_like(tmp_path)
-    for choice, message in [
-        (TokenizerChoice(), "tokenised already"),
-        (TokenizerChoice("bpe", path=tmp_path / "tokenizer"), "holds id 300, outside the 300 entries"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            prepare(TokensFile([folder]), tmp_path / "out", choice)
-    (folder / "train.u16").write_bytes(b"")
-    with pytest.raises(InputError, match="is empty"):
-        prepare(TokensFile([folder]), tmp_path / "out", BYTES)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids", "tokenizer"]
-
-
 def test_refusals_leave_nothing_behind(tmp_path, source):
-    def refused(message, *arguments, **options):
-        before = tree(tmp_path)
-        with pytest.raises(InputError, match=message):
-            prepare(*arguments, **options)
-        assert tree(tmp_path) == before
-        assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-    out = tmp_path / "out"
-    (tmp_path / "empty.txt").write_text("\n \n\n")
-    refused("is empty", Text([tmp_path / "empty.txt"], fractions=(1.0, 0.0, 0.0)), out, BYTES)
-    (tmp_path / "short.txt").write_text("one document")
-    refused("too few documents for a valid split", Text([tmp_path / "short.txt"]), out, BYTES)
-    (tmp_path / "binary.txt").write_bytes(b"fine\n\n" * 2000 + b"\xff\xfe")
-    refused("is it binary", Text([tmp_path / "binary.txt"], fractions=(1.0, 0.0, 0.0)), out, BYTES)
-    refused("300 workers are more than the \\d+ documents", source, out, BYTES, workers=300)
-    refused("--workers must be at least 1", source, out, BYTES, workers=0)
-    refused("--shard-tokens", source, out, BYTES, shard_tokens=0)
-    refused("at least 257", source, out, TokenizerChoice(vocab_size=100))
-    prepare(source, tmp_path / "full", BYTES)
-    refused("exists already", source, tmp_path / "full", BYTES)
-    refused("exists already", source, tmp_path / "short.txt", BYTES)
-    refused("does not match", source, out, TokenizerChoice("bpe", like=tmp_path / "full"))
-    refused("does not match", source, out, TokenizerChoice(vocab_size=300, like=tmp_path / "full"))
+    for name, content in {
+        "empty.txt": b"\n \n\n", "short.txt": b"one document", "binary.txt": b"fine\n\n" * 2000 + b"\xff\xfe",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+    empty, short, binary = (
+        Text([tmp_path / name], fractions=WHOLE) for name in ("empty.txt", "short.txt", "binary.txt")
+    )
+    full = tmp_path / "full"
+    prepare(source, full, BYTES)
     wikitext_folder(tmp_path / "wiki")
     (tmp_path / "wiki" / "wiki.train.tokens").unlink()
-    refused("no train split to train a BPE on", WikiText("wikitext-2", [tmp_path / "wiki"]), out, TokenizerChoice())
-
-
-def test_more_cores_than_documents_are_fine(tmp_path, monkeypatch):
-    monkeypatch.setattr("chiar.data.prepare.available_cores", lambda: 64)
-    (tmp_path / "train.txt").write_text("one document")
-    source = Text([tmp_path / "train.txt"], fractions=(1.0, 0.0, 0.0))
-    assert prepare(source, tmp_path / "out", BYTES, workers=None).split("train").documents == 1
-
-
-def test_an_empty_folder_may_be_the_target(tmp_path, source):
-    (tmp_path / "out").mkdir()
-    prepare(source, tmp_path / "out", BYTES)
-    Corpus.open(tmp_path / "out", verify=True)
+    wiki = WikiText([tmp_path / "wiki"], "wikitext-2")
+    for folder, ids in (("ids", [299, 300]), ("none", [])):
+        (tmp_path / folder).mkdir()
+        np.array(ids, "<u2").tofile(tmp_path / folder / "train.u16")
+    ids, none = TokensFile([tmp_path / "ids"]), TokensFile([tmp_path / "none"])
+    before = tree(tmp_path)
+    for message, what, choice, options in [
+        ("is empty", empty, BYTES, {}),
+        ("too few documents for a valid split", Text([tmp_path / "short.txt"]), BYTES, {}),
+        ("is it binary", binary, BYTES, {}),
+        ("300 workers are more than the \\d+ documents", source, BYTES, {"workers": 300}),
+        ("--workers must be at least 1", source, BYTES, {"workers": 0}),
+        ("--shard-tokens", source, BYTES, {"shard_tokens": 0}),
+        ("at least 257", source, TokenizerChoice(vocab_size=100), {}),
+        ("exists already", source, BYTES, {"out": full}),
+        ("exists already", source, BYTES, {"out": tmp_path / "short.txt"}),
+        ("does not match", source, TokenizerChoice("bpe", like=full), {}),
+        ("does not match", source, TokenizerChoice(vocab_size=300, like=full), {}),
+        ("no train split to train a BPE on", wiki, TokenizerChoice(), {}),
+        ("tokenised already", ids, TokenizerChoice(), {}),
+        ("holds id 300, outside the 257 entries", ids, BYTES, {}),
+        ("is empty", none, BYTES, {}),
+    ]:
+        with pytest.raises(InputError, match=message):
+            prepare(what, options.pop("out", tmp_path / "out"), choice, **options)
+        assert tree(tmp_path) == before
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    # Cores are another matter: more of them than documents are fine.
+    assert prepare(short, tmp_path / "out", BYTES, workers=None).split("train").documents == 1
 
 
 def test_parts_of_published_sets_say_so(tmp_path):
     wikitext_folder(tmp_path)
-    corpus = prepare(WikiText("wikitext-2", [tmp_path]), tmp_path / "wiki", BYTES)
-    assert len(corpus.remarks) == 4
-    assert "the published wikitext-2 245,569: not the same set" in corpus.remarks[2]
-    assert "not in the published order" in corpus.remarks[3]
-    text = (tmp_path / "wiki.train.tokens").read_text().replace("= train 0 =", "= Valkyria Chronicles III =")
-    (tmp_path / "wiki.train.tokens").write_text(text)
-    assert not any("order" in r for r in prepare(WikiText("wikitext-2", [tmp_path]), tmp_path / "b", BYTES).remarks)
+    remarks = prepare(WikiText([tmp_path], "wikitext-2"), tmp_path / "wiki", BYTES).remarks
+    assert len(remarks) == 4
+    assert "the published wikitext-2 245,569: not the same set" in remarks[2]
+    assert "not in the published order" in remarks[3]
+    path = tmp_path / "wiki.train.tokens"
+    path.write_text(path.read_text().replace("= train 0 =", "= Valkyria Chronicles III ="))
+    assert not any("order" in r for r in prepare(WikiText([tmp_path], "wikitext-2"), tmp_path / "b", BYTES).remarks)
     (tmp_path / "train.tsv").write_text("".join(f"{n % 2}\treview {n}\n" for n in range(50)))
-    imdb = prepare(Imdb([tmp_path]), tmp_path / "imdb", BYTES)
-    assert imdb.remarks == [
+    assert prepare(Imdb([tmp_path]), tmp_path / "imdb", BYTES).remarks == [
         "train and valid together hold 50 documents, the published imdb 25,000: not the same set.",
         "imdb has no test split here.",
     ]

@@ -3,11 +3,10 @@
 import random
 from pathlib import Path
 
-from chiar.data.glue import Glue
+from chiar.data.corpora import Glue, Text
 from chiar.data.prepare import prepare
 from chiar.data.shards import Corpus
-from chiar.data.text import Text
-from chiar.data.tokenizer_choice import TokenizerChoice
+from chiar.data.tokenizers import TokenizerChoice
 from chiar.model.modeling import ChiarForCausalLM
 from helpers import randomise, small_config
 
@@ -34,7 +33,7 @@ def class_corpus(folder: Path) -> Corpus:
     for name, count in (("train", 8), ("dev", 23)):
         rows = [f"x\t{int(n % 3 > 0)}\t\t{sentence(n, 1 + n % 9)}" for n in range(count)]
         (folder / f"{name}.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    return prepare(Glue("cola", [folder]), folder / "corpus", BYTES)
+    return prepare(Glue([folder], "cola"), folder / "corpus", BYTES)
 
 
 def tiny_model(preset: str = "v3-tiny", kind: type = ChiarForCausalLM, **changes):

@@ -8,7 +8,7 @@ import sys
 import pytest
 from evaluated import LENGTH, language_corpus, save, tiny_model
 
-from chiar.data.tokenizer_choice import TokenizerChoice
+from chiar.data.tokenizers import TokenizerChoice
 from chiar.errors import InputError
 from chiar.evaluation.harness import evaluate
 from chiar.evaluation.report import EvaluationReport

@@ -9,7 +9,7 @@ import pytest
 import torch
 from evaluated import LENGTH, language_corpus, save, tiny_model
 
-from chiar.data.tokenizer_choice import TokenizerChoice
+from chiar.data.tokenizers import TokenizerChoice
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.evaluation.cli import OFFLINE, stay_offline

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from evaluated import BYTES, LENGTH, tiny_model
 
+from chiar.data.corpora import Text
 from chiar.data.prepare import prepare
 from chiar.data.shards import Corpus
-from chiar.data.text import Text
 from chiar.errors import InputError
 from chiar.evaluation import harness
 from chiar.evaluation.harness import (

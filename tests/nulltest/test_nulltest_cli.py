@@ -11,9 +11,9 @@ import scipy.stats
 import torch
 
 from chiar.data.catalog import build_source
+from chiar.data.corpora import Text
 from chiar.data.prepare import prepare
-from chiar.data.text import Text
-from chiar.data.tokenizer_choice import TokenizerChoice
+from chiar.data.tokenizers import TokenizerChoice
 from chiar.kernels.white_noise import white_noise_entropy
 from chiar.model.modeling import ChiarForCausalLM
 from chiar.nulltest.words import CONTENT, FUNCTION

@@ -6,10 +6,9 @@ from importlib.resources import files
 import numpy as np
 import pytest
 
+from chiar.data.corpora import Text
 from chiar.data.prepare import prepare
-from chiar.data.text import Text
-from chiar.data.tokenizer_choice import TokenizerChoice
-from chiar.data.tokenizers import Tokenizer
+from chiar.data.tokenizers import Tokenizer, TokenizerChoice
 from chiar.nulltest.words import CLASSES, FUNCTION, classify, classify_rows, lexicon, word_class
 
 TEXT = "The cat didn't see Anna's 1,234 dogs of Köln — it 's <unk> , isn 't it ? Unbelievable things in the 1990s\n"

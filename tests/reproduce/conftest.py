@@ -2,7 +2,7 @@ import pytest
 
 from chiar.data.catalog import build_source
 from chiar.data.prepare import prepare
-from chiar.data.tokenizer_choice import TokenizerChoice
+from chiar.data.tokenizers import TokenizerChoice
 from small_corpora import WORDS, labelled_corpus, language_corpus
 
 

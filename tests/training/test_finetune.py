@@ -17,7 +17,7 @@ from chiar import ChiarForCausalLM
 from chiar.data import Corpus
 from chiar.data.catalog import build_source
 from chiar.data.prepare import prepare
-from chiar.data.tokenizer_choice import TokenizerChoice
+from chiar.data.tokenizers import TokenizerChoice
 from chiar.errors import InputError
 from chiar.evaluation.harness import evaluate
 from chiar.model.heads import HEADS, save_heads

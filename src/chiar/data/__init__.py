@@ -3,20 +3,15 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Loaded on first use: the command line imports this package to answer --help.
-_HOMES = {
-    "Corpus": "chiar.data.shards",
-    "Split": "chiar.data.shards",
-    "Tokenizer": "chiar.data.tokenizers",
-}
-__all__ = ["Corpus", "Split", "Tokenizer"]
-
 if TYPE_CHECKING:
     from chiar.data.shards import Corpus, Split
     from chiar.data.tokenizers import Tokenizer
 
+__all__ = ["Corpus", "Split", "Tokenizer"]
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    # Loaded on first use: the command line imports this package to answer --help.
+    if name not in __all__:
         raise AttributeError(f"module 'chiar.data' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"chiar.data.{'tokenizers' if name == 'Tokenizer' else 'shards'}"), name)

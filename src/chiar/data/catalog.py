@@ -1,121 +1,63 @@
 """The corpora by name: what each is, what it is read from, and which options it takes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from chiar.data import glue, imdb, listops, stdlib, text, tokens_file, wikitext
+from chiar.data.corpora import Glue, Imdb, Stdlib, Text, TokensFile, WikiText
 from chiar.data.documents import Source
+from chiar.data.listops import GeneratedListOps, ListOpsFiles
 from chiar.errors import InputError, unknown_name
 
-# Options by the names their corpora know them by, and as the command line spells them.
-SPELLINGS = {
-    "fractions": "--split-fractions",
-    "unit": "--documents",
-    "field": "--field",
-    "from_hub": "--from-hub",
-    "brackets": "--brackets",
-    "depth": "--depth",
-    "arguments": "--arguments",
-    "min_length": "--min-length",
-    "max_length": "--max-length",
-    "seed": "--seed",
-    "examples": "--examples",
-}
 GENERATOR = ("depth", "arguments", "min_length", "max_length", "seed", "examples")
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     kind: str
     about: str
     needs: str
     offline: str
     options: tuple[str, ...]
-    build: Callable[..., Source | tokens_file.TokensFile]
+    build: Callable[..., Source]
 
 
-def _wikitext(name: str, paths: list[Path], **options: Any) -> Source:
-    return wikitext.WikiText(name, paths, **options)
+def spelling(option: str) -> str:
+    """An option as the command line spells it."""
+    return {"fractions": "--split-fractions", "unit": "--documents"}.get(option, f"--{option.replace('_', '-')}")
 
 
-def _glue(name: str, paths: list[Path]) -> Source:
-    return glue.Glue(name, paths)
-
-
-def _imdb(name: str, paths: list[Path], **options: Any) -> Source:
-    return imdb.Imdb(paths, name, **options)
-
-
-def _text(name: str, paths: list[Path], **options: Any) -> Source:
-    return text.Text(paths, name, **options)
-
-
-def _tokens(name: str, paths: list[Path]) -> tokens_file.TokensFile:
-    return tokens_file.TokensFile(paths, name)
-
-
-def _listops(name: str, paths: list[Path], **options: Any) -> Source:
+def _listops(paths: list[Path], name: str, **options: Any) -> Source:
     unused = set(GENERATOR) if paths else {"fractions"}
-    if wrong := sorted(SPELLINGS[option] for option in unused & options.keys()):
+    if wrong := sorted(spelling(option) for option in unused & options.keys()):
         where = "expressions read from files" if paths else "generated expressions"
         raise InputError(f"{', '.join(wrong)} cannot be used with {where}.")
-    return listops.ListOpsFiles(name, paths, **options) if paths else listops.GeneratedListOps(name, **options)
+    return ListOpsFiles(paths, name, **options) if paths else GeneratedListOps(name, **options)
 
 
-def _stdlib(name: str, paths: list[Path], **options: Any) -> Source:
-    if paths:
-        raise InputError(f"stdlib is read from the running Python and takes no files, got {paths[0]}.")
-    return stdlib.Stdlib(name, **options)
+_TOKENS, _RAW = "a folder with wiki.{train,valid,test}.tokens", "a folder with wiki.{train,valid,test}.raw"
+_GLUE, _TSV = "a folder with train.tsv and dev.tsv", "aclImdb, or train.tsv and test.tsv (.csv)"
+_TEXT, _IDS = ".txt, .jsonl or .parquet files, or folders", "a folder with train.u16 …, --tokenizer"
+_NOTHING, _LISTOPS = "nothing (generated), or .tsv files", (*GENERATOR, "brackets", "fractions")
+_CARVE, _HUB = ("fractions",), ("from_hub",)
+CATALOG = {
+    "stdlib": Entry("language", "documentation of the running Python", "nothing", "yes", _CARVE, Stdlib),
+    "wikitext-103": Entry("language", "WikiText-103, tokens form", _TOKENS, "with files", _HUB, WikiText),
+    "wikitext-103-raw": Entry("language", "WikiText-103, raw form", _RAW, "with files", _HUB, WikiText),
+    "wikitext-2": Entry("language", "WikiText-2, tokens form", _TOKENS, "with files", _HUB, WikiText),
+    "wikitext-2-raw": Entry("language", "WikiText-2, raw form", _RAW, "with files", _HUB, WikiText),
+    "text": Entry("language", "your own text", _TEXT, "yes", ("fractions", "unit", "field"), Text),
+    "tokens": Entry("language", "ids made elsewhere", _IDS, "yes", (), TokensFile),
+    "imdb": Entry("classification", "movie reviews, 2 labels", _TSV, "with files", _CARVE, Imdb),
+    "listops": Entry("classification", "nested ListOps, 10 labels", _NOTHING, "yes", _LISTOPS, _listops),
+    "listops-lra": Entry("classification", "ListOps of the long-range arena", _NOTHING, "yes", _LISTOPS, _listops),
+    "sst-2": Entry("classification", "GLUE: sentiment, 2 labels", _GLUE, "with files", (), Glue),
+    "cola": Entry("classification", "GLUE: grammar, 2 labels", _GLUE, "with files", (), Glue),
+    "mrpc": Entry("classification", "GLUE: paraphrases, 2 labels", _GLUE, "with files", (), Glue),
+    "rte": Entry("classification", "GLUE: entailment, 2 labels", _GLUE, "with files", (), Glue),
+}
 
 
-_WIKI = "a folder with wiki.{train,valid,test}."
-_LISTOPS_OPTIONS = (*GENERATOR, "brackets", "fractions")
-_GLUE_NEEDS = "a folder with train.tsv and dev.tsv"
-CATALOG: dict[str, Entry] = {
-    "stdlib": Entry(
-        "language", "documentation of the running Python", "nothing", "yes", ("fractions",), _stdlib
-    ),
-    "wikitext-103": Entry(
-        "language", "WikiText-103, tokens form", _WIKI + "tokens", "with files", ("from_hub",), _wikitext
-    ),
-    "wikitext-103-raw": Entry(
-        "language", "WikiText-103, raw form", _WIKI + "raw", "with files", ("from_hub",), _wikitext
-    ),
-    "wikitext-2": Entry(
-        "language", "WikiText-2, tokens form", _WIKI + "tokens", "with files", ("from_hub",), _wikitext
-    ),
-    "wikitext-2-raw": Entry(
-        "language", "WikiText-2, raw form", _WIKI + "raw", "with files", ("from_hub",), _wikitext
-    ),
-    "text": Entry(
-        "language", "your own text", ".txt, .jsonl or .parquet files, or folders", "yes",
-        ("fractions", "unit", "field"), _text,
-    ),
-    "tokens": Entry(
-        "language", "ids made elsewhere", "a folder with train.u16 …, --tokenizer", "yes", (), _tokens
-    ),
-    "imdb": Entry(
-        "classification", "movie reviews, 2 labels", "aclImdb, or train.tsv and test.tsv (.csv)", "with files",
-        ("fractions",), _imdb,
-    ),
-    "listops": Entry(
-        "classification", "nested ListOps, 10 labels", "nothing (generated), or .tsv files", "yes",
-        _LISTOPS_OPTIONS, _listops,
-    ),
-    "listops-lra": Entry(
-        "classification", "ListOps of the long-range arena", "nothing (generated), or .tsv files", "yes",
-        _LISTOPS_OPTIONS, _listops,
-    ),
-    "sst-2": Entry("classification", "GLUE: sentiment, 2 labels", _GLUE_NEEDS, "with files", (), _glue),
-    "cola": Entry("classification", "GLUE: grammar, 2 labels", _GLUE_NEEDS, "with files", (), _glue),
-    "mrpc": Entry("classification", "GLUE: paraphrases, 2 labels", _GLUE_NEEDS, "with files", (), _glue),
-    "rte": Entry("classification", "GLUE: entailment, 2 labels", _GLUE_NEEDS, "with files", (), _glue),
-}  # fmt: skip
-
-
-def build_source(named: list[str], /, **options: Any) -> Source | tokens_file.TokensFile:
+def build_source(named: list[str], /, **options: Any) -> Source:
     """From what follows `chiar data prepare`: a name and what it is read from, or files of the user's.
 
     Options that are None were not given.
@@ -133,5 +75,5 @@ def build_source(named: list[str], /, **options: Any) -> Source | tokens_file.To
     given = {option: value for option, value in options.items() if value is not None}
     for option in given.keys() - set(entry.options):
         users = [other for other, candidate in CATALOG.items() if option in candidate.options]
-        raise InputError(f"{SPELLINGS[option]} is an option of {', '.join(users)}, not of {name}.")
-    return entry.build(name, paths, **given)
+        raise InputError(f"{spelling(option)} is an option of {', '.join(users)}, not of {name}.")
+    return entry.build(paths, name, **given)

@@ -1,19 +1,38 @@
-"""What every corpus gives: documents, split by split, in an order that never changes."""
+"""What every corpus gives, documents in an order that never changes, and how their files are read."""
 
+import bz2
+import csv
+import gzip
 import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+import lzma
+import re
+import zlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
-from chiar.data.official import differences
-from chiar.errors import InputError, unknown_name
+from chiar.errors import InputError
 
 SPLITS = ("train", "valid", "test")
-DEFAULT_FRACTIONS = (0.9, 0.05, 0.05)
 # Other people's names for the three splits, in file names.
 SPLIT_ALIASES = {name: name for name in SPLITS} | dict.fromkeys(("validation", "val", "dev"), "valid")
+Fractions = tuple[float, float, float]
+DEFAULT_FRACTIONS: Fractions = (0.9, 0.05, 0.05)
+COMPRESSIONS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+# Published sizes, so that a figure measured on part of a set can say so: documents, and of WikiText, words and
+# newlines, as the literature counts tokens. The raw form has the same words, spelled out.
+PUBLISHED = {
+    "wikitext-103": {"train": 103_227_021, "valid": 217_646, "test": 245_569},
+    "wikitext-2": {"train": 2_088_628, "valid": 217_646, "test": 245_569},
+    "imdb": {"train": 25_000, "test": 25_000},
+    "sst-2": {"train": 67_349, "valid": 872},
+    "cola": {"train": 8_551, "valid": 1_043},
+    "mrpc": {"train": 3_668, "valid": 408},
+    "rte": {"train": 2_490, "valid": 277},
+}
+PUBLISHED |= {f"{name}-raw": sizes for name, sizes in PUBLISHED.items() if name.startswith("wikitext")}
 
 
 class Document(NamedTuple):
@@ -21,31 +40,10 @@ class Document(NamedTuple):
     label: int | None = None
 
 
-class HashSplit:
-    """Sends each document to a split by a hash of its text.
+class Source:
+    """A corpus before tokenisation: give it a `read`, or files by split (`given`) and a `read_file`.
 
-    Nothing but the document itself decides, so adding documents moves none of the others, and copies of one document
-    never lie on both sides of the fence.
-    """
-
-    def __init__(self, fractions: dict[str, float]) -> None:
-        self.fractions = {name: fractions[name] for name in SPLITS if fractions.get(name, 0.0) > 0.0}
-        self.splits = tuple(self.fractions)
-        self.bounds = list(zip(accumulate(self.fractions.values()), self.splits, strict=True))
-
-    def split_of(self, text: str) -> str:
-        digest = hashlib.sha256(text.encode()).digest()
-        share = int.from_bytes(digest[:8], "big") / 2**64
-        return next((name for bound, name in self.bounds if share < bound), self.splits[-1])
-
-    def select(self, documents: Iterator[Document], split: str) -> Iterator[Document]:
-        return (document for document in documents if self.split_of(document.text) == split)
-
-
-class Source(ABC):
-    """A corpus before tokenisation.
-
-    `given` are the splits it comes with; where `carve` is set, its splits are made out of the given train. `options`
+    `given` are the splits it comes with; with `carve`, those named there are made out of the given train. `options`
     decide the content besides the files, and go into the manifest. `files` are what is read: a preparation that was
     interrupted continues only if they are unchanged.
     """
@@ -54,71 +52,174 @@ class Source(ABC):
     labels: tuple[str, ...] = ()
 
     def __init__(
-        self,
-        name: str,
-        given: Iterable[str],
-        options: dict[str, Any],
-        files: list[Path],
-        carve: HashSplit | None = None,
-    ) -> None:
-        splits = {*given, *(carve.splits if carve else ())}
-        self.name = name
-        self.splits = tuple(split for split in SPLITS if split in splits)
-        self.options = options | ({"hash_split": carve.fractions} if carve else {})
-        self.files = files
-        self.carve = carve
+        self, name: str, given: Collection[str] | dict[str, list[Path]], options: dict[str, Any],
+        files: list[Path] | None = None, carve: dict[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self.carve = name, carve or {}
+        self.splits = tuple(split for split in SPLITS if split in given or split in self.carve)
+        self.options = options | ({"hash_split": carve} if carve else {})
+        self.paths = given if isinstance(given, dict) else {}
+        self.files = [path for paths in self.paths.values() for path in paths] if files is None else files
 
-    @abstractmethod
     def read(self, given: str) -> Iterator[Document]:
         """The documents of one of the splits the corpus comes with, in the same order each time."""
+        return (document for path in self.paths[given] for document in self.read_file(path))
+
+    def read_file(self, path: Path) -> Iterator[Document]:
+        raise NotImplementedError
 
     def documents(self, split: str) -> Iterator[Document]:
-        if self.carve is not None and split in self.carve.splits:
-            return self.carve.select(self.read("train"), split)
-        return self.read(split)
+        if split not in self.carve:
+            return self.read(split)
+        return (document for document in self.read("train") if split_by_hash(document.text, self.carve) == split)
 
     def remarks(self, entries: dict[str, Any]) -> list[str]:
         """What sets the corpus apart from the published one of its name, given the splits' manifest entries."""
-        return differences(self.name, entries, self.carve is not None)
+        words = self.name.startswith("wikitext")
+        found = {name: e["words"] + e["lines"] if words else e["documents"] for name, e in entries.items()}
+        if self.carve:
+            found["train"] = found.get("train", 0) + found.pop("valid", 0)
+        remarks = []
+        for split, size in PUBLISHED.get(self.name, {}).items():
+            if split not in found:
+                remarks.append(f"{self.name} has no {split} split here.")
+            elif found[split] != size:
+                what = "train and valid together hold" if self.carve and split == "train" else f"{split} holds"
+                counted = f"{found[split]:,} {'word tokens' if words else 'documents'}"
+                remarks.append(f"{what} {counted}, the published {self.name} {size:,}: not the same set.")
+        return remarks
 
     def expected_bytes(self, split: str) -> int | None:
-        """How much text the split holds, if that is known without reading it; for the progress bar only."""
-        return None
+        """About how much text the split holds, where the sizes of its files say so; for the progress bar only."""
+        files = self.paths.get("train" if split in self.carve else split)
+        if not files or any(path.suffix in COMPRESSIONS for path in files):
+            return None
+        return int(sum(path.stat().st_size for path in files) * self.carve.get(split, 1.0))
 
 
-def parse_fractions(text: str) -> tuple[float, float, float]:
-    """ "0.9,0.05,0.05" as the shares of train, valid and test."""
-    try:
-        train, valid, test = (float(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(
-            f"--split-fractions takes three numbers (train, valid, test) such as 0.9,0.05,0.05; got {text!r}."
-        ) from None
-    return check_fractions((train, valid, test))
+def split_by_hash(text: str, fractions: dict[str, float]) -> str:
+    """Nothing but the document itself decides: adding documents moves no other, and copies stay in one split."""
+    share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+    bounds = zip(fractions, accumulate(fractions.values()), strict=True)
+    return next((name for name, bound in bounds if share < bound), list(fractions)[-1])
 
 
-def check_fractions(fractions: tuple[float, float, float]) -> tuple[float, float, float]:
+def carve_all(fractions: Fractions | None = None) -> dict[str, float]:
+    """For a corpus that comes as one piece: the share of each split that has one."""
+    fractions = fractions or DEFAULT_FRACTIONS
     if not all(0.0 <= f <= 1.0 for f in fractions) or abs(sum(fractions) - 1.0) > 1e-6 or fractions[0] == 0.0:
-        raise InputError(
-            f"split fractions must lie between 0 and 1, add up to 1 and leave some for train: {fractions}."
-        )
-    return fractions
+        rule = "split fractions must lie between 0 and 1, add up to 1 and leave some for train"
+        raise InputError(f"{rule}: {fractions}.")
+    return {name: fraction for name, fraction in zip(SPLITS, fractions, strict=True) if fraction}
 
 
-def carve_all(fractions: tuple[float, float, float]) -> HashSplit:
-    """For a corpus that comes as one piece."""
-    return HashSplit(dict(zip(SPLITS, check_fractions(fractions), strict=True)))
-
-
-def carve_valid(given: Iterable[str], fractions: tuple[float, float, float]) -> HashSplit | None:
+def carve_valid(given: Collection[str], fractions: Fractions | None = None) -> dict[str, float] | None:
     """For a corpus that may lack a validation set: its share is taken out of train."""
-    check_fractions(fractions)
-    if "train" not in given or "valid" in given or fractions[1] == 0.0:
-        return None
-    return HashSplit({"train": 1.0 - fractions[1], "valid": fractions[1]})
+    valid = carve_all(fractions).get("valid")
+    return {"train": 1.0 - valid, "valid": valid} if valid and "train" in given and "valid" not in given else None
 
 
-def check_choice(option: str, received: str, allowed: tuple[str, ...]) -> str:
-    if received not in allowed:
-        raise unknown_name(option, received, allowed)
-    return received
+def plain_name(path: Path) -> str:
+    """The file's name without the ending of a compression."""
+    return path.stem if path.suffix in COMPRESSIONS else path.name
+
+
+def split_of_file(path: Path) -> str | None:
+    """The split a file's name speaks of: train.txt, test_d20s.tsv, basic_val.tsv; None if it names none or several."""
+    named = {SPLIT_ALIASES[part] for part in re.split(r"[_.\-]", path.name.lower()) if part in SPLIT_ALIASES}
+    return named.pop() if len(named) == 1 else None
+
+
+def find_files(folder: Path, names: dict[str, tuple[str, ...]]) -> dict[str, list[Path]]:
+    """By split, the first of its names that lies in the folder, compressed or not."""
+    found: dict[str, list[Path]] = {}
+    for split, candidates in names.items():
+        for path in (folder / f"{name}{ending}" for name in candidates for ending in ("", *COMPRESSIONS)):
+            if path.is_file():
+                found.setdefault(split, [path])
+    return found
+
+
+def one_folder(name: str, paths: list[Path], layout: str, inner: str = "") -> Path:
+    """The folder of a corpus that is read from one, or the `inner` one there."""
+    if len(paths) != 1:
+        raise InputError(f"{name} is read from one folder with {layout}: chiar data prepare {name} FOLDER --out DIR.")
+    if not paths[0].is_dir():
+        raise InputError(f"{paths[0]} is not a folder: {name} is read from a folder with {layout}.")
+    return paths[0] / inner if (paths[0] / inner).is_dir() else paths[0]
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}.")
+    try:
+        with COMPRESSIONS.get(path.suffix, open)(path, "rb") as handle:
+            yield cast(IO[bytes], handle)
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise InputError(f"{path} is damaged or not a {path.suffix} file: {error}") from error
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Lines with their newlines, exactly as they are; only a byte order mark at the start is dropped."""
+    position = 0
+    with open_bytes(path) as handle:
+        for raw in handle:
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise InputError(f"{path} is not UTF-8 text (byte {position + error.start}): is it binary?") from error
+            if "\0" in line:
+                raise InputError(f"{path} holds a NUL character (byte {position + raw.index(0)}): is it binary?")
+            yield line if position else line.removeprefix("\ufeff")
+            position += len(raw)
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Rows of a table with their line numbers: .csv with quotes as usual, anything else tab-separated without them."""
+    if not plain_name(path).endswith(".csv"):
+        yield from ((n, line.rstrip("\r\n").split("\t")) for n, line in enumerate(read_lines(path), start=1))
+        return
+    csv.field_size_limit(2**30)  # a review can be longer than the usual 128 KiB
+    reader = csv.reader(read_lines(path))
+    try:
+        yield from ((reader.line_num, row) for row in reader)
+    except csv.Error as error:
+        raise InputError(f"{path}, line {reader.line_num}: {error}.") from error
+
+
+class Table(Source):
+    """Labelled texts, one a row. `spellings`: how files write the labels."""
+
+    kind = "classification"
+    spellings: dict[str, int]
+
+    def columns(self, head: list[str]) -> tuple[bool, tuple[int, ...], int]:
+        """Given the first row in lower case: whether it is a header, the columns of the text, the one of the label."""
+        raise NotImplementedError
+
+    def checked(self, text: str, label: int) -> str:
+        """The text as it is kept, or a ValueError."""
+        return text
+
+    def read_file(self, path: Path) -> Iterator[Document]:
+        head = next((row for _, row in read_rows(path)), None)
+        if head is None:
+            raise InputError(f"{path} is empty.")
+        header, texts, label_at = self.columns([cell.strip().lower() for cell in head])
+        needed = max(*texts, label_at) + 1
+        for number, row in read_rows(path):
+            if (header and number == 1) or row in ([], [""]):
+                continue
+            if len(row) < needed:
+                raise InputError(f"{path}, line {number} has {len(row)} columns, expected {needed}.")
+            try:
+                label = self.spellings.get(row[label_at].strip().lower())
+                if label is None:
+                    raise ValueError(f"label {row[label_at]!r} is none of {', '.join(self.spellings)}")
+                text = self.checked("\n".join(row[column] for column in texts), label)
+            except ValueError as error:
+                raise InputError(f"{path}, line {number} cannot be read: {error}.") from error
+            if not text.strip():
+                raise InputError(f"{path}, line {number} has a label but no text.")
+            yield Document(text, label)

@@ -1,31 +1,40 @@
-"""ListOps: nested expressions over digits, generated here as the original generator does, or read from its files.
+"""ListOps: nested expressions over digits. `[MAX 2 9 [MIN 4 7 ] 0 ]` is 9.
 
-Presets: `listops` is the original (Nangia and Bowman 2018: depth 20, at most 5 arguments, written with round
-brackets); `listops-lra` is the long-range arena (depth 10, at most 10 arguments, more than 500 and fewer than 2,000
-tokens, no round brackets, which its readers drop).
+Operators are MIN, MAX, MED (the median; of two middle values the mean, rounded down) and SM (the sum modulo 10). The
+published data also writes a binary tree in round brackets around it, one pair a step: `( ( ( [MIN 4 ) 7 ) ] )`. They
+carry no meaning and are ignored here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Any
 
-from chiar.data.documents import DEFAULT_FRACTIONS, SPLITS, Document, Source, carve_valid
-from chiar.data.expressions import evaluate, generate, with_brackets, without_brackets
-from chiar.data.files import split_of_file
-from chiar.data.tables import first_row, labelled_rows, whole_number
+from chiar.data.documents import SPLITS, Document, Fractions, Source, Table, carve_valid, split_of_file
 from chiar.errors import InputError
 
-DIGITS = tuple(str(digit) for digit in range(10))
-# An option that almost no tree meets would otherwise search for ever.
+OPERATORS: dict[str, Callable[[list[int]], int]] = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
+NAMES = tuple(OPERATORS)
+DIGITS = tuple("0123456789")
+END = "]"
+ROUND = ("(", ")")
+# How likely a place in the tree holds an operator rather than a digit, as in the original generator.
+OPERATOR_SHARE = 0.25
+# A shape that almost no tree has would otherwise be searched for ever.
 PATIENCE = 1_000_000
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the generated expressions look like. Lengths count tokens without round brackets, both ends included."""
+    """What generated expressions look like. Lengths count tokens without round brackets, both ends included."""
 
     depth: int = 20
     arguments: int = 5
@@ -35,7 +44,7 @@ class Shape:
     seed: int = 0
     examples: tuple[int, int, int] = (85_000, 5_000, 10_000)
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.depth < 2 or self.arguments < 2:
             raise InputError(f"--depth and --arguments must be at least 2, got {self.depth} and {self.arguments}.")
         if not 1 <= self.min_length <= self.max_length:
@@ -45,20 +54,20 @@ class Shape:
 
 
 PRESETS = {
-    "listops": Shape(),
-    "listops-lra": Shape(
-        depth=10, arguments=10, min_length=501, max_length=1999, brackets=False, examples=(96_000, 2_000, 2_000)
-    ),
+    "listops": Shape(),  # Nangia and Bowman 2018
+    # The long-range arena, whose readers drop the round brackets.
+    "listops-lra": Shape(10, 10, 501, 1999, brackets=False, examples=(96_000, 2_000, 2_000)),
 }
 
 
 class GeneratedListOps(Source):
+    """Generated as the original generator does, in one of its two published shapes or another."""
+
     kind = "classification"
     labels = DIGITS
 
     def __init__(self, name: str, **changes: Any) -> None:
         self.shape = replace(PRESETS[name], **changes)
-        self.shape.check()
         self.counts = dict(zip(SPLITS, self.shape.examples, strict=True))
         self._used: dict[str, set[bytes]] = {}
         options = {**asdict(self.shape), "examples": list(self.shape.examples)}
@@ -76,67 +85,122 @@ class GeneratedListOps(Source):
             yield Document(with_brackets(tokens) if self.shape.brackets else text, evaluate(text))
 
     def _generate(self, split: str, taken: set[bytes]) -> Iterator[tuple[list[str], bytes]]:
-        shape = self.shape
+        shape, seen = self.shape, set(taken)
         rng = Random(f"listops {shape.seed} {split}")
-        seen = set(taken)
-        tries = wanted = 0
-        while wanted < self.counts[split]:
-            tries += 1
-            if tries > PATIENCE:
+        for wanted in range(self.counts[split]):
+            for _ in range(PATIENCE):
+                tokens = generate(rng, shape.depth, shape.arguments, shape.min_length > 1, shape.max_length)
+                if tokens is not None and len(tokens) >= shape.min_length:
+                    key = sha256(" ".join(tokens).encode()).digest()[:12]
+                    if key not in seen:
+                        break
+            else:
                 raise InputError(
                     f"no new expression of {shape.min_length} to {shape.max_length} tokens in {PATIENCE:,} tries after "
                     f"{wanted:,} in {split}: ask for fewer --examples, or a larger --depth or length range."
                 )
-            tokens = generate(rng, shape.depth, shape.arguments, shape.min_length > 1, shape.max_length)
-            if tokens is None or len(tokens) < shape.min_length:
-                continue
-            key = sha256(" ".join(tokens).encode()).digest()[:12]
-            if key in seen:
-                continue
             seen.add(key)
-            tries = 0
-            wanted += 1
             yield tokens, key
 
 
-class ListOpsFiles(Source):
+class ListOpsFiles(Table):
     """Tables of value and expression, as first published, or Source and Target with a header, as in the arena."""
 
-    kind = "classification"
     labels = DIGITS
+    spellings = {digit: int(digit) for digit in DIGITS}  # noqa: RUF012
 
     def __init__(
-        self,
-        name: str,
-        paths: list[Path],
-        fractions: tuple[float, float, float] = DEFAULT_FRACTIONS,
-        brackets: bool | None = None,
+        self, paths: list[Path], name: str, fractions: Fractions | None = None, brackets: bool | None = None
     ) -> None:
-        files = [file for path in paths for file in (sorted(path.glob("*.tsv*")) if path.is_dir() else [path])]
-        self.paths: dict[str, Path] = {}
-        for file in files:
-            split = split_of_file(file)
-            if split is None or split in self.paths:
-                raise InputError(f"{file}: one file a split, with train, valid or test in its name, is expected.")
-            self.paths[split] = file
-        if not self.paths:
-            raise InputError(f"{', '.join(map(str, paths))}: no .tsv file there.")
         self.brackets = brackets
+        given: dict[str, list[Path]] = {}
+        for file in [file for path in paths for file in (sorted(path.glob("*.tsv*")) if path.is_dir() else [path])]:
+            split = split_of_file(file)
+            if split is None or split in given:
+                raise InputError(f"{file}: one file a split, with train, valid or test in its name, is expected.")
+            given[split] = [file]
+        if not given:
+            raise InputError(f"{', '.join(map(str, paths))}: no .tsv file there.")
         options = {"brackets": "as given" if brackets is None else brackets}
-        super().__init__(name, self.paths, options, files, carve_valid(self.paths, fractions))
+        super().__init__(name, given, options, carve=carve_valid(given, fractions))
 
-    def read(self, given: str) -> Iterator[Document]:
-        path = self.paths[given]
-        header = [cell.lower() for cell in first_row(path)] == ["source", "target"]
-        text_at, label_at = (0, 1) if header else (1, 0)
+    def columns(self, head: list[str]) -> tuple[bool, tuple[int, ...], int]:
+        return (True, (0,), 1) if head == ["source", "target"] else (False, (1,), 0)
 
-        def read(row: list[str]) -> tuple[str, int]:
-            text, label = row[text_at].strip(), whole_number(row[label_at], 10)
-            if evaluate(text) != label:
-                raise ValueError(f"the expression is {evaluate(text)}, but the row says {label}")
-            if self.brackets is not None:
-                tokens = without_brackets(text)
-                text = with_brackets(tokens) if self.brackets else " ".join(tokens)
-            return text, label
+    def checked(self, text: str, label: int) -> str:
+        if evaluate(text) != label:
+            raise ValueError(f"the expression is {evaluate(text)}, but the row says {label}")
+        if self.brackets is None:
+            return text.strip()
+        return with_brackets(without_brackets(text)) if self.brackets else " ".join(without_brackets(text))
 
-        return labelled_rows(path, header, 2, read)
+
+def evaluate(expression: str) -> int:
+    """The digit an expression stands for; ValueError if it is not well formed."""
+    stack: list[tuple[str, list[int]]] = [("", [])]
+    for token in expression.split():
+        if token in DIGITS:
+            stack[-1][1].append(int(token))
+        elif token in OPERATORS:
+            stack.append((token, []))
+        elif token == END:
+            operator, values = stack.pop()
+            if not stack or not values:
+                raise ValueError("a ] closes nothing" if not stack else f"{operator} has no arguments")
+            stack[-1][1].append(OPERATORS[operator](values))
+        elif token not in ROUND:
+            raise ValueError(f"{token!r} is neither an operator ({', '.join(NAMES)}), a digit nor a bracket")
+    if len(stack) != 1:
+        raise ValueError(f"{stack[-1][0]} is never closed")
+    if len(stack[0][1]) != 1:
+        raise ValueError(f"it holds {len(stack[0][1])} expressions, expected one")
+    return stack[0][1][0]
+
+
+def generate(rng: Random, depth: int, arguments: int, operator_at_root: bool, max_length: int) -> list[str] | None:
+    """One random tree as tokens without round brackets, or None if it grew beyond `max_length`.
+
+    As in the original: a place above the deepest level is an operator with probability 0.25, with 2 to `arguments`
+    arguments, so at most `depth` - 1 operators are nested.
+    """
+    tokens: list[str] = []
+    missing: list[int] = []  # arguments still to come, of each open operator
+    random = rng.random
+    draw = 0.0 if operator_at_root else random()
+    while True:
+        if draw < OPERATOR_SHARE and len(missing) + 1 < depth:
+            tokens.append(NAMES[int(random() * len(NAMES))])
+            missing.append(2 + int(random() * (arguments - 1)))
+            if len(tokens) + len(missing) > max_length:
+                return None
+        else:
+            tokens.append(DIGITS[int(random() * 10)])
+            while missing:
+                missing[-1] -= 1
+                if missing[-1]:
+                    break
+                missing.pop()
+                tokens.append(END)
+            else:
+                return tokens if len(tokens) <= max_length else None
+        draw = random()
+
+
+def without_brackets(expression: str) -> list[str]:
+    return [token for token in expression.split() if token not in ROUND]
+
+
+def with_brackets(tokens: list[str]) -> str:
+    """As published: every argument and the closing ] add one pair of round brackets."""
+    stack: list[list[str]] = [[]]
+    for token in tokens:
+        if token in OPERATORS:
+            stack.append([token])
+        elif token == END:
+            text, *arguments = stack.pop()
+            for argument in (*arguments, END):
+                text = f"( {text} {argument} )"
+            stack[-1].append(text)
+        else:
+            stack[-1].append(token)
+    return stack[0][0]

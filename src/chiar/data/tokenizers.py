@@ -1,4 +1,4 @@
-"""The three tokenizers are one: byte-level BPE.
+"""The three tokenizers are one, byte-level BPE, and how a corpus chooses among them.
 
 GPT-2's has 50,000 merges, a trained one has as many as were asked for, and bytes has none and no splitting into words.
 Ids are dense, the last one is the end of text. Text never produces that id, also not by spelling it out.
@@ -15,11 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from chiar.data.byte_alphabet import CHARACTER_OF_BYTE, bytes_of
-from chiar.errors import InputError
+from chiar.errors import InputError, first_line, unknown_name
 
 END_OF_TEXT = "<|endoftext|>"
 KINDS = ("gpt2", "bpe", "bytes")
+DEFAULT_VOCAB_SIZE = 8192
+GPT2_REPOSITORY = "openai-community/gpt2"
+GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+GPT2_ENTRIES = 50_257
+# GPT-2's alphabet, which fits vocabularies of bytes into JSON text: printable Latin-1 characters stand for themselves;
+# the other bytes take the characters from U+0100 on, in order.
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+CHARACTER_OF_BYTE = {byte: chr(byte if byte in _PRINTABLE else 256 + _OTHERS.index(byte)) for byte in range(256)}
+BYTE_OF_CHARACTER = {character: byte for byte, character in CHARACTER_OF_BYTE.items()}
 # Where GPT-2's pattern always starts a new word: at a space, newline, tab or carriage return after a character that is
 # no space. What lies between two such places is encoded on its own, once, and remembered. Rarer kinds of space start
 # no new piece, because Python and the tokenizers library disagree about some of them.
@@ -51,16 +60,12 @@ class Tokenizer:
     def dtype(self) -> np.dtype:
         return np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
 
-    @property
-    def splits_words(self) -> bool:
-        return self.kind != "bytes"
-
     @cached_property
     def fingerprint(self) -> str:
         """Of what the tokenizer does, not of its files: libraries write the same tokenizer in several ways."""
         definition = {
             "family": "byte-level-bpe",
-            "pattern": "gpt2" if self.splits_words else None,
+            "pattern": None if self.kind == "bytes" else "gpt2",
             "vocabulary": self.vocabulary,
             "merges": self.merges,
             "end_of_text": [END_OF_TEXT, self.end_of_text],
@@ -70,11 +75,11 @@ class Tokenizer:
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """What each id stands for; nothing for the end of text."""
-        return [*map(bytes_of, self.vocabulary), b""]
+        return [bytes(map(BYTE_OF_CHARACTER.__getitem__, token)) for token in (*self.vocabulary, "")]
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Ids of each text, as `AutoTokenizer.from_pretrained` of the saved folder gives them; nothing is added."""
-        if not self.splits_words:
+        if self.kind == "bytes":
             return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
         ids_of = self._pieces.__getitem__
         return [np.frombuffer(b"".join(map(ids_of, PIECES.findall(text))), self.dtype) for text in texts]
@@ -87,12 +92,7 @@ class Tokenizer:
 
     def describe(self) -> dict[str, Any]:
         """The tokenizer's entry in a manifest."""
-        return {
-            "kind": self.kind,
-            "fingerprint": self.fingerprint,
-            "vocab_size": self.vocab_size,
-            "end_of_text": self.end_of_text,
-        }
+        return {name: getattr(self, name) for name in ("kind", "fingerprint", "vocab_size", "end_of_text")}
 
     def save(self, folder: Path) -> None:
         """A folder for `AutoTokenizer.from_pretrained`, and for `Tokenizer.open`."""
@@ -126,37 +126,36 @@ class Tokenizer:
             plain = not any((stored["normalizer"], model.get("dropout"), model.get("ignore_merges")))
             if not plain or (model["type"], before["type"], before["add_prefix_space"]) != ("BPE", "ByteLevel", False):
                 raise InputError(f"{path} is not plain byte-level BPE, the only family of tokenizers known here.")
-            merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
-            kind = "bytes" if not before["use_regex"] else "gpt2" if len(merges) == 50_000 else "bpe"
-            opened = cls.checked(kind, model["vocab"], merges, str(path))
+            kind = "bytes" if not before["use_regex"] else "gpt2" if len(model["merges"]) == 50_000 else "bpe"
+            opened = cls.checked(kind, model["vocab"], model["merges"], str(path))
             if kind == "bytes" and opened != cls.of_bytes():
                 raise InputError(f"{path} does not split words and yet is not the tokenizer of bytes.")
             return opened
+        except InputError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, InputError):
-                raise
             raise InputError(f"{path} is not a readable tokenizer: {error!r}.") from error
 
     @classmethod
     def checked(cls, kind: str, vocab: dict[str, int], merges: Iterable[Any], where: str) -> "Tokenizer":
-        """From a vocabulary as libraries store it, where the end of text may or may not be an entry."""
+        """From what libraries store: the end of text may or may not be an entry, merges are pairs or "one two"."""
         entries = sorted((number, token) for token, number in vocab.items() if token != END_OF_TEXT)
         dense = [number for number, _ in entries] == list(range(len(entries)))
         if not dense or vocab.get(END_OF_TEXT, len(entries)) != len(entries):
             raise InputError(f"{where}: ids must run from 0 without gaps, with {END_OF_TEXT} last.")
-        vocabulary = tuple(token for _, token in entries)
-        pairs = tuple((str(first), str(second)) for first, second in merges)
-        if not set(CHARACTER_OF_BYTE.values()) <= set(vocabulary):
+        if not BYTE_OF_CHARACTER.keys() <= vocab.keys():
             raise InputError(f"{where} does not hold all 256 bytes: it is not a byte-level vocabulary.")
+        split = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
+        pairs = tuple((str(first), str(second)) for first, second in split)
         missing = next((f"{a} {b}" for a, b in pairs if not {a, b, a + b} <= vocab.keys()), None)
         if missing is not None:
             raise InputError(f"{where} has a merge {missing!r} that the vocabulary does not know.")
-        return cls(kind, vocabulary, pairs)
+        return cls(kind, tuple(token for _, token in entries), pairs)
 
     @classmethod
     def of_bytes(cls) -> "Tokenizer":
         """257 entries: ids are byte values, 256 is the end of text."""
-        return cls("bytes", tuple(CHARACTER_OF_BYTE[byte] for byte in range(256)), ())
+        return cls("bytes", tuple(CHARACTER_OF_BYTE.values()), ())
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -168,16 +167,10 @@ class Tokenizer:
             raise InputError(f"--vocab-size must be at least 257 (256 bytes and the end of text), got {vocab_size}.")
         model = Model(models.BPE())
         model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size - 1,
-            min_frequency=2,
-            show_progress=False,
-            initial_alphabet=sorted(CHARACTER_OF_BYTE.values()),
-        )
-        model.train_from_iterator(texts, trainer)
+        settings: Any = {"min_frequency": 2, "show_progress": False, "initial_alphabet": sorted(BYTE_OF_CHARACTER)}
+        model.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size - 1, **settings))
         trained = json.loads(model.to_str())["model"]
-        merges = (m.split(" ") if isinstance(m, str) else m for m in trained["merges"])
-        return cls.checked("bpe", trained["vocab"], merges, "the trained tokenizer")
+        return cls.checked("bpe", trained["vocab"], trained["merges"], "the trained tokenizer")
 
     @cached_property
     def _pieces(self) -> "_Pieces":
@@ -189,7 +182,7 @@ class Tokenizer:
 
         vocab = {token: number for number, token in enumerate(self.vocabulary)}
         model = Model(models.BPE(vocab=vocab, merges=list(self.merges)))
-        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.splits_words)
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.kind != "bytes")
         model.decoder = decoders.ByteLevel()
         return model
 
@@ -198,8 +191,7 @@ class _Pieces(dict[str, bytes]):
     """Ids of the pieces of text seen so far: text repeats itself, and encoding costs ten times a look at this."""
 
     def __init__(self, model: Any, dtype: np.dtype) -> None:
-        self.model = model
-        self.dtype = dtype
+        self.model, self.dtype = model, dtype
 
     def __missing__(self, piece: str) -> bytes:
         words = ASCII_WORDS.findall(piece) if piece.isascii() else []
@@ -212,3 +204,89 @@ class _Pieces(dict[str, bytes]):
                 self.clear()
             self[piece] = ids
         return ids
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Which tokenizer a corpus is prepared with; with neither `kind` nor `like`, a BPE is trained on the corpus.
+
+    `path`: GPT-2's files, or a saved tokenizer of any kind. `like`: a prepared corpus whose tokenizer is taken.
+    """
+
+    kind: str | None = None
+    path: Path | None = None
+    vocab_size: int | None = None
+    like: Path | None = None
+    from_hub: bool = False
+
+    @property
+    def trained_size(self) -> int:
+        return DEFAULT_VOCAB_SIZE if self.vocab_size is None else self.vocab_size
+
+    def ready(self) -> Tokenizer | None:
+        """The tokenizer, or None if it has to be trained on the corpus, with `trained_size` entries."""
+        if self.kind is not None and self.kind not in KINDS:
+            raise unknown_name("tokenizer", self.kind, KINDS)
+        if self.like is not None:
+            return self._like(self.like)
+        if self.vocab_size is not None and (self.kind in ("gpt2", "bytes") or self.path is not None):
+            raise InputError("--vocab-size is for a BPE trained on the corpus: leave it out here.")
+        if self.kind == "bytes":
+            if self.path is not None:
+                raise InputError("the bytes tokenizer has no files: leave --tokenizer-path out.")
+            return Tokenizer.of_bytes()
+        if self.kind == "gpt2":
+            return read_gpt2(self.path or self._fetch_gpt2())
+        return None if self.path is None else Tokenizer.open(self.path)
+
+    def _like(self, folder: Path) -> Tokenizer:
+        from chiar.data.shards import Corpus
+
+        corpus = Corpus.open(folder)
+        if self.kind not in (None, corpus.tokenizer_kind) or self.vocab_size not in (None, corpus.vocab_size):
+            raise InputError(
+                f"{folder} was prepared with {corpus.tokenizer_kind} of {corpus.vocab_size} entries, which does not "
+                f"match the --tokenizer or --vocab-size asked for: with --like, leave them out."
+            )
+        if self.path is not None and Tokenizer.open(self.path).fingerprint != corpus.tokenizer_fingerprint:
+            raise InputError(f"the tokenizer in {self.path} is not the one {folder} was prepared with.")
+        return corpus.tokenizer()
+
+    def _fetch_gpt2(self) -> Path:
+        if not self.from_hub:
+            raise InputError(
+                "the gpt2 tokenizer needs its files: --tokenizer-path FOLDER with vocab.json and merges.txt (or "
+                "encoder.json and vocab.bpe), or --from-hub to fetch them."
+            )
+        from huggingface_hub import hf_hub_download
+
+        try:
+            vocab, _ = (Path(hf_hub_download(GPT2_REPOSITORY, name)) for name in GPT2_FILES[0])
+            return vocab.parent
+        except Exception as error:
+            # The Hub's client raises errors of many libraries; each means that the files did not come.
+            raise InputError(f"the gpt2 tokenizer could not be fetched from the Hub: {first_line(error)}") from error
+
+
+def read_gpt2(folder: Path) -> Tokenizer:
+    """From vocab.json and merges.txt, or encoder.json and vocab.bpe as first published, or tokenizer.json."""
+    for vocab, merges in GPT2_FILES:
+        if (folder / vocab).is_file() and (folder / merges).is_file():
+            where = f"{folder / vocab} with {merges}"
+            try:
+                entries = json.loads((folder / vocab).read_text(encoding="utf-8"))
+                lines = (folder / merges).read_text(encoding="utf-8").splitlines()
+                pairs = [line for line in lines if line and not line.startswith("#version")]
+                tokenizer = Tokenizer.checked("gpt2", entries, pairs, where)
+            except InputError:
+                raise
+            except (ValueError, TypeError, AttributeError) as error:
+                raise InputError(f"{where} is not a readable GPT-2 tokenizer: {error}.") from error
+            break
+    else:
+        if not (folder / "tokenizer.json").is_file():
+            raise InputError(f"{folder} has neither vocab.json and merges.txt nor encoder.json and vocab.bpe.")
+        tokenizer = Tokenizer.open(folder)
+    if tokenizer.vocab_size != GPT2_ENTRIES:
+        raise InputError(f"{folder} holds {tokenizer.vocab_size} entries, but GPT-2's tokenizer has {GPT2_ENTRIES}.")
+    return tokenizer

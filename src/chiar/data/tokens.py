@@ -1,4 +1,4 @@
-"""Token ids from a user's text or token file, in rows of one length."""
+"""Text and token files for the commands that run a model, as token ids in rows of one length."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chiar.config import ChiarConfig
+from chiar.data.shards import read_npy
 from chiar.errors import InputError, first_line
 from chiar.files import check_file
-
-BYTE_VOCABULARIES = (256, 257)
 
 
 class TextCodec:
@@ -22,7 +22,7 @@ class TextCodec:
         self.tokenizer, self.source = tokenizer, source
 
     @classmethod
-    def open(cls, config: Any, folder: Path | None, tokenizer: Path | None = None) -> "TextCodec":
+    def open(cls, config: ChiarConfig, folder: Path | None, tokenizer: Path | None = None) -> "TextCodec":
         source = tokenizer or folder
         if source is not None and any((source / name).is_file() for name in ("tokenizer.json", "vocab.json")):
             from transformers import AutoTokenizer
@@ -31,11 +31,10 @@ class TextCodec:
                 return cls(AutoTokenizer.from_pretrained(source), source)
         if tokenizer is not None:
             raise InputError(f"{tokenizer} is not a tokenizer folder: it has no tokenizer.json or vocab.json.")
-        if config.vocab_size in BYTE_VOCABULARIES:
+        if config.vocab_size in (256, 257):
             return cls(None, None)
-        raise InputError(
-            f"the model has a vocabulary of {config.vocab_size} and no tokenizer beside it: pass --tokenizer FOLDER."
-        )
+        size = config.vocab_size
+        raise InputError(f"the model has a vocabulary of {size} and no tokenizer beside it: pass --tokenizer FOLDER.")
 
     def encode(self, text: str) -> list[int]:
         if self.source is None:
@@ -64,7 +63,9 @@ def blamed_on(source: Path) -> Iterator[None]:
         raise InputError(f"the tokenizer in {source} cannot be used: {first_line(error)}") from error
 
 
-def encode(text: str, config: Any, folder: Path | None, tokenizer: Path | None = None) -> tuple[list[int], list[str]]:
+def encode(
+    text: str, config: ChiarConfig, folder: Path | None, tokenizer: Path | None = None
+) -> tuple[list[int], list[str]]:
     """Ids and the piece of text each stands for."""
     codec = TextCodec.open(config, folder, tokenizer)
     ids = codec.encode(text)
@@ -74,17 +75,14 @@ def encode(text: str, config: Any, folder: Path | None, tokenizer: Path | None =
 def read_token_file(path: Path) -> np.ndarray:
     """Ids from a NumPy file (.npy) or raw little-endian uint16 (anything else)."""
     check_file(path)
-    if path.suffix == ".npy":
-        try:
-            ids = np.load(path, allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            raise InputError(f"{path} is not a readable .npy file: {error}") from error
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise InputError(f"{path} holds {ids.dtype} of shape {ids.shape}, expected one row of integers.")
-        return ids
-    if path.stat().st_size % 2:
-        raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")
-    return np.fromfile(path, dtype="<u2")
+    if path.suffix != ".npy":
+        if path.stat().st_size % 2:
+            raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")
+        return np.fromfile(path, dtype="<u2")
+    ids = read_npy(path)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise InputError(f"{path} holds {ids.dtype} of shape {ids.shape}, expected one row of integers.")
+    return ids
 
 
 def read_text_file(path: Path) -> str:
