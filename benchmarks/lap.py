@@ -9,25 +9,13 @@ import torch
 
 from chiar import presets
 from contenders import BASELINE, Contender
+from jobs import DecodeJob, Finished, Job, PrefillJob, TrainJob, waits
+from models import Setting, Work, compiled, exact_routes, prepare_decoding
 from parity import Verdict
-from rows import Row, Table, surroundings
-from timed import Setting, Work, compiled, exact_routes, prepare_decoding
-from timing import (
-    DecodeJob,
-    Finished,
-    Job,
-    PrefillJob,
-    Times,
-    TrainJob,
-    interleave,
-    ratios,
-    speedup,
-    synchronises,
-    synchronize,
-)
+from table import Row, Table
+from timing import WARM_UP, Times, interleave, ratios, speedup, surroundings, synchronize
 
 BEGAN = time.perf_counter()
-WARM_UP = 3
 JOBS = {"train": TrainJob, "prefill": PrefillJob, "decode": DecodeJob}
 
 
@@ -98,7 +86,7 @@ class Lap:
         if fresh and self.device == "cuda":
             job.peak_bytes = torch.cuda.max_memory_allocated()
         if fresh:
-            job.waits = synchronises(job)
+            job.waits = waits(job)
             if job.waits:
                 job.start()  # the step was cut off in the middle: its cache is of no use
         if job.recorder is not None:
@@ -181,7 +169,7 @@ class Lap:
             resident = allocated(self.device)
             job = self.job(contender, 1.0, graphs)
             waits = self.warm_up(contender.name, job, new=True)
-            (times,) = interleave([job], self.options.turns, self.options.steps)
+            (times,) = interleave([job.step], self.device, self.options.turns, self.options.steps)
             row = self.row(contender, None, job, times, job, times, resident, waits, verdict)
             if len(self.ways) > 1:
                 say(f"{contender.name}, {'a CUDA graph' if graphs else 'launched from Python'}: {row.p50_ms:.2f} ms")
@@ -213,11 +201,11 @@ class Lap:
     def times(self, baseline: Job | Finished, job: Job) -> list[Times]:
         turns, steps = self.options.turns, self.options.steps
         if isinstance(baseline, Finished):
-            return [baseline.times, *interleave([job], turns, steps)]
+            return [baseline.times, *interleave([job.step], self.device, turns, steps)]
         baseline.start()
         while isinstance(baseline, DecodeJob) and isinstance(job, DecodeJob) and baseline.taken < job.taken:
             baseline.step()  # as many tokens in both caches
-        return interleave([baseline, job], turns, steps)
+        return interleave([baseline.step, job.step], self.device, turns, steps)
 
     def publish(self, row: Row) -> None:
         self.table.add(row)

@@ -24,7 +24,7 @@ from chiar.layers.block import Block, FeedForward, make_norm
 from chiar.layers.context import TokenContext, visible_keys
 from chiar.model.inputs import make_context
 from chiar.routing.flops import visible_pairs
-from timed import Routes, Setting, TimedModel, Work
+from models import Routes, Setting, TimedModel, Work
 
 PEER_FILE = "peer.py"
 

@@ -1,17 +1,11 @@
 """What a measurement leaves behind: a line on the screen, a row of the CSV, a picture."""
 
 import csv
-import platform
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from chiar.analysis.chart import COLOURS, Line, Panel, draw_chart
 from chiar.errors import InputError
-from chiar.training.run_folder import commit
 
 
 @dataclass(frozen=True)
@@ -92,35 +86,6 @@ class Row:
 COLUMNS = [field.name for field in fields(Row)]
 
 
-def surroundings(device: str) -> dict[str, str]:
-    """Hardware and versions."""
-    return {
-        "hardware": hardware(device),
-        "torch": torch.__version__,
-        "cuda": (torch.version.cuda or "") if device == "cuda" else "",
-        "triton": installed("triton"),
-        "python": platform.python_version(),
-        "commit": commit() or "",
-    }
-
-
-def hardware(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    described = Path("/proc/cpuinfo")
-    lines = described.read_text().splitlines() if described.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    named = names[0] if names else platform.processor() or platform.machine()
-    return f"{named}, {torch.get_num_threads()} threads"
-
-
-def installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
 def new_file(path: Path | None) -> None:
     """Refuse a file that is there already, before anything is measured."""
     if path is not None and path.exists():
@@ -160,30 +125,31 @@ def plain(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def draw_speedups(rows: list[Row], baseline: str) -> str:
-    """Speed-up against length, a panel for each fraction (and for every seven contenders), bounds as thin lines.
+def draw_speedups(rows: list[Row], baseline: str, path: Path) -> None:
+    """Speed-up against length, a panel for each fraction, bounds as thin lines. A contender without a fraction is drawn
+    with every one."""
+    from matplotlib.figure import Figure
 
-    A contender without a fraction is drawn with every fraction.
-    """
     rows = [row for row in rows if row.contender != baseline]
-    fractions = sorted({row.fraction for row in rows if row.fraction is not None}, reverse=True)
-    panels = []
-    for fraction in fractions or (None,):
-        shown = [row for row in rows if row.fraction in (fraction, None)]
-        names = list(dict.fromkeys(row.contender for row in shown))
-        for first in range(0, len(names), len(COLOURS)):
-            lines = []
-            for colour, name in zip(COLOURS, names[first : first + len(COLOURS)], strict=False):
-                own = sorted((row for row in shown if row.contender == name), key=lambda row: row.length)
-                lines.append(Line(name, [(row.length, row.speedup) for row in own], colour, dots=True))
-                bounds = [(float(row.length), row.bound) for row in own if row.bound is not None]
-                if bounds:
-                    lines.append(Line("", bounds, colour, width=0.8, dashes="4 3"))
-            title = "speed-up" if fraction is None else f"speed-up at f = {fraction:g}"
-            panels.append(Panel(f"{title} (thin: by counted FLOPs)", lines, level=(1.0, "compiled dense baseline")))
+    fractions = sorted({row.fraction for row in rows if row.fraction is not None}, reverse=True) or [None]
+    names = list(dict.fromkeys(row.contender for row in rows))
+    figure = Figure(figsize=(6 * len(fractions), 4.5), layout="constrained")
+    for number, fraction in enumerate(fractions):
+        axes = figure.add_subplot(1, len(fractions), number + 1)
+        for place, name in enumerate(names):
+            own = [row for row in rows if row.contender == name and row.fraction in (fraction, None)]
+            own.sort(key=lambda row: row.length)
+            style = {"color": f"C{place % 10}", "gid": f"line-{name}"}
+            axes.plot([row.length for row in own], [row.speedup for row in own], marker="o", label=name, **style)
+            bounds = [(row.length, row.bound) for row in own if row.bound is not None]
+            axes.plot(*zip(*bounds, strict=True), linewidth=0.8, linestyle="--", **style) if bounds else None
+        axes.axhline(1.0, color="grey", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        title = "speed-up" if fraction is None else f"speed-up at f = {fraction:g}"
+        axes.set(title=f"{title} (dashed: by counted FLOPs)", xlabel="length, tokens")
+        axes.legend(fontsize="small")
     some = rows[0]
     shape = f"{some.size}, {some.layers} layers, {some.batch * some.length:,} tokens"
-    if not some.compiled:
-        for panel in panels:
-            panel.level = (1.0, "dense baseline")
-    return draw_chart(f"{some.mode}, {shape}, {some.precision}, {some.hardware}", panels, "length, tokens")
+    over = "compiled dense baseline" if some.compiled else "dense baseline"
+    figure.suptitle(f"{some.mode} over the {over}, {shape}, {some.precision}, {some.hardware}")
+    figure.savefig(path, format="svg")

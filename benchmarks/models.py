@@ -1,4 +1,4 @@
-"""What is timed: every contender as one module with the same call, and the routes forced on all of them."""
+"""What `speed.py` can time, by name: every contender as one module with the same call, and the routes forced on all."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -137,7 +137,9 @@ class TimedChiar(TimedModel):
         model: Any = self.language.model
         for part in (*model.layers, model.norm):
             part.compile(dynamic=False)
-        model._run_gated = torch.compile(model._run_gated, dynamic=False)  # the gate, its layer and their sum in one
+        if hasattr(model, "_run_gated"):
+            # The gate, its layer and their sum in one.
+            model._run_gated = torch.compile(model._run_gated, dynamic=False)
         return True
 
     def work(self, setting: Setting) -> Work:
