@@ -1,89 +1,78 @@
 """What a measurement leaves behind: a line on the screen, a row of the CSV, a picture."""
 
 import csv
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from chiar.errors import InputError
 
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement. Empty where a thing was not measured or has no meaning."""
-
-    contender: str
-    what: str
-    mode: str
-    size: str
-    layers: int
-    length: int
-    batch: int
-    fraction: float | None
-    """f as forced: None where the contender decides for itself."""
-    chosen: float | None
-    """The share of attention in decoding steps of a model that routes itself, by thresholds calibrated for f."""
-    execution: str
-    compiled: str
-    """"layers", "whole", or nothing where it is not."""
-    precision: str
-    graph: bool
-    """Replayed as a CUDA graph."""
-    sdpa: str
-    samples: int
-    p20_ms: float
-    p50_ms: float
-    p80_ms: float
-    tokens_per_second: float
-    peak_gb: float | None
-    """Weights, gradients and everything else of this model at its highest."""
-    baseline_p50_ms: float
-    speedup: float
-    """Over the dense baseline, measured in turns with this contender: the median over turns."""
-    lowest_speedup: float
-    highest_speedup: float
-    bound: float | None
-    """The same by counted FLOPs."""
-    realised: float | None
-    """speedup / bound."""
-    synchronises: bool | None
-    recompiled: bool | None
-    """Whether another split made the compiler work again, in the comparison before the timing."""
-    parity_error: float
-    cache_bytes: int | None
-    cache_share: float | None
-    """Of the baseline's cache after as many tokens."""
-    hardware: str
-    torch: str
-    cuda: str
-    triton: str
-    python: str
-    commit: str
-
-    def sentence(self) -> str:
-        fraction = "" if self.fraction is None else f" f {self.fraction:g}"
-        if self.chosen is not None:
-            fraction += f" (own routes: {self.chosen:.3f})"
-        parts = [
-            f"{self.contender} {self.mode} T {self.length} × {self.batch}{fraction} ({self.execution}):",
-            f"p50 {self.p50_ms:.2f} ms (p20 {self.p20_ms:.2f}, p80 {self.p80_ms:.2f}),",
-            f"{self.tokens_per_second:,.0f} tokens/s, {self.speedup:.3f}× the baseline",
-            f"({self.lowest_speedup:.3f} to {self.highest_speedup:.3f})",
-        ]
-        if self.bound is not None:
-            parts.append(f"(bound {self.bound:.3f}, {self.realised:.0%} of it)")
-        if self.peak_gb is not None:
-            parts.append(f"peak {self.peak_gb:.2f} GB")
-        if self.cache_bytes is not None:
-            parts.append(f"cache {self.cache_bytes / 1e6:,.1f} MB ({self.cache_share:.0%})")
-        if self.synchronises:
-            parts.append("WAITS FOR THE DEVICE")
-        if self.recompiled:
-            parts.append("RECOMPILED")
-        return " ".join(parts)
+# `fraction` is f as forced, empty where the contender decides for itself, and `chosen` the share of attention in
+# decoding steps of a model that routes itself; `compiled` is "layers", "whole" or nothing; `graph`: replayed as a CUDA
+# graph; `peak_gb`: this model's weights, gradients and everything else at their highest; `speedup`: over the dense
+# baseline, the median over turns beside it, `bound` the same by counted FLOPs and `realised` their ratio; `recompiled`:
+# another split made the compiler work again; `cache_share`: of the baseline's cache.
+COLUMNS = [
+    "contender",
+    "what",
+    "mode",
+    "size",
+    "layers",
+    "length",
+    "batch",
+    "fraction",
+    "chosen",
+    "execution",
+    "compiled",
+    "precision",
+    "graph",
+    "sdpa",
+    "samples",
+    "p20_ms",
+    "p50_ms",
+    "p80_ms",
+    "tokens_per_second",
+    "peak_gb",
+    "baseline_p50_ms",
+    "speedup",
+    "lowest_speedup",
+    "highest_speedup",
+    "bound",
+    "realised",
+    "synchronises",
+    "recompiled",
+    "parity_error",
+    "cache_bytes",
+    "cache_share",
+    "hardware",
+    "torch",
+    "cuda",
+    "triton",
+    "python",
+    "commit",
+]
+Row = SimpleNamespace
+"""One measurement, with these columns; None where a thing was not measured or has no meaning."""
 
 
-COLUMNS = [field.name for field in fields(Row)]
+def sentence(row: Row) -> str:
+    fraction = "" if row.fraction is None else f" f {row.fraction:g}"
+    if row.chosen is not None:
+        fraction += f" (own routes: {row.chosen:.3f})"
+    parts = [
+        f"{row.contender} {row.mode} T {row.length} × {row.batch}{fraction} ({row.execution}):",
+        f"p50 {row.p50_ms:.2f} ms (p20 {row.p20_ms:.2f}, p80 {row.p80_ms:.2f}),",
+        f"{row.tokens_per_second:,.0f} tokens/s, {row.speedup:.3f}× the baseline",
+        f"({row.lowest_speedup:.3f} to {row.highest_speedup:.3f})",
+    ]
+    if row.bound is not None:
+        parts.append(f"(bound {row.bound:.3f}, {row.realised:.0%} of it)")
+    if row.peak_gb is not None:
+        parts.append(f"peak {row.peak_gb:.2f} GB")
+    if row.cache_bytes is not None:
+        parts.append(f"cache {row.cache_bytes / 1e6:,.1f} MB ({row.cache_share:.0%})")
+    parts += ["WAITS FOR THE DEVICE"] * bool(row.synchronises) + ["RECOMPILED"] * bool(row.recompiled)
+    return " ".join(parts)
 
 
 def new_file(path: Path | None) -> None:
@@ -109,7 +98,7 @@ class Table:
     def add(self, row: Row) -> None:
         self.rows.append(row)
         if self.file is not None:
-            self.writer.writerow({name: plain(value) for name, value in asdict(row).items()})
+            self.writer.writerow({name: plain(value) for name, value in vars(row).items()})
             self.file.flush()
 
     def close(self) -> None:
