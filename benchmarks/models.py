@@ -135,11 +135,9 @@ class TimedChiar(TimedModel):
 
     def compile_parts(self) -> bool:
         model: Any = self.language.model
-        for part in (*model.layers, model.norm):
-            part.compile(dynamic=False)
-        if hasattr(model, "_run_gated"):
-            # The gate, its layer and their sum in one.
-            model._run_gated = torch.compile(model._run_gated, dynamic=False)
+        for part in (*model.layers, model.norm, model.meta_router):
+            if part is not None:
+                part.compile(dynamic=False)
         return True
 
     def work(self, setting: Setting) -> Work:

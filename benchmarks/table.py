@@ -12,45 +12,12 @@ from chiar.errors import InputError
 # graph; `peak_gb`: this model's weights, gradients and everything else at their highest; `speedup`: over the dense
 # baseline, the median over turns beside it, `bound` the same by counted FLOPs and `realised` their ratio; `recompiled`:
 # another split made the compiler work again; `cache_share`: of the baseline's cache.
-COLUMNS = [
-    "contender",
-    "what",
-    "mode",
-    "size",
-    "layers",
-    "length",
-    "batch",
-    "fraction",
-    "chosen",
-    "execution",
-    "compiled",
-    "precision",
-    "graph",
-    "sdpa",
-    "samples",
-    "p20_ms",
-    "p50_ms",
-    "p80_ms",
-    "tokens_per_second",
-    "peak_gb",
-    "baseline_p50_ms",
-    "speedup",
-    "lowest_speedup",
-    "highest_speedup",
-    "bound",
-    "realised",
-    "synchronises",
-    "recompiled",
-    "parity_error",
-    "cache_bytes",
-    "cache_share",
-    "hardware",
-    "torch",
-    "cuda",
-    "triton",
-    "python",
-    "commit",
-]
+NAMES = (
+    "contender what mode size layers length batch fraction chosen execution compiled precision graph sdpa samples "
+    "p20_ms p50_ms p80_ms tokens_per_second peak_gb baseline_p50_ms speedup lowest_speedup highest_speedup bound "
+    "realised synchronises recompiled parity_error cache_bytes cache_share hardware torch cuda triton python commit"
+)
+COLUMNS = NAMES.split()
 Row = SimpleNamespace
 """One measurement, with these columns; None where a thing was not measured or has no meaning."""
 
