@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +34,19 @@ def chromium() -> Iterator[Any]:
         browser = play.chromium.launch(executable_path=path, args=[*QUIET.split(), "--no-first-run"])
         yield browser
         browser.close()
+
+
+@contextmanager
+def served(names: list[str]) -> Iterator[str]:
+    """The address of `chiar explore` with these models, in a process of its own."""
+    program = [sys.executable, "-m", "chiar", "explore", *names, "--port", "0"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()[4]
+        finally:
+            process.terminate()
 
 
 class Watched:

@@ -7,21 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from chiar import presets
-from chiar.config import ChiarConfig
+from models import Setting, TimedChiar, TimedModel
 from peers import BypassBlock, MixtureOfDepthsBlock, PeerModel, build_foreign, load_peer
-from timed import Setting, TimedChiar, TimedModel
 
 MODES = ("train", "prefill", "decode")
 BASELINE = "baseline"
 # The best design of the family: the filter is an element-wise product and H a row reduction, because the residual
 # stream lives in spectral coordinates; light tokens give no keys.
-BEST = {
-    "norm": "rmsnorm",
-    "norm_position": "pre",
-    "basis": "identity",
-    "gate_pool": "causal",
-    "keys": "routed",
-}
+DENSE = {"norm": "rmsnorm", "norm_position": "pre"}
+BEST = {**DENSE, "basis": "identity", "gate_pool": "causal", "keys": "routed"}
 
 
 @dataclass(frozen=True)
@@ -43,23 +37,15 @@ class Contender:
     """Whether dense execution is its definition. Other people's models have none but themselves."""
 
 
-def executions() -> bool:
-    """Whether models have execution modes."""
-    return "execution" in ChiarConfig.__dataclass_fields__
-
-
 def build_chiar(family: str, changes: dict[str, Any], setting: Setting, execution: str, whole: bool) -> TimedModel:
-    fields: dict[str, Any] = {"dropout": 0.0, **changes}
+    fields: dict[str, Any] = {"dropout": 0.0, "execution": execution, **changes}
     if setting.layers is not None:
         fields["num_hidden_layers"] = setting.layers
-    if executions():
-        fields["execution"] = execution
     return TimedChiar(presets.get(f"{family}-{setting.size}", **fields), whole)
 
 
 def chiar(name: str, what: str, execution: str, family: str = "v3", **changes: Any) -> Contender:
     takes_fraction = family != "baseline" and changes.get("router") != "static"
-    execution = execution if executions() else "dense"
     return Contender(name, what, partial(build_chiar, family, changes), execution, takes_fraction=takes_fraction)
 
 
@@ -70,7 +56,6 @@ def peer(name: str, what: str, kind: Any) -> Contender:
     return Contender(name, what, build, "sparse", modes=("train", "prefill"), capacity_is_built_in=True)
 
 
-DENSE = {"norm": "rmsnorm", "norm_position": "pre"}
 # The paper's gate cannot decode; frozen at the prompt it can.
 PAPER = {"gate_generation": "prefill"}
 ALL = (
@@ -78,7 +63,6 @@ ALL = (
     chiar("baseline-pre", "attention in every layer, pre-norm RMSNorm", "dense", "baseline", **DENSE),
     chiar("routed", "best design, routed keys, shared FFN", "sparse", **BEST),
     chiar("routed-light", "best design, light tokens skip the FFN", "sparse", **BEST, light_ffn=False),
-    chiar("routed-own", "best design, light tokens have networks of their own", "sparse", **BEST, own_ffn=True),
     chiar("routed-all-keys", "best design, all tokens are keys", "sparse", **{**BEST, "keys": "all"}),
     chiar("routed-dense", "best design, every operator on every token", "dense", **BEST),
     chiar("v3", "v3 as in the paper: post-norm, DCT, all keys", "sparse", **PAPER),

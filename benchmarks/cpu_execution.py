@@ -9,22 +9,23 @@ Whether the two agree is `speed.py`'s business, which checks parity before it ti
 
 import argparse
 import sys
+from functools import partial
 
 import torch
 
 from chiar.errors import InputError, unknown_name
 from contenders import REGISTRY
-from lap import JOBS, WARM_UP
-from speed import numbers
-from timed import Setting, TimedChiar, exact_routes
-from timing import Job, Times, speedup, time_turn
+from jobs import Job
+from lap import JOBS
+from models import Setting, TimedChiar, exact_routes
+from timing import WARM_UP, Times, interleave, numbers, parser, speedup
 
 SPARSE = ("routed", "routed-light", "routed-all-keys", "v3", "v3-routed-keys")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+    made = parser(__doc__, device=False)
+    add = made.add_argument
     add("--only", nargs="+", default=list(SPARSE), metavar="NAME", help="contenders of speed.py")
     add("--execution", choices=("sparse", "auto"), default="sparse", help="what dense execution is compared with")
     add("--size", choices=("400m", "16m", "tiny"), default="16m")
@@ -35,22 +36,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--fractions", type=numbers(float, 0.001, 1.0), default=[0.25, 0.5, 0.9])
     add("--turns", type=int, default=9)
     add("--steps", type=int, default=2, help="steps a turn")
-    return parser.parse_args(arguments)
+    return made.parse_args(arguments)
 
 
 def compare(job: Job, ways: tuple[str, str], turns: int, steps: int) -> list[Times]:
-    """Both executions of one model in turns; which goes first changes with every turn."""
-    assert isinstance(job.model, TimedChiar)
-    times = [Times(), Times()]
-    for turn in range(-1, turns):
-        for i in (0, 1) if turn % 2 else (1, 0):
-            job.model.language.model.config.execution = ways[i]
-            if turn < 0:
-                for _ in range(WARM_UP):
-                    job.step()
-            else:
-                time_turn(job, steps, times[i])
-    return times
+    """Both executions of one model in turns."""
+    model = job.model
+    assert isinstance(model, TimedChiar)
+
+    def step(way: str) -> None:
+        model.language.model.config.execution = way
+        job.step()
+
+    both = [partial(step, way) for way in ways]
+    for one in both * WARM_UP:
+        one()
+    return interleave(both, "cpu", turns, steps)
 
 
 def measure(options: argparse.Namespace) -> None:

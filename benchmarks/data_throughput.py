@@ -5,12 +5,9 @@
 Text is the embedded corpus, or WikiText-2 (tokens form) from --text; the gpt2 row needs that tokenizer's files.
 """
 
-import argparse
-import os
-import platform
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +19,7 @@ from chiar.data.documents import Document, Source
 from chiar.data.prepare import prepare
 from chiar.data.shards import Corpus
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
+from timing import elapsed, hardware, parser
 
 READ_TOKENS = 1 << 25
 ROW = 257
@@ -38,34 +36,20 @@ class InMemory(Source):
         return map(Document, self.texts)
 
 
-def hardware() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}, NumPy {np.__version__}"
-
-
-def timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def best(work: Callable[[], object], repeats: int = 3) -> float:
-    return min(timed(work) for _ in range(repeats))
+    return min(elapsed(work) for _ in range(repeats))
 
 
 def prepare_rows(table: Table, source: InMemory, gpt2: Path | None, folder: Path) -> None:
     megabytes = sum(len(text.encode()) for text in source.texts) / 1e6
-    started = time.perf_counter()
-    Tokenizer.train(source.texts, 8192).save(folder / "bpe")
-    table.add_row("train bpe, 8,192 entries", f"{megabytes / (time.perf_counter() - started):.2f} MB/s", "all cores")
+    seconds = elapsed(lambda: Tokenizer.train(source.texts, 8192).save(folder / "bpe"))
+    table.add_row("train bpe, 8,192 entries", f"{megabytes / seconds:.2f} MB/s", "all cores")
     choices = {"bytes": TokenizerChoice("bytes"), "bpe": TokenizerChoice("bpe", path=folder / "bpe")}
     if gpt2 is not None:
         choices["gpt2"] = TokenizerChoice("gpt2", path=gpt2)
     for name, choice in choices.items():
         # Once, as a user runs it: pieces of text are remembered only within a run.
-        seconds = timed(lambda name=name, choice=choice: prepare(source, folder / f"{name}-corpus", choice, workers=1))
+        seconds = elapsed(partial(prepare, source, folder / f"{name}-corpus", choice, workers=1))
         corpus = Corpus.open(folder / f"{name}-corpus")
         note = f"{corpus.split('train').tokens:,} tokens, one process, tokenizer loading and hashes included"
         table.add_row(f"prepare, {name}", f"{megabytes / seconds:.2f} MB/s", note)
@@ -97,13 +81,14 @@ def read_rows(table: Table, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, help="folder with wiki.train.tokens")
-    parser.add_argument("--gpt2", type=Path, help="folder with GPT-2's vocab.json and merges.txt")
-    arguments = parser.parse_args()
+    made = parser(__doc__, device=False)
+    made.add_argument("--text", type=Path, help="folder with wiki.train.tokens")
+    made.add_argument("--gpt2", type=Path, help="folder with GPT-2's vocab.json and merges.txt")
+    arguments = made.parse_args()
     whole = WikiText([arguments.text], "wikitext-2") if arguments.text else Stdlib(fractions=(1.0, 0.0, 0.0))
     source = InMemory(whole.name, [document.text for document in whole.documents("train")])
-    table = Table("measured", "rate", "with", box=None, title=f"{source.name} on {hardware()}", title_justify="left")
+    title = f"{source.name} on {hardware('cpu')}"
+    table = Table("measured", "rate", "with", box=None, title=title, title_justify="left")
     with tempfile.TemporaryDirectory() as folder:
         prepare_rows(table, source, arguments.gpt2, Path(folder))
         read_rows(table, Path(folder))

@@ -8,30 +8,29 @@ a step's. On a CPU (`--device cpu --size tiny`) operators are counted instead, u
 
 import argparse
 import sys
-from functools import partial
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from chiar import presets
 from contenders import BASELINE, REGISTRY
-from timed import Setting, exact_routes, prepare_decoding
-from timing import DecodeJob, synchronize
+from jobs import DecodeJob
+from models import Setting, exact_routes, prepare_decoding
+from timing import parser, say, synchronize
 
 WARM_UP, STEPS = 20, 4
-say = partial(print, flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", choices=tuple(REGISTRY), default="routed", help="beside the baseline")
-    parser.add_argument("--size", choices=("400m", "16m", "tiny"), default="400m")
-    parser.add_argument("--length", type=int, default=2048, help="tokens in the cache")
-    parser.add_argument("--fraction", type=float, default=0.5)
-    parser.add_argument("--own-routes", action="store_true", help="models route themselves")
-    parser.add_argument("--rows", type=int, default=30, help="lines to print for a model")
-    options = parser.parse_args()
+def main(arguments: list[str] | None = None) -> int:
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--only", choices=tuple(REGISTRY), default="routed", help="beside the baseline")
+    add("--size", choices=("400m", "16m", "tiny"), default="400m")
+    add("--length", type=int, default=2048, help="tokens in the cache")
+    add("--fraction", type=float, default=0.5)
+    add("--own-routes", action="store_true", help="models route themselves")
+    add("--rows", type=int, default=30, help="lines to print for a model")
+    options = made.parse_args(arguments)
     for name, fraction in ((BASELINE, 1.0), (options.only, options.fraction)):
         count(name, fraction, options)
     return 0

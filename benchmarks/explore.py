@@ -7,15 +7,11 @@ when the page has drawn its first text and the slider can be moved; "re-routed" 
 tokens. Without Chromium or playwright the rows of the browser are left out.
 """
 
-import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +24,8 @@ from transformers.utils import logging
 from chiar import presets
 from chiar.data.tokenizers import Tokenizer
 from chiar.model.modeling import ChiarForCausalLM
-from chromium import NoBrowser, Watched, chromium
+from chromium import NoBrowser, Watched, chromium, served
+from timing import elapsed, hardware, parser
 
 TEXT = "Light tokens take the cheap filter and dark ones attend to everything before them. "
 MOVED = """value => new Promise(done => {
@@ -40,31 +37,16 @@ MOVED = """value => new Promise(done => {
 })"""
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--size", choices=("400m", "16m", "tiny"), default="16m")
-    add("--tokens", type=int, default=512)
-    add("--repeats", type=int, default=9)
-    return parser.parse_args(arguments)
-
-
 @contextmanager
-def served(size: str) -> Iterator[str]:
+def served_model(size: str) -> Iterator[str]:
     """The address of `chiar explore` with such a model."""
     with tempfile.TemporaryDirectory() as place:
         torch.manual_seed(0)
         logging.disable_progress_bar()
         ChiarForCausalLM(presets.get(f"v3-{size}", gate_pool="causal")).save_pretrained(place)
         Tokenizer.of_bytes().save(Path(place))
-        program = [sys.executable, "-m", "chiar", "explore", place, "--port", "0"]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment) as process:
-            try:
-                assert process.stdout is not None
-                yield process.stdout.readline().split()[4]
-            finally:
-                process.terminate()
+        with served([place]) as url:
+            yield url
 
 
 def ask(url: str, text: str, steer: dict[str, Any] | None) -> None:
@@ -78,9 +60,9 @@ def repeated(work: Callable[[int], float | None], repeats: int) -> list[float]:
     """Milliseconds of each call, or what it measured itself."""
     found = []
     for number in range(repeats):
-        began = time.perf_counter()
-        own = work(number)
-        found.append((time.perf_counter() - began) * 1e3 if own is None else own)
+        own: list[float | None] = []
+        seconds = elapsed(lambda number=number, own=own: own.append(work(number)))
+        found.append(seconds * 1e3 if own[0] is None else own[0])
     return found
 
 
@@ -100,11 +82,9 @@ def in_chromium(url: str, text: str, repeats: int) -> dict[str, list[float]]:
         def load(number: int) -> float:
             """In a context of its own, so that nothing is cached; making the context is not the page's time."""
             watched = Watched(browser)
-            began = time.perf_counter()
-            watched.open(url).wait_for_selector("input[type=range]:not([disabled])")
-            took = (time.perf_counter() - began) * 1e3
+            took = elapsed(lambda: watched.open(url).wait_for_selector("input[type=range]:not([disabled])"))
             watched.context.close()
-            return took
+            return 1e3 * took
 
         loads = repeated(load, repeats)
         page = Watched(browser).open(url)
@@ -122,31 +102,24 @@ def in_chromium(url: str, text: str, repeats: int) -> dict[str, list[float]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    made = parser(__doc__, device=False)
+    made.add_argument("--size", choices=("400m", "16m", "tiny"), default="16m")
+    made.add_argument("--tokens", type=int, default=512)
+    made.add_argument("--repeats", type=int, default=9)
+    options = made.parse_args(arguments)
     text = (TEXT * (options.tokens // len(TEXT) + 1))[: options.tokens]
-    with served(options.size) as url:
+    with served_model(options.size) as url:
         rows = over_http(url, text, options.repeats)
         try:
             rows |= in_chromium(url, text, options.repeats)
         except NoBrowser as error:
             print(f"note: {error}", file=sys.stderr)
-    threads, load = os.environ.get("OMP_NUM_THREADS", "all"), os.getloadavg()[0]
-    print(
-        f"v3-{options.size}, {options.tokens} tokens; {machine()}, {threads} threads of {os.cpu_count()} cores, ",
-        end="",
-    )
-    print(f"load average {load:.1f}, torch {torch.__version__}\n")
+    where = f"{hardware('cpu')}, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"
+    print(f"v3-{options.size}, {options.tokens} tokens; {where}\n")
     print("| what | median ms | fastest | slowest | n |\n|---|---|---|---|---|")
     for name, times in rows.items():
         print(f"| {name} | {statistics.median(times):.0f} | {min(times):.0f} | {max(times):.0f} | {len(times)} |")
     return 0
-
-
-def machine() -> str:
-    """The processor's own name where the system tells it."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

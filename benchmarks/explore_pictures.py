@@ -7,33 +7,14 @@ Needs Chromium and playwright. Pictures that are there are replaced.
 
 import argparse
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from chiar.explore.loaded import open_models
 from chiar.explore.report import write_report
-from chiar.explore.server import Explorer, make_app
-from chiar.explore.start import listen, make_server
-from chromium import NoBrowser, Watched, chromium
+from chromium import NoBrowser, Watched, chromium, served
 
 TEXT = "Return the number of items in the list, or raise ValueError if it is empty."
 LONG = f"{TEXT} If the optional argument is given, the object is compared with each element in turn until one is equal."
-
-
-@contextmanager
-def served(names: list[str]) -> Iterator[str]:
-    server, listening = make_server(make_app(Explorer(open_models(names), 1024))), listen("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
-    server.should_exit = True
-    thread.join()
 
 
 def settle(page: Any) -> None:

@@ -5,14 +5,12 @@
 Runs on the CPU on the embedded corpus. Weights, optimiser state and metrics (timings aside) must be identical.
 """
 
-import argparse
 import os
 import random
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -22,6 +20,7 @@ from chiar.data.corpora import Stdlib
 from chiar.data.prepare import prepare
 from chiar.data.tokenizers import TokenizerChoice
 from chiar.training.run_folder import RunFolder
+from timing import elapsed, parser
 
 STEPS = 40
 
@@ -42,17 +41,16 @@ def state(out: Path) -> tuple[dict[str, torch.Tensor], list[dict]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    made = parser(__doc__, device=False)
+    made.add_argument("--kills", type=int, default=30)
+    made.add_argument("--seed", type=int, default=0)
+    options = made.parse_args()
     moments = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
         corpus, alone = Path(folder) / "corpus", Path(folder) / "alone"
         prepare(Stdlib(), corpus, TokenizerChoice(kind="bytes"))
-        began = time.perf_counter()
-        subprocess.run(command(corpus, alone, resume=False), check=True, stdout=subprocess.DEVNULL)
-        whole = time.perf_counter() - began
+        alone_command = command(corpus, alone, resume=False)
+        whole = elapsed(lambda: subprocess.run(alone_command, check=True, stdout=subprocess.DEVNULL))
         expected, kills, runs, different = state(alone), 0, 0, 0
         while kills < options.kills:
             runs += 1

@@ -9,25 +9,13 @@ import torch
 
 from chiar import presets
 from contenders import BASELINE, Contender
+from jobs import DecodeJob, Finished, Job, PrefillJob, TrainJob, waits
+from models import Setting, Work, compiled, exact_routes, prepare_decoding
 from parity import Verdict
-from rows import Row, Table, surroundings
-from timed import Setting, Work, compiled, exact_routes, prepare_decoding
-from timing import (
-    DecodeJob,
-    Finished,
-    Job,
-    PrefillJob,
-    Times,
-    TrainJob,
-    interleave,
-    ratios,
-    speedup,
-    synchronises,
-    synchronize,
-)
+from table import COLUMNS, Row, Table, sentence
+from timing import WARM_UP, Times, interleave, ratios, speedup, surroundings, synchronize
 
 BEGAN = time.perf_counter()
-WARM_UP = 3
 JOBS = {"train": TrainJob, "prefill": PrefillJob, "decode": DecodeJob}
 
 
@@ -80,8 +68,8 @@ class Lap:
             job.own = self.options.own_routes
             job.attending, job.most = fraction, WARM_UP + 1 + self.options.turns * self.options.steps
 
-    def warm_up(self, name: str, job: Job, new: bool) -> bool | None:
-        """Compile, touch all memory; says whether a step waits for the device."""
+    def warm_up(self, name: str, job: Job, new: bool) -> None:
+        """Compile, touch all memory; find out whether a step waits for the device."""
         fresh = new or job.recorder is None  # a recorded step says nothing about memory, waiting or compiling
         if fresh and self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -98,7 +86,7 @@ class Lap:
         if fresh and self.device == "cuda":
             job.peak_bytes = torch.cuda.max_memory_allocated()
         if fresh:
-            job.waits = synchronises(job)
+            job.waits = waits(job)
             if job.waits:
                 job.start()  # the step was cut off in the middle: its cache is of no use
         if job.recorder is not None:
@@ -107,7 +95,6 @@ class Lap:
             if job.recorder.failure:
                 say(f"{name}: not recorded as a graph: {job.recorder.failure}")
             check_finite(name, job)
-        return job.waits
 
     def bound(self, baseline: Job | Finished, job: Job, fraction: float) -> float | None:
         setting = self.setting(fraction)
@@ -121,57 +108,32 @@ class Lap:
         return flops(full) / flops(own)
 
     def row(
-        self,
-        contender: Contender,
-        fraction: float | None,
-        job: Job,
-        times: Times,
-        baseline: Job | Finished,
-        baseline_times: Times,
-        resident: int,
-        waits: bool | None,
-        verdict: Verdict,
-    ) -> Row:
+        self, contender: Contender, fraction: float | None, job: Job, times: Times, baseline: Job | Finished,
+        baseline_times: Times, resident: int, verdict: Verdict,
+    ) -> Row:  # fmt: skip
+        options, decodes, on_gpu = self.options, self.options.mode == "decode", self.device == "cuda"
         p20, p50, p80 = times.percentiles()
         faster, spread = speedup(baseline_times, times), ratios(baseline_times, times)
         bound = self.bound(baseline, job, 1.0 if fraction is None else fraction)
         cache, baseline_cache = job.cache_bytes(), baseline.cache_bytes()
-        tokens = self.batch if self.options.mode == "decode" else self.batch * self.length
-        layers = presets.get(f"{BASELINE}-{self.options.size}").num_hidden_layers
-        return Row(
-            contender=contender.name,
-            what=contender.what,
-            mode=self.options.mode,
-            size=self.options.size,
-            layers=self.options.layers or layers or 0,
-            length=self.length,
-            batch=self.batch,
-            fraction=fraction,
+        layers = options.layers or presets.get(f"{BASELINE}-{options.size}").num_hidden_layers
+        values = dict(
+            contender=contender.name, what=contender.what, mode=options.mode, size=options.size, layers=layers,
+            length=self.length, batch=self.batch, fraction=fraction,
             chosen=job.chosen() if isinstance(job, DecodeJob) else None,
             execution=contender.execution if contender.defined else "",
-            compiled=("whole" if self.options.whole else "layers") if self.compiled else "",
-            precision="bf16" if self.device == "cuda" else "fp32",
-            graph=recorded(job),
-            sdpa=self.backend,
-            samples=len(times.steps),
-            p20_ms=p20,
-            p50_ms=p50,
-            p80_ms=p80,
-            tokens_per_second=1e3 * tokens / p50,
-            peak_gb=(job.peak_bytes - resident) / 1e9 if self.device == "cuda" else None,
-            baseline_p50_ms=baseline_times.percentiles()[1],
-            speedup=faster,
-            lowest_speedup=min(spread),
-            highest_speedup=max(spread),
-            bound=bound,
-            realised=None if bound is None else faster / bound,
-            synchronises=waits,
-            recompiled=verdict.recompiled,
-            parity_error=verdict.error,
-            cache_bytes=cache,
-            cache_share=cache / baseline_cache if cache and baseline_cache else None,
+            compiled=("whole" if options.whole else "layers") if self.compiled else "",
+            precision="bf16" if on_gpu else "fp32", graph=recorded(job), sdpa=self.backend,
+            samples=len(times.steps), p20_ms=p20, p50_ms=p50, p80_ms=p80,
+            tokens_per_second=1e3 * self.batch * (1 if decodes else self.length) / p50,
+            peak_gb=(job.peak_bytes - resident) / 1e9 if on_gpu else None,
+            baseline_p50_ms=baseline_times.percentiles()[1], speedup=faster, lowest_speedup=min(spread),
+            highest_speedup=max(spread), bound=bound, realised=None if bound is None else faster / bound,
+            synchronises=job.waits, recompiled=verdict.recompiled, parity_error=verdict.error,
+            cache_bytes=cache, cache_share=cache / baseline_cache if cache and baseline_cache else None,
             **self.surroundings,
-        )
+        )  # fmt: skip
+        return Row(**{name: values[name] for name in COLUMNS})
 
     def run_baseline(self, contender: Contender, verdict: Verdict) -> Job | Finished:
         """Launched from Python and as a CUDA graph, the faster of the two: no contender meets a slower one."""
@@ -180,9 +142,9 @@ class Lap:
             free(self.device)
             resident = allocated(self.device)
             job = self.job(contender, 1.0, graphs)
-            waits = self.warm_up(contender.name, job, new=True)
-            (times,) = interleave([job], self.options.turns, self.options.steps)
-            row = self.row(contender, None, job, times, job, times, resident, waits, verdict)
+            self.warm_up(contender.name, job, new=True)
+            (times,) = interleave([job.step], self.device, self.options.turns, self.options.steps)
+            row = self.row(contender, None, job, times, job, times, resident, verdict)
             if len(self.ways) > 1:
                 say(f"{contender.name}, {'a CUDA graph' if graphs else 'launched from Python'}: {row.p50_ms:.2f} ms")
             if best is None or row.p50_ms < best[1].p50_ms:
@@ -205,23 +167,23 @@ class Lap:
                 job = self.job(contender, fraction, self.ways[-1])
             assert job is not None
             self.force(job, fraction)
-            waits = self.warm_up(contender.name, job, rebuilt)
+            self.warm_up(contender.name, job, rebuilt)
             before, after = self.times(baseline, job)
             forced = fraction if contender.takes_fraction else None
-            self.publish(self.row(contender, forced, job, after, baseline, before, resident, waits, verdict))
+            self.publish(self.row(contender, forced, job, after, baseline, before, resident, verdict))
 
     def times(self, baseline: Job | Finished, job: Job) -> list[Times]:
         turns, steps = self.options.turns, self.options.steps
         if isinstance(baseline, Finished):
-            return [baseline.times, *interleave([job], turns, steps)]
+            return [baseline.times, *interleave([job.step], self.device, turns, steps)]
         baseline.start()
         while isinstance(baseline, DecodeJob) and isinstance(job, DecodeJob) and baseline.taken < job.taken:
             baseline.step()  # as many tokens in both caches
-        return interleave([baseline, job], turns, steps)
+        return interleave([baseline.step, job.step], self.device, turns, steps)
 
     def publish(self, row: Row) -> None:
         self.table.add(row)
-        say(row.sentence())
+        say(sentence(row))
 
 
 def recorded(job: Job) -> bool:

@@ -9,9 +9,9 @@ Evaluations and checkpoints are not part of either.
 """
 
 import argparse
-import platform
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ from chiar.training.batches import Batch
 from chiar.training.cli import configuration
 from chiar.training.settings import TrainSettings
 from chiar.training.trainer import Trainer
+from timing import Times, hardware, parser, time_turn
 
 WARM_UP = 2
 """Turns that are not counted: compiling, and the first use of memory."""
@@ -61,27 +62,19 @@ class Turns(loop.Run):
         steps = self.trainer.step - self.marked_step
         record = super().measure(measured)  # waits for the device
         in_loop = self.settings.batch * self.settings.length / record["tokens_per_second"]
-        began = time.perf_counter()
-        for _ in range(steps):
-            bare_step(self.trainer, self.fixed)
-        if self.trainer.processes.device.type == "cuda":
-            torch.cuda.synchronize()
-        Turns.turns.append(((time.perf_counter() - began) / steps, in_loop))
+        times = Times()
+        time_turn(partial(bare_step, self.trainer, self.fixed), self.trainer.processes.device.type, steps, times)
+        Turns.turns.append((sum(times.steps) / steps / 1e3, in_loop))
         if len(Turns.turns) == Turns.wanted:
             raise Done
         self.marked_step, self.marked_time = self.trainer.step, time.perf_counter()
         return record
 
 
-def hardware() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-
-
 def show(arguments: argparse.Namespace, compiled: bool, turns: list[tuple[float, float]]) -> None:
     how = f"{arguments.batch} × {arguments.length} tokens a step in micro-batches of {arguments.micro_batch}"
-    title = f"{arguments.preset}, {how}, {'compiled' if compiled else 'plain'}\n{hardware()}, torch {torch.__version__}"
+    where = hardware("cuda" if torch.cuda.is_available() else "cpu")
+    title = f"{arguments.preset}, {how}, {'compiled' if compiled else 'plain'}\n{where}, torch {torch.__version__}"
     table = Table("step", "median, ms", "least", "most", "tokens/s", box=None)
     for number, name in enumerate(("bare", "in train()")):
         times = [turn[number] for turn in turns]
@@ -94,18 +87,19 @@ def show(arguments: argparse.Namespace, compiled: bool, turns: list[tuple[float,
     console.print(f"train() takes {over:+.2%} over the bare step (median of {len(turns)} turns; the aim is at most 3%)")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help="a prepared language corpus")
-    parser.add_argument("--preset", default="v3-tiny")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--micro-batch", type=int, default=32)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=200, help="steps of each kind that count")
-    parser.add_argument("--turn", type=int, default=10, help="steps of one kind at a time")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    arguments = parser.parse_args()
+def main(given: list[str] | None = None) -> None:
+    made = parser(__doc__, device=False)
+    add = made.add_argument
+    add("data", help="a prepared language corpus")
+    add("--preset", default="v3-tiny")
+    add("--batch", type=int, default=32)
+    add("--micro-batch", type=int, default=32)
+    add("--length", type=int, default=256)
+    add("--steps", type=int, default=200, help="steps of each kind that count")
+    add("--turn", type=int, default=10, help="steps of one kind at a time")
+    add("--device", default="auto")
+    add("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    arguments = made.parse_args(given)
     Turns.turns, Turns.wanted = [], WARM_UP + 1 + arguments.steps // arguments.turn  # step 1 is a turn of its own
     settings = TrainSettings(
         data=[arguments.data], length=arguments.length, batch=arguments.batch, micro_batch=arguments.micro_batch,

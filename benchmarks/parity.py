@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chiar.layers.gate import Gate
 from chiar.layers.spectral import SpectralFilter
 from contenders import Contender
-from timed import (
+from models import (
     Routes,
     Setting,
     TimedChiar,
@@ -163,7 +162,7 @@ def enliven(model: nn.Module) -> None:
         parameter.copy_(mean + std * torch.randn(parameter.shape, generator=generator))
 
     with torch.no_grad():
-        for module in model.modules():
+        for name, module in model.named_modules():
             if isinstance(module, nn.Embedding):
                 normal(module.weight, 0.0, 1.0)
             elif isinstance(module, SpectralFilter):
@@ -171,7 +170,7 @@ def enliven(model: nn.Module) -> None:
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 normal(module.weight, 1.0, 0.2)
             elif isinstance(module, nn.Linear) and module.bias is not None:
-                normal(module.weight, 0.0, (1.0 if isinstance(module, Gate) else 0.7) * module.in_features**-0.5)
+                normal(module.weight, 0.0, (1.0 if name.endswith("gate") else 0.7) * module.in_features**-0.5)
                 normal(module.bias, 0.0, 0.1)
 
 

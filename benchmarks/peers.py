@@ -24,7 +24,7 @@ from chiar.layers.block import Block, FeedForward, make_norm
 from chiar.layers.context import TokenContext, visible_keys
 from chiar.model.inputs import make_context
 from chiar.routing.flops import visible_pairs
-from timed import Routes, Setting, TimedModel, Work
+from models import Routes, Setting, TimedModel, Work
 
 PEER_FILE = "peer.py"
 
@@ -59,6 +59,12 @@ def packed_rope(context: TokenContext, index_BK: Tensor) -> tuple[Tensor, Tensor
     return cos, sin
 
 
+def output(block: nn.Module, x_BTD: Tensor, context: TokenContext) -> Tensor:
+    """Of one of our layers, which gives it as two summands or one."""
+    (y_BTD, more_BTD), _ = block(x_BTD, context)
+    return y_BTD if more_BTD is None else y_BTD + more_BTD
+
+
 class MixtureOfDepthsBlock(nn.Module):
     """y = x + r · (block(x) − x) for the `capacity` tokens of a row with the largest score r, y = x for the others
     (Raposo et al., arXiv 2404.02258). The selected tokens see each other only.
@@ -78,11 +84,11 @@ class MixtureOfDepthsBlock(nn.Module):
         if self.sparse:
             packed_BKD = take(x_BTD, index_BK)
             inner = replace(context, rope=packed_rope(context, index_BK))
-            change_BKD = self.block(packed_BKD, inner).y_BTD - packed_BKD
+            change_BKD = output(self.block, packed_BKD, inner) - packed_BKD
             return put(x_BTD, index_BK, packed_BKD + take(score_BT1, index_BK) * change_BKD)
         chosen_BT = mark(index_BK, x_BTD.shape[1])
         # Tokens that are not real are no keys: all a masked block needs.
-        change_BTD = self.block(x_BTD, replace(context, real_BT=chosen_BT)).y_BTD - x_BTD
+        change_BTD = output(self.block, x_BTD, replace(context, real_BT=chosen_BT)) - x_BTD
         return torch.where(chosen_BT[..., None], x_BTD + score_BT1 * change_BTD, x_BTD)
 
     @staticmethod
@@ -177,7 +183,7 @@ class PeerModel(TimedModel):
             if i in self.routed_layers:
                 x_BTD = layer(x_BTD, context, None if routes is None else routes[i])
             else:
-                x_BTD = layer(x_BTD, context).y_BTD
+                x_BTD = output(layer, x_BTD, context)
         return self.norm(x_BTD), None
 
     def output_weight(self) -> Tensor:

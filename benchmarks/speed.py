@@ -11,7 +11,7 @@ model that decodes routes itself. See docs/speed.md, "Measuring".
 import argparse
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ import torch._dynamo
 from chiar import presets
 from chiar.errors import InputError, first_line, unknown_name
 from contenders import BASELINE, MODES, REGISTRY, Contender, foreign
+from jobs import BACKENDS, best_backend, preferring
 from lap import Lap, free, say
+from models import Setting
 from parity import Parity, Verdict, precision
-from rows import Table, draw_speedups, new_file
-from timed import Setting
-from timing import BACKENDS, best_backend, preferring
+from table import Table, draw_speedups, new_file
+from timing import numbers, parser
 
 
 class Referee:
@@ -99,7 +100,7 @@ def measure(options: argparse.Namespace, registry: Mapping[str, Contender], tabl
 def draw(path: Path | None, table: Table) -> None:
     """The picture so far, again after every length: a run may be cut short."""
     if path is not None and any(row.contender != BASELINE for row in table.rows):
-        path.write_text(draw_speedups(table.rows, BASELINE), encoding="utf-8")
+        draw_speedups(table.rows, BASELINE, path)
 
 
 def choose_backend(options: argparse.Namespace, length: int) -> str:
@@ -114,25 +115,9 @@ def choose_backend(options: argparse.Namespace, length: int) -> str:
     return backend
 
 
-def numbers(kind: type, low: float, high: float) -> Callable[[str], list]:
-    """An argparse type: numbers with commas between, each inside the bounds."""
-
-    def read(text: str) -> list:
-        try:
-            found = [kind(part) for part in text.split(",")]
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers with commas between") from None
-        if not all(low <= number <= high for number in found):
-            raise argparse.ArgumentTypeError(f"{text!r}: numbers must lie between {low:g} and {high:g}")
-        return list(dict.fromkeys(found))
-
-    return read
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    made = parser(__doc__)
+    add = made.add_argument
     add("--only", nargs="+", metavar="NAME", help="contenders besides the baseline (default: all)")
     add("--list", action="store_true", help="name the contenders and stop")
     add("--lengths", type=numbers(int, 2, 1 << 20), default=[256, 2048, 8192])
@@ -152,7 +137,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--csv", type=Path, help="a new file for the rows")
     add("--picture", type=Path, help="a new SVG of speed-up against length")
     add("--peer", type=Path, metavar="FOLDER", action="append", default=[], help="a folder with peer.py")
-    return parser.parse_args(arguments)
+    return made.parse_args(arguments)
 
 
 def check(options: argparse.Namespace, registry: Mapping[str, Contender]) -> None:

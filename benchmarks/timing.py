@@ -1,189 +1,29 @@
-"""Steps to be timed, and turns in which two of them are timed side by side."""
+"""The one clock of all benchmarks: warm-up, turns side by side, medians; and what the numbers were measured on."""
 
+import argparse
+import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from chiar.routing.calibration import calibrate
-from chiar.training.graphs import GraphedPasses
-from timed import Routes, TimedChiar, TimedModel, exact_routes
+from chiar.training.run_folder import commit
 
-BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-OTHERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-
-
-def autocast(device: str) -> Any:
-    """As in training: bf16 over fp32 weights. On a CPU fp32, which is faster there."""
-    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+WARM_UP = 3
+Step = Callable[[], object]
+say = partial(print, flush=True)
 
 
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-@dataclass
-class Job:
-    """A model with its input: `step` does what is timed once."""
-
-    model: TimedModel
-    call: Callable[..., Any]
-    ids_BT: Tensor
-    routes: Routes
-    device: str
-    graphs: bool = False
-    """Whether steps are recorded as CUDA graphs, as training does on one GPU."""
-    recorder: GraphedPasses | None = None
-    waits: bool | None = None
-    """Whether a plain step waits for the device."""
-    peak_bytes: int = 0
-    """The most memory in use while steps ran plainly: what a graph uses, torch does not count again."""
-
-    def start(self) -> None:
-        """Before its turns begin."""
-
-    def force(self, routes: Routes) -> None:
-        """Other routes, in the place of those before: a recorded graph reads them there."""
-        for layer, route_BT in routes.items():
-            if layer in self.routes:
-                self.routes[layer].copy_(route_BT)
-        self.routes = self.routes or routes
-
-    def step(self) -> None:
-        raise NotImplementedError
-
-    def cache_bytes(self) -> int | None:
-        return None
-
-
-@dataclass
-class TrainJob(Job):
-    """Forward, loss, backward; no optimiser."""
-
-    loss: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.targets_BT = self.ids_BT.roll(-1, 1)
-        self.recorder = GraphedPasses(self.both, self.model.parameters()) if self.graphs else None
-
-    def both(self, ids_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, ...]:
-        with autocast(self.device):
-            loss, _ = self.call(ids_BT, targets_BT, self.routes)
-        loss.backward()
-        return (loss.detach(),)
-
-    def step(self) -> None:
-        (self.loss,) = (self.recorder or self.both)(self.ids_BT, self.targets_BT)
-        self.model.zero_grad(set_to_none=True)
-
-
-@dataclass
-class PrefillJob(Job):
-    """Forward without gradients, logits of the last token."""
-
-    logits_BV: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.recorder = GraphedPasses(self.forward) if self.graphs else None
-
-    def forward(self, ids_BT: Tensor) -> tuple[Tensor, ...]:
-        with torch.no_grad(), autocast(self.device):
-            return (self.call(ids_BT, None, self.routes)[0],)
-
-    def step(self) -> None:
-        (self.logits_BV,) = (self.recorder or self.forward)(self.ids_BT)
-
-
-@dataclass
-class DecodeJob(Job):
-    """One greedy token for every row from the cache of the whole input, through fast decoding: captured as a graph on a
-    GPU, and compiled if asked for. Weights are in the precision that is timed, so there is no autocast."""
-
-    attending: float = 0.5
-    most: int = 0
-    """Steps that will be asked for: routes are drawn for as many, the exact fraction of each row's."""
-    own: bool = False
-    """The model routes itself, by thresholds calibrated on the prompt for the fraction. Steps then read drawn tokens,
-    not their own: random weights repeat one token, and one token has one route."""
-    prompt_keys: int = 0
-    cache: Any = None
-    next_B1: Tensor | None = None
-    taken: int = 0
-    drawn: list[dict[int, Tensor]] = field(default_factory=list)
-
-    def start(self) -> None:
-        assert isinstance(self.model, TimedChiar)
-        rows, layers = len(self.ids_BT), self.model.routed_layers
-        table = exact_routes(rows, self.most, max(1, round(self.attending * self.most)), layers, self.device, seed=1)
-        self.drawn = [{i: table[i][:, n : n + 1].contiguous() for i in layers} for n in range(self.most)]
-        self.cache, self.taken = None, 0
-        if self.own and layers:
-            model = self.model.language.model
-            with torch.no_grad():
-                found = calibrate(model, [{"input_ids": self.ids_BT}], fraction=self.attending)
-            model.set_thresholds(found.thresholds(len(layers)))
-            self.drawn = [{}] * self.most
-        self.advance(self.ids_BT, {} if self.own else {i: self.routes[i] for i in layers})
-        self.prompt_keys = self.keys()
-
-    def keys(self) -> int:
-        """In the cache, of all routed layers and rows."""
-        assert isinstance(self.model, TimedChiar)
-        stores = [self.cache.layers[i].ragged("attention") for i in self.model.routed_layers]
-        return sum(int(store.length_B.sum()) for store in stores if store.length_B is not None)
-
-    def chosen(self) -> float | None:
-        """The share of attention in the steps so far, where the model routed itself and keys tell."""
-        assert isinstance(self.model, TimedChiar)
-        layers = len(self.model.routed_layers)
-        if not (self.own and layers and self.taken and self.model.config.keys == "routed"):
-            return None
-        return (self.keys() - self.prompt_keys) / (layers * len(self.ids_BT) * self.taken)
-
-    def step(self) -> None:
-        assert self.next_B1 is not None
-        place = self.taken % self.ids_BT.shape[1]
-        read_B1 = self.ids_BT[:, place : place + 1] if self.own else self.next_B1
-        self.advance(read_B1, self.drawn[self.taken])
-        self.taken += 1
-
-    def advance(self, ids_BT: Tensor, routes: Mapping[int, Tensor]) -> None:
-        assert isinstance(self.model, TimedChiar)
-        with torch.no_grad():
-            done = self.model.language(
-                ids_BT, past_key_values=self.cache, use_cache=True, logits_to_keep=1, forced_routes=dict(routes) or None
-            )
-        self.cache, self.next_B1 = done.past_key_values, done.logits[:, -1].argmax(-1, keepdim=True)
-
-    def cache_bytes(self) -> int:
-        """As allocated, room for more tokens included."""
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(self.cache)}.values())
-
-
-def tensors(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
-    """All tensors an object holds, however deep."""
-    seen = set() if seen is None else seen
-    if isinstance(thing, Tensor):
-        return [thing]
-    if id(thing) in seen:
-        return []
-    seen.add(id(thing))
-    if isinstance(thing, Mapping):
-        parts = list(thing.values())
-    elif isinstance(thing, list | tuple):
-        parts = list(thing)
-    else:
-        parts = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
-    return [tensor for part in parts for tensor in tensors(part, seen)]
 
 
 @dataclass
@@ -200,49 +40,53 @@ class Times:
         cuts = statistics.quantiles(self.steps, n=10, method="inclusive")
         return cuts[1], cuts[4], cuts[7]
 
-
-@dataclass
-class Finished:
-    """A job that had the device to itself and has left it."""
-
-    model: TimedModel
-    """Without its weights."""
-    times: Times
-    bytes: int | None
-
-    def cache_bytes(self) -> int | None:
-        return self.bytes
+    @property
+    def median(self) -> float:
+        return statistics.median(self.steps)
 
 
-def time_turn(job: Job, steps: int, times: Times) -> None:
+def time_turn(step: Step, device: str, steps: int, times: Times) -> None:
     """`steps` steps without waiting for the device in between."""
-    synchronize(job.device)
-    if job.device == "cuda":
+    synchronize(device)
+    if device == "cuda":
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         marks[0].record()
         for mark in marks[1:]:
-            job.step()
+            step()
             mark.record()
-        synchronize(job.device)
+        synchronize(device)
         found = [first.elapsed_time(second) for first, second in pairwise(marks)]
     else:
-        found = []
-        for _ in range(steps):
-            began = time.perf_counter()
-            job.step()
-            found.append(1e3 * (time.perf_counter() - began))
+        found = [1e3 * elapsed(step) for _ in range(steps)]
     times.steps += found
     times.turns.append(statistics.median(found))
 
 
-def interleave(jobs: list[Job], turns: int, steps: int) -> list[Times]:
-    """Turns of all jobs one after the other, so that a change of clock or load meets all; who begins alternates."""
-    times = [Times() for _ in jobs]
+def interleave(steps: list[Step], device: str, turns: int, per_turn: int) -> list[Times]:
+    """Turns of all steps one after the other, so that a change of clock or load meets all; who begins alternates."""
+    times = [Times() for _ in steps]
     for turn in range(turns):
-        pairs = list(zip(jobs, times, strict=True))
-        for job, found in reversed(pairs) if turn % 2 else pairs:
-            time_turn(job, steps, found)
+        pairs = list(zip(steps, times, strict=True))
+        for step, found in reversed(pairs) if turn % 2 else pairs:
+            time_turn(step, device, per_turn, found)
     return times
+
+
+def measure(step: Step, repeats: int, device: str = "cuda", strict: bool = False) -> Times:
+    """A step alone, after a warm-up. `strict`: waiting for the device inside it is an error."""
+    for _ in range(WARM_UP):
+        step()
+    times = Times()
+    if strict:
+        synchronize(device)
+        with no_waiting(device):
+            step()
+    time_turn(step, device, repeats, times)
+    return times
+
+
+def ratios(baseline: Times, contender: Times) -> list[float]:
+    return [a / b for a, b in zip(baseline.turns, contender.turns, strict=True)]
 
 
 def speedup(baseline: Times, contender: Times) -> float:
@@ -250,61 +94,87 @@ def speedup(baseline: Times, contender: Times) -> float:
     return statistics.median(ratios(baseline, contender))
 
 
-def ratios(baseline: Times, contender: Times) -> list[float]:
-    return [a / b for a, b in zip(baseline.turns, contender.turns, strict=True)]
-
-
-def synchronises(job: Job) -> bool | None:
-    """Whether a step waits for the device; None on a CPU, where the question has no meaning."""
-    if job.device != "cuda":
-        return None
-    synchronize(job.device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        job.step()
-    except RuntimeError as error:
-        if "synchroniz" not in str(error):
-            raise
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        job.model.zero_grad(set_to_none=True)
-    return False
-
-
-def best_backend(rows: int, heads: int, length: int, head_size: int, training: bool) -> str:
-    """The faster of cuDNN and flash for plain causal attention of this shape."""
-    found = {}
-    q, k, v = (torch.randn(rows, heads, length, head_size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    for tensor in (q, k, v):
-        tensor.requires_grad_(training)
-    for name, backend in BACKENDS.items():
-        samples = []
-        try:
-            for _ in range(8):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                with sdpa_kernel(backend):
-                    start.record()
-                    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-                    if training:
-                        torch.autograd.grad(mixed, (q, k, v), v.detach())
-                    end.record()
-                torch.cuda.synchronize()
-                samples.append(start.elapsed_time(end))
-        except RuntimeError:  # this torch or this device has not got it
-            continue
-        found[name] = statistics.median(samples[3:])
-    return min(found, key=found.__getitem__) if found else "default"
+def elapsed(work: Step, device: str = "cpu") -> float:
+    """Seconds of one call."""
+    synchronize(device)
+    began = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - began
 
 
 @contextmanager
-def preferring(backend: str) -> Iterator[None]:
-    """Inside, attention takes `backend` where it can and the others where it cannot (masks).
-
-    torch's cache of compiled graphs does not ask which attention was chosen (pytorch issue 185449): without the tag, a
-    graph compiled for one would be taken for the other, also by another process.
-    """
-    first = [BACKENDS[backend]] if backend in BACKENDS else []
-    rest = [other for other in (*BACKENDS.values(), *OTHERS) if other not in first]
-    with torch.compiler.config.patch(cache_key_tag=f"sdpa-{backend}"), sdpa_kernel([*first, *rest], set_priority=True):
+def no_waiting(device: str) -> Iterator[None]:
+    """Inside, waiting for the device is a RuntimeError."""
+    if device != "cuda":
         yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def hardware(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    named = names[0] if names else platform.processor() or platform.machine()
+    return f"{named}, {torch.get_num_threads()} threads"
+
+
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def surroundings(device: str) -> dict[str, str]:
+    """Hardware and versions."""
+    return {
+        "hardware": hardware(device),
+        "torch": torch.__version__,
+        "cuda": (torch.version.cuda or "") if device == "cuda" else "",
+        "triton": installed("triton"),
+        "python": platform.python_version(),
+        "commit": commit() or "",
+    }
+
+
+def parser(description: str | None, device: bool = True) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if device:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        made.add_argument("--device", choices=("cuda", "cpu"), default=default)
+    return made
+
+
+def numbers(kind: type, low: float, high: float) -> Callable[[str], list]:
+    """An argparse type: numbers with commas between, each inside the bounds."""
+
+    def read(text: str) -> list:
+        try:
+            found = [kind(part) for part in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers with commas between") from None
+        if not all(low <= number <= high for number in found):
+            raise argparse.ArgumentTypeError(f"{text!r}: numbers must lie between {low:g} and {high:g}")
+        return list(dict.fromkeys(found))
+
+    return read
+
+
+def passed(name: str, fine: bool, more: str) -> bool:
+    """One line of a comparison."""
+    say(f"{'ok  ' if fine else 'FAIL'} {name}: {more}")
+    return fine
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖difference‖ / ‖expected‖"""
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))

@@ -8,13 +8,12 @@ thresholds in between. Then steps of 16M models are timed: with all logits in me
 the fused loss, and recorded. Needs a CUDA device; exit code 1 where anything differs.
 """
 
-import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +27,9 @@ from chiar.training.graphs import GraphedPasses
 from chiar.training.tasks import TaskModel
 from chiar.training.weights import build
 
+sys.path.append(str(Path(__file__).parents[1]))
+from timing import interleave, parser, passed, say
+
 CASES: dict[str, dict[str, Any]] = {
     "baseline-tiny": {},
     "v3-tiny": {"execution": "dense"},
@@ -36,19 +38,11 @@ CASES: dict[str, dict[str, Any]] = {
         "execution": "sparse", "keys": "routed", "light_ffn": False, "norm_position": "pre", "norm": "rmsnorm",
         "basis": "identity", "gate_pool": "causal",
     },
-    "v3-tiny, sparse, own_ffn": {
-        "execution": "sparse", "keys": "routed", "own_ffn": True, "norm_position": "pre", "norm": "rmsnorm",
-        "basis": "identity", "gate_pool": "causal",
-    },
 }  # fmt: skip
 STEPS, ROWS, LENGTH = 10, 8, 64
 LIMIT = 1e-5
 # Compiled or not, passes are the same kernels; thresholds set in between may turn a token round at the last bit.
 TRAINER_LIMIT = 1e-3
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 class Run:
@@ -97,8 +91,7 @@ def parity() -> bool:
                 apart = max(float((a - b).norm() / b.norm().clamp_min(1e-9)) for a, b in pairs)
             # The same kernels in the same order: nothing should differ at all. Sums by atomic additions would.
             same = error <= LIMIT * losses[0][0] and apart <= LIMIT
-            good &= same
-            say(f"{name}, {micro_batches} a step: losses {error:.1e}, weights {apart:.1e} {'ok' if same else 'FAIL'}")
+            good &= passed(f"{name}, {micro_batches} a step", same, f"losses {error:.1e}, weights {apart:.1e}")
     return good
 
 
@@ -118,10 +111,8 @@ def trainer_parity(compile: bool) -> bool:
             records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
             losses[graphs] = [record["loss"] for record in records if "loss" in record]
     error = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
-    same = error < TRAINER_LIMIT
-    how = "compiled" if compile else "plain"
-    say(f"chiar train v3-tiny, {how}, dropout, recalibration: losses {error:.1e} apart {'ok' if same else 'FAIL'}")
-    return same
+    name = f"chiar train v3-tiny, {'compiled' if compile else 'plain'}, dropout, recalibration"
+    return passed(name, error < TRAINER_LIMIT, f"losses {error:.1e} apart")
 
 
 class Unfused(torch.nn.Module):
@@ -168,35 +159,22 @@ def speed(names: list[str], turns: int) -> None:
     for name in names:
         ids = torch.randint(0, 50257, (128, 257), device="cuda")
         inputs = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-        found: dict[str, list[float]] = {}
-        memory = {}
-        all_ways = ways(name)
-        for way, (run, both) in all_ways.items():
+        memory, steps = [], {way: partial(step, *parts, inputs) for way, parts in ways(name).items()}
+        for one in steps.values():
+            run = one.args[0]
             for _ in range(2):
-                step(run, both, inputs)
+                one()
             torch.cuda.synchronize()
             others = torch.cuda.memory_allocated() - own_bytes(run)
             torch.cuda.reset_peak_memory_stats()
-            step(run, both, inputs)
-            memory[way] = (torch.cuda.max_memory_allocated() - others) / 1e9
+            one()
+            memory.append((torch.cuda.max_memory_allocated() - others) / 1e9)
             for _ in range(4):
-                step(run, both, inputs)
-            found[way] = []
-        for _ in range(turns):
-            for way, (run, both) in all_ways.items():
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                for _ in range(5):
-                    step(run, both, inputs)
-                end.record()
-                torch.cuda.synchronize()
-                found[way].append(start.elapsed_time(end) / 5)
-        for way, times in found.items():
-            middle = statistics.median(times)
-            say(
-                f"{name}, 128 × 256, optimiser included, {way}: {middle:.2f} ms, {32768e3 / middle:,.0f} tokens/s, "
-                f"peak {memory[way]:.2f} GB"
-            )
+                one()
+        found = interleave(list(steps.values()), "cuda", turns, 5)
+        for way, times, peak in zip(steps, found, memory, strict=True):
+            shown = f"{times.median:.2f} ms, {32768e3 / times.median:,.0f} tokens/s, peak {peak:.2f} GB"
+            say(f"{name}, 128 × 256, optimiser included, {way}: {shown}")
 
 
 def own_bytes(run: Run) -> int:
@@ -205,18 +183,18 @@ def own_bytes(run: Run) -> int:
     return sum(x.numel() * x.element_size() for x in held if isinstance(x, Tensor) and x.is_cuda)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--models", nargs="+", default=["baseline-16m", "v3-16m"])
-    arguments = parser.parse_args()
+def main(arguments: list[str] | None = None) -> int:
+    made = parser(__doc__, device=False)
+    made.add_argument("--turns", type=int, default=10)
+    made.add_argument("--models", nargs="+", default=["baseline-16m", "v3-16m"])
+    options = made.parse_args(arguments)
     if not torch.cuda.is_available():
         say("needs a CUDA device")
         return 2
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if not (parity() and trainer_parity(False) and trainer_parity(True)):
         return 1
-    speed(arguments.models, arguments.turns)
+    speed(options.models, options.turns)
     return 0
 
 

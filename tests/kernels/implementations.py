@@ -1,7 +1,6 @@
 """Which implementations of an operator the tests run: the plain ones, or Triton's in Triton's interpreter.
 
-Triton reads TRITON_INTERPRET when it is imported, so test_triton.py runs the other files once more in a process where
-it is set. There what kernels leave unwritten is NaN.
+Triton reads TRITON_INTERPRET when it is imported: test_triton.py runs the other files once more in a process with it.
 """
 
 import os

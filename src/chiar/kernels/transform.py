@@ -57,29 +57,6 @@ class Transform:
     def is_identity(self) -> bool:
         return self.whole_DD is None and self.even_hh is None
 
-    def filter_matrices(self, weight_D: Tensor) -> tuple[Tensor, ...]:
-        """F = Cᵀ diag(w) C as what `apply_filter` multiplies by, in float64 on the CPU.
-
-        F x of the DCT is the same backwards if x is, so F splits as C does: two matrices of half the width.
-        """
-        weight_D = weight_D.cpu().double()
-        if self.even_hh is not None and self.odd_hh is not None:
-            halves = ((self.even_hh.cpu().double(), weight_D[0::2]), (self.odd_hh.cpu().double(), weight_D[1::2]))
-            return tuple((half_hh.T * weight_h) @ half_hh for half_hh, weight_h in halves)
-        if self.whole_DD is None:
-            return (weight_D,)
-        whole_DD = self.whole_DD.cpu().double()
-        return ((whole_DD.T * weight_D) @ whole_DD,)
-
-
-def apply_filter(x: Tensor, matrices: tuple[Tensor, ...]) -> Tensor:
-    """F x from `Transform.filter_matrices`, which are symmetric."""
-    if len(matrices) == 2:
-        total, difference = split_halves(x)
-        return join_halves(total @ matrices[0].to(x.dtype), difference @ matrices[1].to(x.dtype))
-    matrix = matrices[0].to(x.dtype)
-    return x * matrix if matrix.ndim == 1 else x @ matrix
-
 
 def split_halves(x: Tensor) -> tuple[Tensor, Tensor]:
     left, right = x.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""What is timed: every contender as one module with the same call, and the routes forced on all of them."""
+"""What `speed.py` can time, by name: every contender as one module with the same call, and the routes forced on all."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
