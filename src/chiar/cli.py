@@ -18,7 +18,6 @@ from chiar.figures.cli import curves, figures_app
 from chiar.generation.cli import generate
 from chiar.nulltest.cli import nulltest
 from chiar.registry import add_plugins, load_plugins
-from chiar.reproduce.cli import reproduce
 from chiar.serving.cli import serve
 from chiar.studies.cli import study_app
 from chiar.training.cli import train
@@ -37,7 +36,6 @@ app.command("train")(train)
 app.command("finetune")(finetune)
 app.command("eval")(evaluate)
 app.command("compare")(compare)
-app.command("reproduce")(reproduce)
 app.add_typer(study_app, name="study")
 app.command("generate")(generate)
 app.command("serve")(serve)

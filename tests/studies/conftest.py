@@ -1,7 +1,11 @@
+from pathlib import Path
+
 import pytest
 
-from small_corpora import language_corpus
+from commands import run
+from small_corpora import labelled_corpus, language_corpus
 
+ROOT = Path(__file__).parents[2]
 # Seconds a run. `dense` and `hash` have two seeds, so that differences are paired.
 STUDY = """
 title = "Small"
@@ -45,6 +49,12 @@ config = { router = "learned", routing = "hard", light_ffn = false }
 """
 
 
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """Studies by name lie in ./research/studies."""
+    monkeypatch.chdir(ROOT)
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A small language corpus of bytes."""
@@ -52,16 +62,30 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def listops(tmp_path_factory, corpus):
+    return str(labelled_corpus(tmp_path_factory.mktemp("listops"), corpus, 60, 10, 10))
+
+
+@pytest.fixture(scope="session")
 def toml(tmp_path_factory):
     """Writes a study file: STUDY with texts replaced and added."""
 
-    def write(*replaced, more="", name="small"):
+    def write(*replaced, more=""):
         text = STUDY
         for before, after in replaced:
             assert before in text
             text = text.replace(before, after)
-        path = tmp_path_factory.mktemp("declared") / f"{name}.toml"
+        path = tmp_path_factory.mktemp("declared") / "small.toml"
         path.write_text(text + more)
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def study(corpus, toml, tmp_path_factory):
+    """The study, done once, one run at a time, and what was said; tests read it and leave it as it is."""
+    out = tmp_path_factory.mktemp("study") / "out"
+    code, output = run("study", "run", toml(), "--data", corpus, "--out", out, "--device", "cpu")
+    assert code == 0, output
+    return out, output
