@@ -44,7 +44,6 @@ config = { router = "random", random_fraction = 0.25 }
 [variants.learned]
 role = "candidate"
 seeds = [1]
-rank = 2
 config = { router = "learned", routing = "hard", light_ffn = false }
 """
 

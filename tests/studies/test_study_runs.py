@@ -195,7 +195,7 @@ def test_a_limit_begins_nothing_that_would_not_end_in_time(copied, corpus, toml)
 def test_a_run_that_fails_costs_itself_and_what_comes_after_it(corpus, toml, tmp_path):
     out = tmp_path / "out"
     more = '[variants.later]\nrole = "candidate"\nafter = { weights = "learned" }\n'
-    broken = toml(("rank = 2", "rank = 0\nsettings = { learning_rate = 1e30, warmup = 0, clip = 0.0 }"), more=more)
+    broken = toml(("seeds = [1]", "settings = { learning_rate = 1e30, warmup = 0, clip = 0.0 }"), more=more)
     wanted = [part for name in ("later", "dense") for part in ("--only", name)]
     code, output = run(*command(broken, corpus, out, *wanted, "--seeds", "1"))
     assert code == 1
@@ -338,8 +338,6 @@ def test_the_papers_procedure(corpus, listops, tmp_path):
         assert rows[name]["paper_gap"] == pytest.approx(math.log(test / 23.58), abs=1e-12)
         assert rows[name]["test_perplexity"] == pytest.approx(math.exp(runs[name]["test_loss"]))
     assert set(runs["threshold"]["gate_by_corpus"]) == {"text"}
-    gap = rows["mixed"]["test_loss"] - rows["threshold"]["test_loss"]
     text = (out / "table.md").read_text()
-    for words in (f"mixed against threshold: {gap:+.4f} nats, the paper +0.0375.", "five epochs of WikiText-103"):
-        assert words in output and words in text
+    assert "five epochs of WikiText-103" in output and "five epochs of WikiText-103" in text
     assert "Changed in all runs: size = tiny, tokens = 384" in text and "of text + listops" in text

@@ -24,6 +24,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help=WHERE)]
 Data = Annotated[list[str] | None, typer.Option(metavar="CORPUS", help="Language corpus; then what is mixed into it.")]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Runs and tables; given again, the rest is done.")]
 Only = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only variants so named; may be given again.")]
+Limit = Annotated[float | None, typer.Option(min=0, help="Begin no run that would probably not end within so many.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=CHANGES)]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")]
 Record = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a study, or of recorded results.")]
@@ -57,9 +58,7 @@ def run(
     only: Only = None,
     seeds: Annotated[str, typer.Option(metavar="0,1,2", help="Seeds, instead of the declared ones.")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time on the same device; speeds then do not count.")] = 1,
-    limit_minutes: Annotated[
-        float | None, typer.Option(min=0, help="Begin no run that would probably not end within so many minutes.")
-    ] = None,
+    limit_minutes: Limit = None,
     setting: Set = None,
     device: Device = "auto",
 ) -> None:
@@ -135,7 +134,7 @@ def time_command(
     with folder.held():
         folder.open(plan)
         time_study(plan, folder, steps, device, typer.echo)
-    if folder.finished_runs() or folder.added():
+    if folder.told_runs(finished=True) or folder.added():
         table(out)
 
 

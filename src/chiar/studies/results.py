@@ -18,7 +18,7 @@ from chiar.errors import InputError
 from chiar.evaluation.compare import REPORT, read_training
 from chiar.evaluation.harness import measured_shares
 from chiar.evaluation.report import EvaluationReport, exponential, finite, shown
-from chiar.files import check_file, write_whole
+from chiar.files import write_whole
 from chiar.model.load import count_parameters, load_config
 from chiar.routing.flops import Shares, count_flops, operator_shares
 from chiar.studies.runner import ADDED, STUDY, TIMES, VALIDATION, StudyFolder, read_json
@@ -34,7 +34,7 @@ FEW = 3
 Row = dict[str, Any]
 # Heading, key and format; columns nobody has a value for are left out.
 COLUMNS = (
-    *(("rank", "rank", ""), ("variant", "label", ""), ("role", "role", ""), ("parameters", "parameters", ",")),
+    *(("variant", "label", ""), ("role", "role", ""), ("parameters", "parameters", ",")),
     *(("f", "fraction", ".3f"), ("layers", "layers", ",.3f"), ("÷ baseline", "layer_flops_of_baseline", ".4f")),
     *(("logits", "logits", ",.3f"), ("total", "forward", ",.3f"), ("÷ baseline", "flops_of_baseline", ".4f")),
     *(("training", "training", ",.3f"), ("test loss", "test_loss", ".4f"), ("±", "test_loss_spread", ".4f")),
@@ -88,7 +88,7 @@ def collect(folder: StudyFolder) -> dict[str, Any]:
     """All of results.json. Runs finished here and runs added come in the order of the variants."""
     study, failed = folder.read(), folder.failures()
     order = [variant["name"] for variant in study["variants"]]
-    every = {**folder.added(), **{told.name: read_run(folder, told) for told in folder.finished_runs()}}
+    every = {**folder.added(), **{told.name: read_run(folder, told) for told in folder.told_runs(finished=True)}}
     runs = sorted(every.values(), key=lambda run: (order.index(run["variant"]), run["seed"]))
     require(bool(runs), f"no run of the study in {folder.path} is finished yet.")
     times = read_json(folder.path / TIMES) if (folder.path / TIMES).is_file() else None
@@ -193,14 +193,6 @@ def remarks(study: dict[str, Any], rows: list[Row], runs: list[Row], times: dict
             f"{times['batch']} × {times['length']} tokens, optimiser included; the baseline again at the end took "
             f"{shown(times['drift'], '.3f')} times as long."
         )
-    for ours, other in ((done.get(v["name"]), done.get(v.get("beside"))) for v in study["variants"]):
-        if ours and other:
-            gap, paper = ours["test_loss"] - other["test_loss"], math.log(ours["paper_test"] / other["paper_test"])
-            notes.append(f"{ours['variant']} against {other['variant']}: {gap:+.4f} nats, the paper {paper:+.4f}.")
-    for run in runs:
-        if len(run.get("gate_by_corpus", {})) > 1:
-            gates = ", ".join(f"{name} {g:.3f}" for name, g in run["gate_by_corpus"].items())
-            notes.append(f"{run['name']}, g when each corpus was last read in training: {gates}.")
     return list(dict.fromkeys([*notes, *(remark for run in runs for remark in run.get("remarks", []))]))
 
 
@@ -232,11 +224,7 @@ def read_results(path: Path) -> dict[str, Any]:
     """Of a study's folder, from its runs; of a results.json, or a folder with nothing else, as recorded."""
     if (path / STUDY).is_file():
         return collect(StudyFolder(path))
-    if path.is_dir():
-        require((path / RESULTS).is_file(), f"{path} is not a study: it has neither {STUDY} nor {RESULTS}.")
-        path = path / RESULTS
-    check_file(path)
-    results = read_json(path)
+    results = read_json(path / RESULTS if path.is_dir() else path)
     right = isinstance(results, dict) and results.get("format") == FORMAT
     require(right, f"{path} does not hold the results of a study: it does not say format {FORMAT!r}.")
     declared = {run["variant"]: run["declaration"]["config"] for run in results["runs"]}
@@ -276,8 +264,8 @@ def grid(study: Study, variants: list[Variant], plan: Plan | None = None) -> tup
     """The variants before any run, their FLOPs counted at the f each aims at; and notes."""
     settings, vocabulary = TrainSettings.from_dict(study.settings), plan.corpora[0].vocab_size if plan else None
     rows, whole = [], costs_of(study, study.variant(study.baseline), vocabulary)["flops_per_token"]["forward"]
-    for variant in sorted(variants, key=lambda variant: variant.rank):
-        row: Row = {"variant": variant.name, "role": variant.role, "title": variant.title, "rank": variant.rank}
+    for variant in variants:
+        row: Row = {"variant": variant.name, "role": variant.role, "title": variant.title}
         row |= {"seeds": study.seeds if variant.seeds is None else variant.seeds, "removed": removed(variant.config)}
         if not row["removed"]:
             row |= costs_of(study, variant, vocabulary)
@@ -309,11 +297,10 @@ def add_results(folder: StudyFolder, path: Path, say: Callable[[str], None] = pr
     as done, and no weights are needed."""
     results = read_results(path)
     with folder.held():
-        here, known = {told.name for told in folder.finished_runs()}, folder.added()
+        here, known = {told.name for told in folder.told_runs(finished=True)}, folder.added()
         for run in results["runs"]:
             same = known.get(run["name"], run)["test_loss"] == run["test_loss"] and run["name"] not in here
-            which = f"run {run['name']} of {path} is finished in {folder.path} too: which counts is yours to say."
-            require(same, which)
+            require(same, f"run {run['name']} of {path} is finished in {folder.path} too: say yourself which counts.")
         folder.begin({**results, "variants": results["declared"], "caption": results.get("caption", [])})
         added = {run["name"]: run for run in results["runs"] if run["name"] not in known}
         folder.save(ADDED, {**known, **added})

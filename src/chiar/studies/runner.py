@@ -41,11 +41,9 @@ class StudyFolder:
     @contextmanager
     def held(self) -> Iterator[None]:
         """No other process runs this study meanwhile. InputError where something else is in the folder."""
-        ours = (LOCK, aside_of(self.path / STUDY).name)
         require(self.path.is_dir() or not self.path.exists(), f"{self.path} is not a folder: choose another one.")
-        free = not self.path.exists() or all(found.name in ours for found in self.path.iterdir())
-        begun = (self.path / STUDY).is_file()
-        require(begun or free, f"{self.path} exists already and is no study: choose another folder.")
+        ours, there = {LOCK, aside_of(self.path / STUDY).name}, {found.name for found in self.path.glob("*")}
+        require(STUDY in there or there <= ours, f"{self.path} exists already and is no study: choose another folder.")
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / LOCK).open("w") as lock:
             hold(lock, f"another process is running the study in {self.path} right now.")
@@ -53,88 +51,90 @@ class StudyFolder:
 
     def open(self, plan: Plan) -> None:
         """Begin the folder, or check that it was begun with the same; new variants are added."""
-        added = self.added()
+        study, stored = plan.study, {name: run["declaration"] for name, run in self.added().items()}
+        stored |= {told.name: told.declaration() for told in self.told_runs() if self.run(told.name).exists()}
         for run in plan.runs:
-            if run.name in added or (self.file(run.name).is_file() and self.run(run.name).exists()):
-                stored = added[run.name]["declaration"] if run.name in added else self.told(run.name).declaration()
-                complain(stored, run.declaration(), f"run {run.name} in {self.path}")
-        kept = ("name", "role", "title", "rank", "paper", "beside")
-        ours = [{part: getattr(variant, part) for part in kept} for variant in plan.study.variants]
-        about = {"title": plan.study.title, "corpus": " + ".join(corpus.name for corpus in plan.corpora)}
-        self.begin({**about, "common": plan.identity(), "variants": ours, "caption": plan.study.notes})
+            complain(stored.get(run.name, run.declaration()), run.declaration(), f"run {run.name} in {self.path}")
+        common = {part: getattr(study, part) for part in ("name", "preset", "baseline", "config", "settings")}
+        common |= {"test_rows": study.test_rows, "steps": plan.steps, "data": plan.corpora[0].fingerprint}
+        kept = ("name", "role", "title", "paper")
+        ours = [{part: getattr(variant, part) for part in kept} for variant in study.variants]
+        corpus = " + ".join(corpus.name for corpus in plan.corpora)
+        about = {"title": study.title, "corpus": corpus, "common": common, "caption": study.notes}
+        self.begin({**about, "variants": ours})
 
     def begin(self, study: dict[str, Any]) -> None:
-        record = {"format": FORMAT, **{part: study[part] for part in ("title", "corpus", "common", "caption")}}
         variants = {variant["name"]: variant for variant in study["variants"]}
         if (self.path / STUDY).is_file():
             complain(self.read()["common"], study["common"], str(self.path))
             variants |= {one["name"]: one for one in self.read()["variants"] if one["name"] not in variants}
         self.records.mkdir(exist_ok=True)
+        record = {"format": FORMAT, **{part: study[part] for part in ("title", "corpus", "common", "caption")}}
         self.save(STUDY, {**record, "variants": list(variants.values())})
 
     def save(self, name: str, record: dict[str, Any]) -> None:
         write_whole(self.path / name, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False))
 
     def read(self) -> dict[str, Any]:
-        path = self.path / STUDY
-        require(path.is_file(), f"{self.path} is not a study: it has no {STUDY}.")
-        stored = read_json(path)
-        require(stored.get("format") == FORMAT, f"{path} is not a study: it does not say format {FORMAT!r}.")
+        stored = read_json(self.path / STUDY)
+        require(stored.get("format") == FORMAT, f"{self.path} is not a study: {STUDY} does not say {FORMAT!r}.")
         return {"caption": [], **stored}
-
-    def file(self, name: str, kind: str = "json") -> Path:
-        return self.records / f"{name}.{kind}"
 
     def run(self, name: str) -> Path:
         return self.path / "runs" / name
 
+    def finished(self, name: str) -> bool:
+        return (self.run(name) / REPORT).is_file()
+
     def told(self, name: str) -> Run:
-        return Run(**read_json(self.file(name)))
+        return Run(**read_json(self.records / f"{name}.json"))
+
+    def told_runs(self, finished: bool = False) -> list[Run]:
+        names = [path.stem for path in sorted(self.records.glob("*.json"))]
+        return [self.told(name) for name in names if self.finished(name) or not finished]
 
     def added(self) -> dict[str, dict[str, Any]]:
         """Results of runs done elsewhere, by name."""
         return read_json(self.path / ADDED) if (self.path / ADDED).is_file() else {}
 
-    def finished(self, name: str) -> bool:
-        return (self.run(name) / REPORT).is_file()
-
-    def finished_runs(self) -> list[Run]:
-        return [self.told(path.stem) for path in sorted(self.records.glob("*.json")) if self.finished(path.stem)]
-
     def note(self, name: str, **what: Any) -> None:
-        with self.file(name, "attempts.jsonl").open("a", encoding="utf-8") as attempts:
+        with (self.records / f"{name}.attempts.jsonl").open("a", encoding="utf-8") as attempts:
             attempts.write(json.dumps(what) + "\n")
+
+    def tried(self, name: str) -> list[dict[str, Any]]:
+        path = self.records / f"{name}.attempts.jsonl"
+        return read_records(path) if path.is_file() else []
 
     def failures(self) -> dict[str, str]:
         """Runs whose last attempt failed, and why."""
-        last = {path.name.removesuffix(".attempts.jsonl"): read_records(path) for path in self.records.glob("*.jsonl")}
-        return {name: tried[-1]["failed"] for name, tried in sorted(last.items()) if tried and "failed" in tried[-1]}
+        last = {told.name: (self.tried(told.name) or [{}])[-1] for told in self.told_runs()}
+        return {name: tried["failed"] for name, tried in last.items() if "failed" in tried}
 
     def seconds(self, name: str) -> dict[str, Any]:
         """How long the attempt took that finished the run, how many there were, and how many runs went on at once."""
-        path = self.file(name, "attempts.jsonl")
-        tried = read_records(path) if path.is_file() else []
-        jobs, ended = ([one[part] for one in tried if part in one] for part in ("jobs", "seconds"))
+        jobs, ended = ([one[part] for one in self.tried(name) if part in one] for part in ("jobs", "seconds"))
         return {"wall_seconds": ended[-1] if ended else None, "attempts": len(jobs), "jobs": max(jobs, default=None)}
 
 
 def complain(stored: dict[str, Any], asked: dict[str, Any], where: str) -> None:
     """InputError naming the first difference that matters."""
-    asked = json.loads(json.dumps(asked))
-    for key in dict.fromkeys([*asked, *stored]):
-        before, now = stored.get(key), asked.get(key)
-        pairs = {key: (before, now)}
-        if isinstance(before, dict) and isinstance(now, dict):
-            names = sorted({*before, *now} - ({*MAY_CHANGE} - {"steps"}))
-            pairs = {f"{key} {name}": (before.get(name), now.get(name)) for name in names}
-        for what, (was, asks) in pairs.items():
-            old, new = (json.dumps(part, ensure_ascii=False) for part in (was, asks))
-            shown = f"{what} = {old}, not {new}" if len(old + new) < 300 else f"other {what}"
-            then = "declare it as it was, give it another name, or choose another folder"
-            require(was == asks, f"{where} was started with {shown}: {then}.")
+    before, now = (dict(flat(part)) for part in (stored, json.loads(json.dumps(asked))))
+    for name in dict.fromkeys([*now, *before]):
+        was, asks = (json.dumps(part.get(name), ensure_ascii=False) for part in (before, now))
+        then = "declare it as it was, give it another name, or choose another folder"
+        require(was == asks, f"{where} was started with {name} = {was}, not {asks}: {then}.")
+
+
+def flat(declared: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Without what changes no token read and no weight learned."""
+    for key, value in declared.items():
+        for name, part in value.items() if isinstance(value, dict) else [("", value)]:
+            if name not in MAY_CHANGE or name == "steps":
+                yield f"{key} {name}".strip(), part
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    require(path.is_file(), f"{path.parent} is not a study: it has no {path.name}.")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -194,7 +194,7 @@ class Runner:
         self.folder.save(f"records/{run.name}.json", {**run.declaration(), "data": run.data})
         threads = {} if self.jobs == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.jobs))}
         command = [sys.executable, "-m", __name__, str(self.folder.path), run.name, str(self.jobs), self.device]
-        path = self.folder.file(run.name, "log")
+        path = self.folder.records / f"{run.name}.log"
         with path.open("ab") as log:
             process = Popen(command, env={**threads, **os.environ}, stdin=PIPE, stdout=log, stderr=log)
         self.working[run.name] = process
@@ -202,17 +202,14 @@ class Runner:
         code = process.wait()
         with self.one_by_one:
             if self.working.pop(run.name, None) is None:
-                return  # interrupted
-            assert process.stdin is not None
-            process.stdin.close()
+                return None  # interrupted
+            process.communicate()
             if code == 0 and self.folder.finished(run.name):
                 self.say(f"{run.name}: done in {self.folder.seconds(run.name)['wall_seconds']:,.0f} s")
                 self.finished()
-                return
-            said = [
-                line.strip() for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()
-            ]
-            why = f"{said[-1] if said else 'it said nothing'} (exit code {code}, {path.name})"
+                return None
+            last = path.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1].strip()
+            why = f"{last or 'it said nothing'} (exit code {code}, {path.name})"
             self.failed.append(run.name)
             self.folder.note(run.name, failed=why)
             self.say(f"{run.name}: failed: {why}")
@@ -220,13 +217,12 @@ class Runner:
     def expected_seconds(self, run: Run) -> float | None:
         """As long as the longest finished run of this study, preferably of those with as many at once; None before one
         has finished. Steps done before do not count."""
-        known = [self.folder.seconds(one.name) for one in self.folder.finished_runs()]
+        known = [self.folder.seconds(one.name) for one in self.folder.told_runs(finished=True)]
         known = [one for one in known if one["wall_seconds"] is not None and one["attempts"] == 1]
         alike = [one for one in known if one["jobs"] == self.jobs] or known
         saved = checkpoint.steps(RunFolder(self.folder.run(run.name)).checkpoints)
         done = int(saved[0].name.split("-")[-1]) if saved else 0
-        longest = max((one["wall_seconds"] for one in alike), default=None)
-        return None if longest is None else longest * max(0.0, 1.0 - done / self.plan.steps)
+        return max(one["wall_seconds"] for one in alike) * max(0.0, 1.0 - done / self.plan.steps) if alike else None
 
 
 def work(folder: StudyFolder, name: str, jobs: int, device: str) -> None:

@@ -21,8 +21,6 @@ from chiar.training.settings import TrainSettings
 from chiar.training.trainer import open_rows
 
 STUDIES = Path("research/studies")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
-ROLES = ("control", "candidate")
 # What must be the same in every run of a study, so that all read the same tokens in the same order.
 SHARED = ("data", "seed", "length", "batch", "steps", "mixing", "weights", "added_share", "initial")
 # Recorded studies name these fields and operators; they left the code after LAST_COMMIT, with what they were tried for.
@@ -31,10 +29,10 @@ REMOVED |= {"router_hidden", "anneal", "budget_weight", "benefit_weight", "own_f
 REMOVED |= {"skip", "bypass"}
 LAST_COMMIT = "bde4d4f"
 TYPES: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("name", "title", "preset", "baseline", "role", "extends", "beside"), (str, "text")),
+    **dict.fromkeys(("name", "title", "preset", "baseline", "role", "extends"), (str, "text")),
     **dict.fromkeys(("config", "settings", "variants", "after", "paper"), (dict, "a table")),
     **dict.fromkeys(("epochs", "fraction"), (float | int, "a number")),
-    **dict.fromkeys(("tokens", "test_rows", "rank"), (int, "a whole number")),
+    **dict.fromkeys(("tokens", "test_rows"), (int, "a whole number")),
     **dict.fromkeys(("data", "notes"), (str, "a list of texts")),
     **{"seeds": (int, "a list of whole numbers"), "scaled": (bool, "true or false")},
 }
@@ -45,20 +43,18 @@ class Variant:
     """One model of a study: how it differs from what all share."""
 
     name: str
-    role: str
+    role: str  # control or candidate
     title: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # configuration fields, on top of the study's
     settings: dict[str, Any] = field(default_factory=dict)  # training settings, likewise
     preset: str = ""  # another than the study's
     fraction: float | None = None  # f it aims at, to count FLOPs before it has run; otherwise the router's own, or ½
-    rank: int = 1  # variants of rank 1 are run first
     seeds: tuple[int, ...] | None = None  # the study's when not given
     after: dict[str, str] = field(default_factory=dict)
     """What it takes from the run of an earlier variant with the same seed: `weights` (the final ones) to start from, or
     `thresholds`: the paper's τ, measured on the embeddings of its best weights."""
     paper: dict[str, float] = field(default_factory=dict)
     """The paper's perplexities, `validation` (of the best weights) and `test`, shown beside ours."""
-    beside: str = ""  # an earlier variant, the difference to which is named too
 
     @property
     def mixed(self) -> bool:
@@ -90,8 +86,7 @@ class Study:
         return f"{self.epochs:g} epoch(s) of the corpus" if self.tokens is None else f"{self.tokens:,} tokens"
 
     def variant(self, name: str) -> Variant:
-        known = {variant.name: variant for variant in self.variants}
-        return known[one_of("variant", name, known)]
+        return next(variant for variant in self.variants if variant.name == name)
 
 
 def one_of(kind: str, received: str, allowed: Iterable[str]) -> str:
@@ -133,25 +128,21 @@ def read_study(path: Path) -> Study:
         given = typed("study", data, ["extends", *(part.name for part in fields(Study))])
         base = find(given.pop("extends"), path.parent) if "extends" in given else None
         variants = {variant.name: variant for variant in base.variants} if base else {}
-        variants |= {name: read_variant(name, table) for name, table in given.pop("variants", {}).items()}
+        for name, table in given.pop("variants", {}).items():
+            require(isinstance(table, dict), f"variant {name} must be a table: [variants.{name}].")
+            values = typed(f"variant {name}", table, [part.name for part in fields(Variant)[1:]])
+            require("role" in values, f"variant {name} says no role: control or candidate.")
+            variants[name] = Variant(name, **values)
         given = {"name": path.stem, **given, "variants": tuple(variants.values())}
-        if base is None:
-            for name in ("preset", "baseline"):
-                require(name in given, f"the study says no {name}.")
-            return check(Study(**{"title": path.stem, **given}))
-        if "tokens" in given or "epochs" in given:
-            given = {"tokens": None, "epochs": None, **given}
-        given |= {part: {**getattr(base, part), **given.get(part, {})} for part in ("config", "settings")}
-        return check(replace(base, **given))
+        if base is not None:
+            given = {**({"tokens": None, "epochs": None} if {"tokens", "epochs"} & {*given} else {}), **given}
+            given |= {part: {**getattr(base, part), **given.get(part, {})} for part in ("config", "settings")}
+            return check(replace(base, **given))
+        for name in ("preset", "baseline"):
+            require(name in given, f"the study says no {name}.")
+        return check(Study(**{"title": path.stem, **given}))
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-
-
-def read_variant(name: str, table: Any) -> Variant:
-    require(isinstance(table, dict), f"variant {name} must be a table: [variants.{name}].")
-    given = typed(f"variant {name}", table, [part.name for part in fields(Variant) if part.name != "name"])
-    require("role" in given, f"variant {name} says no role: control or candidate.")
-    return Variant(name=name, **given)
 
 
 def typed(where: str, data: dict[str, Any], allowed: list[str]) -> dict[str, Any]:
@@ -168,27 +159,27 @@ def typed(where: str, data: dict[str, Any], allowed: list[str]) -> dict[str, Any
 def check(study: Study) -> Study:
     """The study itself; InputError where it contradicts itself. Configurations are checked when runs are planned."""
     names, this = [variant.name for variant in study.variants], f"study {study.name}"
-    one_of("baseline variant", study.baseline, names)
-    require(study.variant(study.baseline).role == "control", f"the baseline of {this} must be a control.")
-    require((study.epochs is None) != (study.tokens is None), f"{this} must say either epochs or tokens: how long.")
-    require(study.tokens is not None or not study.scaled, f"{this} is scaled: it must say tokens.")
+    baseline = study.variant(one_of("baseline variant", study.baseline, names))
+    require(baseline.role == "control", f"the baseline of {this} must be a control.")
+    right = (study.epochs is None) != (study.tokens is None) and (study.epochs is None or not study.scaled)
+    require(right, f"{this} must say either epochs or tokens (if scaled, tokens): how long each run trains.")
     numbers = [number for number in (study.epochs, study.tokens, study.test_rows) if number is not None]
     require(min(numbers) > 0, f"{this}: epochs, tokens and test_rows must be positive.")
     refuse_shared(study.settings, this, "length", "batch")
-    check_seeds(study.seeds, this)
     for number, variant in enumerate(study.variants):
-        where = f"variant {variant.name}"
-        if not NAME.fullmatch(variant.name):
-            raise InputError(f"a name becomes a folder: {variant.name!r} may hold letters, digits, '.', '-', '_', '+'.")
-        one_of(f"role of {where}", variant.role, ROLES)
+        where, seeds = f"variant {variant.name}", study.seeds if variant.seeds is None else variant.seeds
+        named = bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", variant.name))
+        require(named, f"a name becomes a folder: {variant.name!r} may hold letters, digits, '.', '-', '_', '+'.")
+        one_of(f"role of {where}", variant.role, ("control", "candidate"))
         require(0.0 <= (variant.fraction or 0.0) <= 1.0, f"{where}: fraction must lie between 0 and 1.")
         refuse_shared(variant.settings, where, *(["mixing", "added_share"] if variant.mixed else []))
-        check_seeds(study.seeds if variant.seeds is None else variant.seeds, where)
-        for what, other in (*variant.after.items(), *(("beside", other) for other in [variant.beside] if other)):
-            one_of(f"what {where} comes after", what, ("weights", "thresholds", "beside"))
+        right = bool(seeds) and len(set(seeds)) == len(seeds) and min(seeds) >= 0
+        require(right, f"{where}: seeds must be different whole numbers from 0 on, got {list(seeds)}.")
+        for what, other in variant.after.items():
+            one_of(f"field of after of {where}", what, ("weights", "thresholds"))
             one_of(f"variant before {variant.name}", other, names[:number])
         for name in variant.paper:
-            one_of(f"number of the paper for {where}", name, ("validation", "test"))
+            one_of(f"field of paper of {where}", name, ("validation", "test"))
     return study
 
 
@@ -196,11 +187,6 @@ def refuse_shared(settings: dict[str, Any], where: str, *allowed: str) -> None:
     for name in settings:
         if name in SHARED and name not in allowed:
             raise InputError(f"{where} cannot set {name}: all runs of a study read the same tokens in the same order.")
-
-
-def check_seeds(seeds: tuple[int, ...], where: str) -> None:
-    right = bool(seeds) and len(set(seeds)) == len(seeds) and min(seeds) >= 0
-    require(right, f"{where}: seeds must be different whole numbers from 0 on, got {list(seeds)}.")
 
 
 def changed(study: Study, changes: dict[str, Any]) -> Study:
@@ -211,26 +197,29 @@ def changed(study: Study, changes: dict[str, Any]) -> Study:
     refuse_shared(changes, "--set", "length", "batch")
     given = {one_of("training setting or configuration field", name, allowed): changes[name] for name in changes}
     own = typed("--set", {name: given.pop(name) for name in ("tokens", "test_rows") if name in given}, allowed)
-    size = given.pop("size", "")
+    size = one_of("size", given.pop("size", ""), ("", *presets.SIZES))
     settings = {name: given.pop(name) for name in known if name in given}
     if "batch" in settings:
         settings = {"micro_batch": min(before.micro_batch, settings["batch"]), **settings}
-    new = replace(study, settings={**study.settings, **settings}, config={**study.config, **given}, **own)
-    new = check(replace(new, epochs=None) if "tokens" in own else new)
+    own |= {"epochs": None} if "tokens" in own else {}
+    new = check(replace(study, settings={**study.settings, **settings}, config={**study.config, **given}, **own))
     if study.scaled:
         now, was = step_count(new, common_settings(new)), step_count(study, before)
         scaled = {name: math.ceil(getattr(before, name) * now / was) for name in ("warmup", "evaluate_every")}
         new = replace(new, settings={**new.settings, **scaled, **settings})
     if size:
-        one_of("size", size, presets.SIZES)
-        sized = [replace(one, preset=re.sub(r"-.*", f"-{size}", one.preset)) for one in study.variants]
-        new = replace(new, preset=re.sub(r"-.*", f"-{size}", study.preset), variants=tuple(sized))
+        sized = [replace(one, preset=re.sub("-.*", f"-{size}", one.preset)) for one in study.variants]
+        new = replace(new, preset=re.sub("-.*", f"-{size}", study.preset), variants=tuple(sized))
     note = f"Changed in all runs: {', '.join(f'{name} = {value}' for name, value in changes.items())}."
     return replace(new, notes=(*study.notes, note)) if changes else new
 
 
 def common_settings(study: Study) -> TrainSettings:
-    settings = TrainSettings.from_dict({**study.settings, "data": ["-"]})
+    return checked({**study.settings, "data": ["-"]})
+
+
+def checked(given: dict[str, Any]) -> TrainSettings:
+    settings = TrainSettings.from_dict(given)
     check_types(settings)
     settings.validate()
     return settings
@@ -238,39 +227,33 @@ def common_settings(study: Study) -> TrainSettings:
 
 def step_count(study: Study, settings: TrainSettings, corpus: Corpus | None = None) -> int:
     """Whole optimiser steps of the study's epochs or tokens."""
-    if study.tokens is not None:
-        steps, asked = study.tokens // (settings.batch * settings.length), f"{study.tokens:,} tokens"
-    else:
+    tokens = study.tokens
+    if tokens is None:
         assert study.epochs is not None and corpus is not None
-        rows = open_rows(corpus, "train", settings.length).count
-        steps, asked = int(study.epochs * rows) // settings.batch, f"{study.epochs:g} epoch(s) of {corpus.name}"
-    step = f"{asked} is less than one step of {settings.batch} × {settings.length} tokens"
-    require(steps > 0, f"{step}: train longer, or make the step smaller with --set batch=… or --set length=….")
-    return steps
+        tokens = int(study.epochs * open_rows(corpus, "train", settings.length).count) * settings.length
+    step = settings.batch * settings.length
+    short = f"{study.duration} is less than one step of {settings.batch} × {settings.length} tokens"
+    require(tokens >= step, f"{short}: train longer, or make it smaller with --set batch=… or --set length=….")
+    return tokens // step
 
 
 def chosen(study: Study, only: list[str] | None) -> list[Variant]:
     """The variants that match one of the patterns, and those they come after; all without any."""
-    names = [variant.name for variant in study.variants]
-    for pattern in only or []:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise unknown_name("variant", pattern, names)
-    wanted = {name for name in names if any(fnmatchcase(name, pattern) for pattern in only or ["*"])}
+    names, wanted = [variant.name for variant in study.variants], set()
+    for pattern in only or ["*"]:
+        found = {name for name in names if fnmatchcase(name, pattern)}
+        wanted |= found or {one_of("variant", pattern, names)}
     for variant in reversed(study.variants):  # what it comes after is declared before it
-        wanted |= set(variant.after.values()) if variant.name in wanted else set()
+        wanted |= {*variant.after.values()} if variant.name in wanted else set()
     return [variant for variant in study.variants if variant.name in wanted]
-
-
-def refuse_removed(variant: Variant) -> None:
-    gone, last = ", ".join(removed(variant.config)), f"commit {LAST_COMMIT} can run it"
-    require(not gone, f"variant {variant.name} needs {gone}, which this version has not: {last}; the record stays.")
 
 
 def plain_config(study: Study, variant: Variant, vocabulary: int | None = None) -> ChiarConfig:
     """A variant's configuration without a corpus, or with the vocabulary of one."""
-    refuse_removed(variant)
     known = {} if vocabulary is None else {"vocab_size": vocabulary, "bos_token_id": None, "eos_token_id": None}
     try:
+        gone = ", ".join(removed(variant.config))
+        require(not gone, f"it needs {gone}, which this version has not: commit {LAST_COMMIT} can run it.")
         return presets.get(variant.preset or study.preset, **{**known, **study.config, **variant.config})
     except InputError as error:
         raise InputError(f"variant {variant.name}: {error}") from error
@@ -294,81 +277,54 @@ class Run:
     validate: bool = False  # measure the best weights on the whole validation split too
 
     def train_settings(self) -> TrainSettings:
-        settings = TrainSettings.from_dict({**self.settings, "data": self.data})
-        check_types(settings)
-        settings.validate()
-        return settings
+        return checked({**self.settings, "data": self.data})
 
     def model_config(self, **more: Any) -> ChiarConfig:
         return configuration(self.preset, {**self.config, **more}, Path(self.data[0]))
 
     def declaration(self) -> dict[str, Any]:
         """What makes the run what it is."""
-        optional = ("added", "after", "validate")
-        return {
-            name: value for name, value in asdict(self).items() if name != "data" and (value or name not in optional)
-        }
+        given = {name: value for name, value in asdict(self).items() if name != "data"}
+        return {name: value for name, value in given.items() if value or name not in ("added", "after", "validate")}
 
 
 @dataclass(frozen=True)
 class Plan:
     study: Study  # with what the command changed
     corpora: list[Corpus]
-    runs: list[Run]  # in the order they are begun: by rank, then seed, then as declared
+    runs: list[Run]  # in the order they are begun: by seed, then as declared
     steps: int
-
-    def identity(self) -> dict[str, Any]:
-        """What all runs of a folder have in common."""
-        common = {part: getattr(self.study, part) for part in ("name", "preset", "baseline", "config", "settings")}
-        return {**common, "test_rows": self.study.test_rows, "steps": self.steps, "data": self.corpora[0].fingerprint}
 
 
 def make_plan(study: Study, data: list[str], only: list[str] | None = None, seeds: list[int] | None = None) -> Plan:
     """Every run with its settings; InputError if one of them could not be trained or evaluated."""
     if seeds is not None:
-        variants = tuple(replace(variant, seeds=None) for variant in study.variants)
-        study = check(replace(study, seeds=tuple(seeds), variants=variants))
-    data, wanted = list(data or study.data), chosen(study, only)
-    mixed = ", ".join(variant.name for variant in wanted if variant.mixed)
+        unseeded = tuple(replace(variant, seeds=None) for variant in study.variants)
+        study = check(replace(study, seeds=tuple(seeds), variants=unseeded))
+    data, variants, runs = list(data or study.data), chosen(study, only), []
+    mixed = ", ".join(variant.name for variant in variants if variant.mixed)
     require(len(data) > bool(mixed), f"{mixed or study.name} needs more corpora: give --data {1 + bool(mixed)} times.")
-    require(
-        len(data) == 1 or bool(mixed), f"{study.name} trains on one corpus: give --data once, not {len(data)} times."
-    )
+    require(bool(mixed) or len(data) == 1, f"a study trains on one corpus: give --data once, not {len(data)} times.")
     corpora = [Corpus.open(path) for path in data]
     kind, common = corpora[0].kind, common_settings(study)
     require(kind == "language", f"{data[0]} is a {kind} corpus: a study trains language models, so name a text first.")
-    steps, runs = step_count(study, common, corpora[0]), []
-    for corpus in corpora:
-        open_rows(corpus, "train", common.length)
-        open_rows(corpus, "valid", common.length)
-    open_rows(corpora[0], "test", 1)
-    for variant in wanted:
-        refuse_removed(variant)
-        read = len(data) if variant.mixed else 1
-        settings = {**study.settings, **variant.settings, "steps": steps}
+    for split, length in (("train", common.length), ("valid", common.length), ("test", 1)):
+        open_rows(corpora[0], split, length)
+    steps = step_count(study, common, corpora[0])
+    for variant in variants:
+        read, preset = len(data) if variant.mixed else 1, variant.preset or study.preset
+        config, settings = {**study.config, **variant.config}, {**study.settings, **variant.settings, "steps": steps}
+        plain_config(study, variant, corpora[0].vocab_size)
         for seed in study.seeds if variant.seeds is None else variant.seeds:
-            run = Run(
-                f"{variant.name}-s{seed}",
-                variant.name,
-                seed,
-                variant.preset or study.preset,
-                {**study.config, **variant.config},
-                {**settings, "seed": seed},
-                corpora[0].fingerprint,
-                study.test_rows,
-                data[:read],
-                added=[corpus.fingerprint for corpus in corpora[1:read]],
-                after={what: f"{other}-s{seed}" for what, other in variant.after.items()},
-                validate=bool(variant.paper),
-            )
+            name, settings = f"{variant.name}-s{seed}", {**settings, "seed": seed}
+            added = [corpus.fingerprint for corpus in corpora[1:read]]
+            after = {what: f"{other}-s{seed}" for what, other in variant.after.items()}
+            about = (corpora[0].fingerprint, study.test_rows, data[:read], added, after, bool(variant.paper))
+            run = Run(name, variant.name, seed, preset, config, settings, *about)
             try:
                 run.train_settings().accumulation(1)
                 check_run(run.model_config(), run.train_settings(), corpora[:read])
             except InputError as error:
                 raise InputError(f"variant {variant.name}: {error}") from error
             runs.append(run)
-    ranks: dict[str, int] = {}
-    for variant in study.variants:  # what it comes after is declared before it
-        ranks[variant.name] = max([variant.rank, *(ranks[other] for other in variant.after.values())])
-    runs.sort(key=lambda run: (ranks[run.variant], run.seed))
-    return Plan(study, corpora, runs, steps)
+    return Plan(study, corpora, sorted(runs, key=lambda run: run.seed), steps)

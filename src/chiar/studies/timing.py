@@ -25,6 +25,7 @@ from chiar.training.run_folder import versions
 from chiar.training.trainer import Trainer
 
 FORMAT = "chiar-study-times/1"
+WEIGHTS = ("first", "trained")
 WARM_UP = 8
 """Steps before the clock: compiling, first allocations, and recording CUDA graphs happen in them."""
 
@@ -40,8 +41,12 @@ def time_study(plan: Plan, folder: StudyFolder, steps: int, device: str, say: Ca
         why = "times of two machines do not compare; move the file away to measure all again"
         require(stored.get(name) == value, f"{was}: {why}.")
     timed, first = stored["variants"], {run.variant: run for run in reversed(plan.runs)}
-    left = [run for run in plan.runs if run is first[run.variant]]
-    left = [run for run in left if timed.get(run.variant, {}).get("weights") != weights_of(folder, run)]
+    known = {
+        name: one["weights"] == WEIGHTS[folder.finished(first[name].name)]
+        for name, one in timed.items()
+        if name in first
+    }
+    left = [run for run in plan.runs if run is first[run.variant] and not known.get(run.variant)]
     for run in left:
         found = timed[run.variant] = time_run(run, folder, processes, steps)
         folder.save(TIMES, stored)
@@ -53,20 +58,11 @@ def time_study(plan: Plan, folder: StudyFolder, steps: int, device: str, say: Ca
         say(f"{base} again: {stored['drift']:.3f} times as long")
 
 
-def weights_of(folder: StudyFolder, run: Run) -> str:
-    return "trained" if folder.finished(run.name) else "first"
-
-
 def time_run(run: Run, folder: StudyFolder, processes: Processes, steps: int) -> dict[str, Any]:
     clear_device()
     trained = str(folder.run(run.name) / "final") if folder.finished(run.name) else ""
-    still: dict[str, Any] = {
-        "learning_rate": 0.0,
-        "final_learning_rate": 0.0,
-        "initial": trained,
-        "steps": WARM_UP + steps,
-    }
-    settings = settle(replace(run.train_settings(), **still), processes, None)
+    settings = replace(run.train_settings(), learning_rate=0.0, final_learning_rate=0.0, initial=trained)
+    settings = settle(replace(settings, steps=WARM_UP + steps), processes, None)
     config = load_config(trained) if trained else run.model_config()
     config.execution = run.model_config().execution  # it may be chosen anew, and exports say how they were last run
     config.max_position_embeddings = max(config.max_position_embeddings, settings.length)
@@ -76,12 +72,13 @@ def time_run(run: Run, folder: StudyFolder, processes: Processes, steps: int) ->
         measured = trainer.train_step()
     if settings.recalibrate_every and not trained:
         trainer.recalibrate()
-    times = []
+    times, cuda = [], processes.device.type == "cuda"
+    wait = torch.cuda.synchronize if cuda else lambda: None
     for _ in range(steps):
-        wait(processes.device)
+        wait()
         began = time.perf_counter()
         measured = trainer.train_step()
-        wait(processes.device)
+        wait()
         times.append(1e3 * (time.perf_counter() - began))
     fractions, middle = [row[-1] for row in trainer.summary(measured)["use"]], statistics.median(times)
     trainer.prefetch.thread.shutdown()
@@ -89,15 +86,10 @@ def time_run(run: Run, folder: StudyFolder, processes: Processes, steps: int) ->
         **{"step_ms": round(middle, 4), "fastest_ms": round(min(times), 4), "slowest_ms": round(max(times), 4)},
         **{"steps": steps, "tokens_per_second": round(1e3 * settings.batch * settings.length / middle, 1)},
         "fraction": round(statistics.mean(fractions), 4) if fractions else None,
-        **{"weights": weights_of(folder, run), "execution": config.execution, "compiled": trainer.forward.compiled},
+        **{"weights": WEIGHTS[bool(trained)], "execution": config.execution, "compiled": trainer.forward.compiled},
         "compile_failure": trainer.forward.failure,
         "cuda_graphs": trainer.graphs is not None and not trainer.graphs.failure,
     }
-    if processes.device.type == "cuda":
+    if cuda:
         found["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
     return found
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
