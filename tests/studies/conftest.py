@@ -14,11 +14,7 @@ baseline = "dense"
 tokens = 390
 test_rows = 8
 seeds = [0, 1]
-
-[config]
-hidden_size = 16
-meta_router = false
-layer_types = ["routed", "routed", "attention"]
+config = { hidden_size = 16, meta_router = false, layer_types = ["routed", "routed", "attention"] }
 
 [settings]
 length = 16

@@ -22,7 +22,7 @@ from chiar.files import write_whole
 from chiar.model.load import count_parameters, load_config
 from chiar.routing.flops import Shares, count_flops, operator_shares
 from chiar.studies.runner import ADDED, STUDY, TIMES, VALIDATION, StudyFolder, read_json
-from chiar.studies.study import LAST_COMMIT, Plan, Run, Study, Variant, plain_config, removed, require
+from chiar.studies.study import LAST_COMMIT, Plan, Run, Study, Variant, common_settings, plain_config, removed, require
 from chiar.training.command import train_arguments
 from chiar.training.run_folder import METRICS, RunFolder
 from chiar.training.settings import TrainSettings
@@ -62,7 +62,7 @@ def read_run(folder: StudyFolder, told: Run) -> Row:
     run, attempts = folder.run(told.name), folder.seconds(told.name)
     report, config = EvaluationReport.read(run / REPORT), load_config(str(run / "final"))
     stored, records = RunFolder(run).read(), RunFolder(run).read_metrics()
-    settings = replace(told.train_settings(), initial=stored["settings"]["initial"])
+    settings = replace(told.train_settings(), initial=stored["settings"].get("initial", ""))
     tau = {"thresholds": config.thresholds} if "thresholds" in told.after else {}
     speed, step = read_training(run / METRICS).tokens_per_second, settings.batch * settings.length
     return {
@@ -262,7 +262,7 @@ def to_csv(rows: list[Row]) -> str:
 
 def grid(study: Study, variants: list[Variant], plan: Plan | None = None) -> tuple[list[Row], list[str]]:
     """The variants before any run, their FLOPs counted at the f each aims at; and notes."""
-    settings, vocabulary = TrainSettings.from_dict(study.settings), plan.corpora[0].vocab_size if plan else None
+    settings, vocabulary = common_settings(study), plan.corpora[0].vocab_size if plan else None
     rows, whole = [], costs_of(study, study.variant(study.baseline), vocabulary)["flops_per_token"]["forward"]
     for variant in variants:
         row: Row = {"variant": variant.name, "role": variant.role, "title": variant.title}
@@ -287,7 +287,7 @@ def costs_of(study: Study, variant: Variant, vocabulary: int | None = None) -> R
         shares = operator_shares(config, variant.fraction)
     except InputError as error:
         raise InputError(f"variant {variant.name}: {error}") from error
-    costs = count_costs(config, TrainSettings.from_dict(study.settings).length, shares)
+    costs = count_costs(config, common_settings(study).length, shares)
     fraction = mean([share["attention"] for share in shares])
     return {"parameters": count_parameters(config), "flops_per_token": costs, "fraction": fraction}
 

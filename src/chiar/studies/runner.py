@@ -87,7 +87,9 @@ class StudyFolder:
         return (self.run(name) / REPORT).is_file()
 
     def told(self, name: str) -> Run:
-        return Run(**read_json(self.records / f"{name}.json"))
+        record = read_json(self.records / f"{name}.json")
+        record.pop("device", None)  # in folders of earlier versions
+        return Run(**record)
 
     def told_runs(self, finished: bool = False) -> list[Run]:
         names = [path.stem for path in sorted(self.records.glob("*.json"))]
@@ -261,6 +263,8 @@ def thresholds(folder: StudyFolder, run: Run) -> dict[str, float]:
 
     if "thresholds" not in run.after:
         return {}
+    if (folder.run(run.name) / RUN).is_file():  # measured again, it might round otherwise
+        return {"thresholds": RunFolder(folder.run(run.name)).read()["config"]["thresholds"]}
     source, _ = load_model(str(folder.run(run.after["thresholds"]) / "best"))
     valid, length = Corpus.open(run.data[0]).split("valid"), run.train_settings().length
     ids = valid.read(0, min(valid.tokens, CALIBRATION_ROWS * length))

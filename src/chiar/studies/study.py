@@ -199,7 +199,7 @@ def changed(study: Study, changes: dict[str, Any]) -> Study:
     own = typed("--set", {name: given.pop(name) for name in ("tokens", "test_rows") if name in given}, allowed)
     size = one_of("size", given.pop("size", ""), ("", *presets.SIZES))
     settings = {name: given.pop(name) for name in known if name in given}
-    if "batch" in settings:
+    if isinstance(settings.get("batch"), int):
         settings = {"micro_batch": min(before.micro_batch, settings["batch"]), **settings}
     own |= {"epochs": None} if "tokens" in own else {}
     new = check(replace(study, settings={**study.settings, **settings}, config={**study.config, **given}, **own))
