@@ -50,7 +50,7 @@ def count_costs(config: ChiarConfig, length: int, shares: Shares) -> dict[str, f
     pass, where a router that learns from every operator's output runs all of them on all tokens."""
     count = count_flops(config, length, shares)
     logits, trained = count.part("logits"), deepcopy(config)
-    if config.routed_layers and (config.trains_densely or not config.can_run_sparse):
+    if config.routed_layers and not config.can_run_sparse:
         trained.routing = "soft"
         shares = operator_shares(trained)
     training = training_flops(trained, length, shares)
