@@ -16,7 +16,6 @@ from chiar.generation.cli import generate
 from chiar.model.cli import convert, models
 from chiar.nulltest.cli import nulltest
 from chiar.registry import add_plugins
-from chiar.reproduce.cli import reproduce
 from chiar.routing.cli import calibrate, flops, trace
 from chiar.serving.cli import serve
 from chiar.studies.cli import study_app
@@ -37,7 +36,6 @@ app.add_typer(data_app, name="data")
 app.command("train")(train)
 app.command("finetune")(finetune)
 app.command("eval")(evaluate)
-app.command("reproduce")(reproduce)
 app.add_typer(study_app, name="study")
 app.command("generate")(generate)
 app.command("serve")(serve)

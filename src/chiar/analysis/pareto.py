@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
+from typing import Any
 
 from chiar.analysis.chart import COLOURS, Axes, document, label, shorten, spread
 
@@ -44,6 +45,33 @@ def lid(heights: list[float]) -> float:
     if len(heights) < MANY or not (distance := median(heights) - min(heights)):
         return inf
     return min(heights) + 4 * distance
+
+
+def draw_pareto(rows: list[dict[str, Any]], title: str = "", device: str = "") -> str:
+    """A study's variants: loss against counted FLOPs, and against step time where it was measured (on `device`)."""
+    paired = all(row["paired_loss"] is not None for row in rows)
+    unequal = paired and len({tuple(sorted(row["seeds"])) for row in rows}) > 1
+    loss = "test loss, nats per token" + (" (baseline's mean + paired Δ)" if unequal else "")
+    flops = [row["flops_per_token"]["forward"] / 1e6 for row in rows]
+    panels = [Scatter(loss, "counted MFLOPs a token, forward", marks_of(rows, flops, paired, by_seed=True))]
+    timed = any(row["step_ms"] for row in rows)
+    if timed or all(row["step_ms_in_training"] for row in rows):
+        times = [row["step_ms" if timed else "step_ms_in_training"] for row in rows]
+        how = "" if timed else " (median in training)"
+        panels.append(Scatter(loss, f"measured training step, ms{how}, {device}", marks_of(rows, times, paired)))
+    return draw_scatters(title, panels)
+
+
+def marks_of(rows: list[dict[str, Any]], places: list[Any], paired: bool, by_seed: bool = False) -> list[Mark]:
+    marks = []
+    for number, (row, x) in enumerate(zip(rows, places, strict=True), 1):
+        mean, losses = (row["paired_loss"], row["paired_losses"]) if paired else (row["test_loss"], row["losses"])
+        seeds = zip(row["seeds"], row["flops_by_seed"], strict=True)
+        flops = [count / 1e6 for seed, count in seeds if not paired or seed in row["gap_seeds"]]
+        each = [(count if by_seed else x, y) for count, y in zip(flops, losses, strict=True)]
+        if x is not None:
+            marks.append(Mark(number, row["variant"], row["role"], x, mean, each))
+    return marks
 
 
 def draw_scatters(title: str, panels: list[Scatter]) -> str:

@@ -68,7 +68,7 @@ def show_corpus(
     """Show a prepared corpus: its splits, tokenizer and counts. Without DIR, what can be prepared by name."""
     from rich.table import Table
 
-    from chiar.cli import show
+    from chiar.console import show
 
     if folder is None:
         from chiar.data.catalog import CATALOG

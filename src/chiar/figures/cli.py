@@ -171,11 +171,9 @@ def pareto(
     overwrite: Overwrite = False,
 ) -> None:
     """From a study: loss against counted FLOPs and against step time, with the frontier."""
-    from chiar.studies.folder import StudyFolder
-    from chiar.studies.picture import draw
-    from chiar.studies.table import collect, read_saved
+    from chiar.studies.results import draw_picture, read_results
 
-    save(out, overwrite, lambda: draw(collect(StudyFolder(study)) if study.is_dir() else read_saved(study)))
+    save(out, overwrite, lambda: draw_picture(read_results(study)))
 
 
 @figures_app.command()

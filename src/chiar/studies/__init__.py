@@ -1,1 +1,1 @@
-"""Studies: a declared grid of models trained on equal tokens, one table, one picture of loss against cost."""
+"""Studies: grids of models trained on equal tokens, declared in TOML; one table, one picture of loss against cost."""

@@ -1,0 +1,317 @@
+"""Studies from beginning to end on a CPU: their numbers, killed and continued, what is refused, what fails."""
+
+import csv
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from chiar.data.shards import Corpus
+from chiar.data.tokens import batches
+from chiar.evaluation.harness import evaluate
+from chiar.model.load import load_model
+from chiar.routing.calibration import calibrate
+from commands import run
+
+RUNS = ["dense-s0", "hash-s0", "dense-s1", "hash-s1", "learned-s1"]
+
+
+def command(name, corpus, out, *more):
+    return ["study", "run", str(name), "--data", corpus, "--out", str(out), "--device", "cpu", *map(str, more)]
+
+
+def results(out):
+    return json.loads((out / "results.json").read_text())
+
+
+def assert_same_weights(ours, theirs):
+    """Trained by two processes, perhaps with other numbers of threads, so sums may round otherwise."""
+    ours, theirs = (load_file(folder / "final" / "model.safetensors") for folder in (ours, theirs))
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture
+def copied(study, tmp_path):
+    """The finished study, to be changed."""
+    shutil.copytree(study[0], tmp_path / "copy", symlinks=True)
+    return tmp_path / "copy"
+
+
+def test_every_run_is_an_ordinary_run_and_is_measured(study, corpus, tmp_path):
+    out, output = study
+    runs = {one["name"]: one for one in results(out)["runs"]}
+    assert set(runs) == set(RUNS)
+    for name, one in runs.items():
+        folder = out / "runs" / name
+        report = evaluate(str(folder / "final"), corpus, "test", length=16, rows=8, batch_size=2, device="cpu")
+        assert one["test_loss"] == pytest.approx(report.scores.loss, rel=1e-5)  # computed by another process
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert one["validation"] == [[r["step"], r["validation"]["text"]] for r in records if "validation" in r]
+        assert [step for step, _ in one["validation"]] == [2, 4, 6]
+        assert (one["tokens"], one["jobs"], one["attempts"]) == (384, 1, 1)
+        assert one["wall_seconds"] > 0 and one["step_ms"] > 0 and f"{name}: done in" in output
+    told = runs["learned-s1"]["command"]
+    assert shlex.join(told) in (out / "table.md").read_text() and told[-1] == str(out / "runs" / "learned-s1")
+    assert run(*told[1:-1], tmp_path / "by-hand", "--device", "cpu")[0] == 0
+    assert_same_weights(out / "runs" / "learned-s1", tmp_path / "by-hand")
+
+
+def test_the_table_says_what_the_runs_measured(study):
+    out, output = study
+    loss = {one["name"]: one["test_loss"] for one in results(out)["runs"]}
+    rows = {row["variant"]: row for row in results(out)["variants"]}
+    gaps = [loss["hash-s0"] - loss["dense-s0"], loss["hash-s1"] - loss["dense-s1"]]
+    base = (loss["dense-s0"] + loss["dense-s1"]) / 2
+    # Only seed 1 of the learned router ran: its difference is to the baseline of that seed.
+    alone = loss["learned-s1"] - loss["dense-s1"]
+    expected = {
+        "dense": (base, abs(loss["dense-s0"] - loss["dense-s1"]), 0.0, 0.0, base),
+        "hash": (base + sum(gaps) / 2, rows["hash"]["test_loss_spread"], sum(gaps) / 2, abs(gaps[0] - gaps[1])),
+        "learned": (loss["learned-s1"], None, alone, None, base + alone),
+    }
+    for name, numbers in expected.items():
+        parts = ("test_loss", "test_loss_spread", "gap", "gap_spread", "paired_loss")[: len(numbers)]
+        assert [rows[name][part] for part in parts] == pytest.approx(list(numbers), abs=1e-12)
+    text = (out / "table.md").read_text()
+    assert f"{rows['hash']['gap']:+.4f}" in output and "different seeds" in text
+    assert f"{rows['learned']['test_loss']:.4f}" in text
+    with (out / "table.csv").open() as file:
+        for row, saved in zip(csv.DictReader(file), results(out)["variants"], strict=True):
+            assert row["variant"] == saved["variant"] and float(row["test_loss"]) == saved["test_loss"]
+            assert float(row["flops_forward"]) == saved["flops_per_token"]["forward"]
+            assert row["seeds"] == " ".join(map(str, saved["seeds"]))
+
+
+def test_flops_are_counted_at_the_measured_fractions(study):
+    """Again by hand: D = 16, T = 16, 257 ids, an FFN of 64. Rows rise by them, and the frontier is marked."""
+    D, T, V = 16, 16, 257
+    seen = (T - 1) / 2 + 1
+    attention, ffn, dct = 8 * D * D + 4 * D * seen, 16 * D * D, D * D
+    runs, rows = {one["name"]: one for one in results(study[0])["runs"]}, results(study[0])["variants"]
+    dense, hashed = runs["dense-s0"]["flops_per_token"], runs["hash-s0"]
+    assert (dense["layers"], dense["logits"]) == pytest.approx((3 * (attention + ffn), 2 * D * V))
+    assert dense["training"] == pytest.approx(3 * dense["forward"])
+    layers = attention + 3 * ffn
+    assert sorted(hashed["fraction_by_layer"]) == ["0", "1"]
+    for f in hashed["fraction_by_layer"].values():
+        assert 0.05 < f < 0.6
+        layers += f * (4 * D * D + 4 * D * seen) + 4 * D * D + (1 - f) * dct
+    assert hashed["flops_per_token"]["layers"] == pytest.approx(layers)
+    assert hashed["fraction"] == pytest.approx(sum(hashed["fraction_by_layer"].values()) / 2)
+    # The straight-through estimator of `learned` trains on both operators for every token.
+    learned = 3 * (attention + ffn) + 2 * (dct + dct + 2 * (D + 1) * 2) + 2 * D * V
+    assert runs["learned-s1"]["flops_per_token"]["training"] == pytest.approx(3 * learned)
+    ratio = sum(runs[f"hash-s{s}"]["flops_per_token"]["forward"] for s in (0, 1)) / 2 / dense["forward"]
+    assert next(row["flops_of_baseline"] for row in rows if row["variant"] == "hash") == pytest.approx(ratio)
+    flops = [row["flops_per_token"]["forward"] for row in rows]
+    assert flops == sorted(flops)
+    for number, row in enumerate(rows):
+        assert row["frontier"] == all(other["paired_loss"] > row["paired_loss"] for other in rows[:number])
+
+
+def test_done_again_nothing_is_trained(copied, corpus, toml):
+    runs = {path: path.stat().st_mtime_ns for path in (copied / "runs").rglob("*") if path.is_file()}
+    before = results(copied)
+    for name in ("table.md", "table.csv", "results.json", "pareto.svg"):
+        (copied / name).unlink()
+    code, output = run("study", "table", copied)
+    assert code == 0 and "learned" in output and results(copied)["variants"] == before["variants"]
+    code, output = run(*command(toml(), corpus, copied, "--set", "log_every=7"))  # how it is shown may change
+    assert code == 0 and output.count("done before") == len(RUNS)
+    assert {path: path.stat().st_mtime_ns for path in runs} == runs and (copied / "pareto.svg").is_file()
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        (("random_fraction = 0.25", "random_fraction = 0.5"), "config random_fraction = 0.25, not 0.5"),
+        (("learning_rate = 0.01", "learning_rate = 0.02"), "settings learning_rate = 0.01, not 0.02"),
+        (("tokens = 390", "tokens = 640"), "steps = 6, not 10"),
+        (("test_rows = 8", "test_rows = 9"), "test_rows = 8, not 9"),
+        (('preset = "v3-tiny"', 'preset = "v2-tiny"'), 'preset = "v3-tiny", not "v2-tiny"'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_changed_declaration_is_refused(study, corpus, toml, replaced, message):
+    code, output = run(*command(toml(replaced), corpus, study[0]))
+    assert code == 2
+    assert message in output and "was started with" in output and "choose another folder" in output
+
+
+def test_folders_that_are_not_free(copied, corpus, toml, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "letter.txt").write_text("dear")
+    code, output = run(*command(toml(), corpus, other))
+    assert code == 2 and "is no study" in output and [path.name for path in other.iterdir()] == ["letter.txt"]
+    fcntl = pytest.importorskip("fcntl")
+    with (copied / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, output = run(*command(toml(), corpus, copied))
+    assert code == 2 and "another process is running the study" in output
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, output = run(*command(toml(), corpus, tmp_path / "out"))
+    assert code == 2 and "without torchrun" in output and not (tmp_path / "out").exists()
+
+
+def test_a_limit_begins_nothing_that_would_not_end_in_time(copied, corpus, toml):
+    more = '\n[variants.soft]\nrole = "control"\nconfig = { router = "learned", routing = "soft" }\n'
+    code, output = run(*command(toml(more=more), corpus, copied, "--limit-minutes", "0.001"))
+    assert code == 0 and not (copied / "runs" / "soft-s0").exists()
+    assert "soft-s0: not begun, it would take about" in output
+    assert "left, for the same command: soft-s0, soft-s1" in output
+    # A control that has not run is named in every table.
+    assert "Controls without a finished run: soft." in (copied / "table.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_costs_itself_and_what_comes_after_it(corpus, toml, tmp_path):
+    more = '[variants.later]\nrole = "candidate"\nafter = { weights = "learned" }\n'
+    broken = toml(("seeds = [1]", "settings = { learning_rate = 1e30, warmup = 0, clip = 0.0 }"), more=more)
+    wanted = ["--only", "later", "--only", "dense", "--seeds", "1"]
+    code, output = run(*command(broken, corpus, tmp_path / "out", *wanted))
+    assert code == 1
+    assert "learned-s1: failed: error: the gradient of step" in output
+    assert "later-s1: not begun, the weights of learned-s1 are not here" in output
+    assert "dense-s1: done in" in output and "failed, tried again by the same command: learned-s1, later-s1" in output
+    assert list(results(tmp_path / "out")["failed"]) == ["learned-s1"]
+    assert "learned-s1 failed: error: the gradient of step" in (tmp_path / "out" / "table.md").read_text()
+
+
+def at_work(out):
+    """Processes with this folder in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(out).encode() in path.read_bytes() and path.parent.name != str(os.getpid()):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc to see that no process is left")
+def test_killed_and_continued_it_gives_the_same_results(study, corpus, toml, tmp_path):
+    """The study is killed, by its number, while it trains two runs at a time; its runs end with it."""
+    straight, out, both = study[0], tmp_path / "out", {"dense-s0", "hash-s0"}
+    arguments = command(toml(), corpus, out, "--only", "dense", "--only", "hash", "--seeds", "0", "--jobs", "2")
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([sys.executable, "-m", "chiar", *arguments], **quiet)
+    deadline = time.monotonic() + 240
+    while not list(out.glob("runs/*/checkpoints/latest")) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    while at_work(out) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not at_work(out)
+    assert not all((out / "runs" / name / "evaluation.json").exists() for name in both)
+    code, output = run(*arguments)
+    assert code == 0, output
+    ours, theirs = ({one["name"]: one for one in results(folder)["runs"]} for folder in (out, straight))
+    assert set(ours) == both
+    for name, one in ours.items():
+        assert_same_weights(out / "runs" / name, straight / "runs" / name)
+        assert one["test_loss"] == pytest.approx(theirs[name]["test_loss"], rel=1e-4)  # of such weights
+        assert one["jobs"] == 2 and one["step_ms"] is None  # two at a time: their speeds do not count
+    assert max(one["attempts"] for one in ours.values()) == 2
+    assert "shared the device" in (out / "table.md").read_text()
+
+
+def test_step_times_are_measured_with_the_trained_weights(copied, corpus, toml):
+    arguments = ["study", "time", toml(), "--data", corpus, "--out", copied, "--device", "cpu", "--steps", "2"]
+    code, output = run(*arguments)
+    assert code == 0, output
+    times = json.loads((copied / "times.json").read_text())
+    assert times["device"] == "cpu" and times["versions"]["torch"] == torch.__version__ and times["drift"] > 0
+    rows = {row["variant"]: row for row in results(copied)["variants"]}
+    assert set(times["variants"]) == set(rows) == {"dense", "hash", "learned"}
+    for name, timed in times["variants"].items():
+        assert timed["fastest_ms"] <= timed["step_ms"] <= timed["slowest_ms"]
+        assert timed["tokens_per_second"] == pytest.approx(1e3 * 64 / timed["step_ms"], rel=1e-3)
+        assert rows[name]["step_ms"] == timed["step_ms"]
+        assert timed["weights"] == "trained"  # `learned` ran with seed 1 only, which is the seed it is timed with
+    assert times["variants"]["dense"]["fraction"] is None and 0 < times["variants"]["hash"]["fraction"] < 0.6
+    assert "Step times are of chiar study time: cpu" in (copied / "table.md").read_text()
+    before = (copied / "times.json").read_text()
+    assert run(*arguments)[0] == 0
+    assert (copied / "times.json").read_text() == before  # nothing was left to measure
+    (copied / "times.json").write_text(before.replace('"device": "cpu"', '"device": "another"'))
+    code, output = run(*arguments)
+    assert code == 2 and "times of two machines do not compare" in output
+
+
+def test_results_from_elsewhere_count_as_done(copied, corpus, toml, tmp_path):
+    """Half of the study in one folder, the other half in another, from the results of the first alone."""
+    there, here, file = results(copied), tmp_path / "here", tmp_path / "half.json"
+    half = there | {part: [one for one in there[part] if one["variant"] != "learned"] for part in ("runs", "variants")}
+    file.write_text(json.dumps(half))
+    code, output = run("study", "add", here, file)
+    assert code == 0 and "added dense-s0, dense-s1, hash-s0, hash-s1" in output
+    assert "Candidates without a finished run: learned." in (here / "table.md").read_text()
+    code, output = run(*command(toml(), corpus, here))
+    assert code == 0 and output.count("done before") == 4 and "learned-s1: done in" in output
+    for part in ("variant", "seeds", "frontier"):
+        assert [row[part] for row in results(here)["variants"]] == [row[part] for row in there["variants"]]
+    assert "nothing new" in run("study", "add", here, file)[1]
+    file.write_text(json.dumps(half | {"common": half["common"] | {"steps": 7}}))
+    code, output = run("study", "add", here, file)
+    assert code == 2 and "steps = 6, not 7" in output
+    code, output = run("study", "add", here, copied / "results.json")
+    assert code == 2 and "run learned-s1" in output and "finished" in output
+    code, output = run("study", "add", tmp_path / "new", copied / "study.json")
+    assert code == 2 and "does not hold the results of a study" in output and not (tmp_path / "new").exists()
+
+
+SMALL = "size=tiny tokens=384 batch=4 length=16 micro_batch=2 hidden_size=16 compile=false precision=fp32 "
+SMALL += "save_every=2 evaluate_every=2 evaluate_rows=4 learning_rate=0.01"
+
+
+def test_the_papers_procedure(corpus, listops, tmp_path):
+    """Table 2: a baseline, τ from its embeddings, the rows that route by it, one of them with mixed corpora."""
+    out = tmp_path / "out"
+    small = [part for item in SMALL.split() for part in ("--set", item)]
+    code, output = run(*command("table2", corpus, out, "--data", listops, *small, "--jobs", "2"))
+    assert code == 0, output
+    runs = {one["variant"]: one for one in results(out)["runs"]}
+    rows = {row["variant"]: row for row in results(out)["variants"]}
+    valid = Corpus.open(corpus).split("valid")
+    baseline, _ = load_model(str(out / "runs" / "baseline-s0" / "best"))
+    stream = batches(valid.read(0, min(200 * 16, valid.tokens)), 200, 16, 50)
+    low, high = (calibrate(baseline, stream, "embeddings").layers[0].percentiles[p] for p in (33, 67))
+    tau = rows["threshold"]["threshold"]
+    assert tau == pytest.approx((low + high) / 2, rel=1e-4)  # in other batches
+    assert rows["mixed"]["threshold"] == tau and rows["baseline"]["threshold"] is None
+    for name, test in (("baseline", 23.58), ("threshold", 27.51), ("mixed", 28.56)):
+        folder = out / "runs" / f"{name}-s0"
+        if name != "baseline":
+            assert load_model(str(folder / "final"))[0].config.thresholds == tau
+            assert f"thresholds={tau}" in runs[name]["command"]
+        for kind, split, loss in (("best", "valid", "validation_loss"), ("final", "test", "test_loss")):
+            report = evaluate(str(folder / kind), corpus, split, length=16, batch_size=2, device="cpu")
+            assert runs[name][loss] == pytest.approx(report.scores.loss, rel=1e-5)  # computed by another process
+        assert rows[name]["paper_gap"] == pytest.approx(math.log(test / 23.58), abs=1e-12)
+        assert rows[name]["test_perplexity"] == pytest.approx(math.exp(runs[name]["test_loss"]))
+    assert set(runs["threshold"]["gate_by_corpus"]) == {"text"}
+    text = (out / "table.md").read_text()
+    (out / "runs" / "threshold-s0" / "evaluation.json").unlink()  # as if killed before: it goes on with the τ it had
+    (out / "runs" / "baseline-s0" / "best").unlink()
+    again = run(*command("table2", corpus, out, *small, "--only", "threshold"))
+    assert again[0] == 0 and "threshold-s0: done in" in again[1]
+    assert next(one["test_loss"] for one in results(out)["runs"] if one["variant"] == "threshold") == pytest.approx(
+        runs["threshold"]["test_loss"], rel=1e-5
+    )  # another process
+    for words in ("five epochs of WikiText-103", "Changed in all runs: size = tiny, tokens = 384", "of text + listops"):
+        assert words in output and words in text
