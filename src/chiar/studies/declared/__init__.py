@@ -1,1 +1,0 @@
-"""The studies that come with the package, one a file."""
