@@ -5,13 +5,16 @@ import platform
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chiar.analysis.chart import COLOURS, Line, Panel, draw_chart
 from chiar.errors import InputError
+from chiar.plots import COLOURS, Line, Panel, draw_panels
 from chiar.training.run_folder import commit
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def plain(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def draw_speedups(rows: list[Row], baseline: str) -> str:
+def draw_speedups(rows: list[Row], baseline: str) -> "Figure":
     """Speed-up against length, a panel for each fraction (and for every seven contenders), bounds as thin lines.
 
     A contender without a fraction is drawn with every fraction.
@@ -175,10 +178,10 @@ def draw_speedups(rows: list[Row], baseline: str) -> str:
             lines = []
             for colour, name in zip(COLOURS, names[first : first + len(COLOURS)], strict=False):
                 own = sorted((row for row in shown if row.contender == name), key=lambda row: row.length)
-                lines.append(Line(name, [(row.length, row.speedup) for row in own], colour, dots=True))
+                lines.append(Line([(row.length, row.speedup) for row in own], name, color=colour, marker="o"))
                 bounds = [(float(row.length), row.bound) for row in own if row.bound is not None]
                 if bounds:
-                    lines.append(Line("", bounds, colour, width=0.8, dashes="4 3"))
+                    lines.append(Line(bounds, color=colour, linewidth=0.8, linestyle="--"))
             title = "speed-up" if fraction is None else f"speed-up at f = {fraction:g}"
             panels.append(Panel(f"{title} (thin: by counted FLOPs)", lines, level=(1.0, "compiled dense baseline")))
     some = rows[0]
@@ -186,4 +189,4 @@ def draw_speedups(rows: list[Row], baseline: str) -> str:
     if not some.compiled:
         for panel in panels:
             panel.level = (1.0, "dense baseline")
-    return draw_chart(f"{some.mode}, {shape}, {some.precision}, {some.hardware}", panels, "length, tokens")
+    return draw_panels(f"{some.mode}, {shape}, {some.precision}, {some.hardware}", panels, "length, tokens")

@@ -20,6 +20,7 @@ import torch._dynamo
 
 from chiar import presets
 from chiar.errors import InputError, first_line, unknown_name
+from chiar.plots import save
 from contenders import BASELINE, MODES, REGISTRY, Contender, foreign
 from lap import Lap, free, say
 from parity import Parity, Verdict, precision
@@ -99,7 +100,7 @@ def measure(options: argparse.Namespace, registry: Mapping[str, Contender], tabl
 def draw(path: Path | None, table: Table) -> None:
     """The picture so far, again after every length: a run may be cut short."""
     if path is not None and any(row.contender != BASELINE for row in table.rows):
-        path.write_text(draw_speedups(table.rows, BASELINE), encoding="utf-8")
+        save(draw_speedups(table.rows, BASELINE), path, overwrite=True)
 
 
 def choose_backend(options: argparse.Namespace, length: int) -> str:

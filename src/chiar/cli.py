@@ -9,14 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from chiar.analysis.theorem_cli import theorem
 from chiar.data.cli import data_app
 from chiar.errors import InputError
 from chiar.evaluation.cli import compare, evaluate
 from chiar.explore.cli import explore, report
-from chiar.figures.cli import curves, figures_app
 from chiar.generation.cli import generate
-from chiar.nulltest.cli import nulltest
+from chiar.plots_cli import plot
 from chiar.registry import add_plugins, load_plugins
 from chiar.reproduce.cli import reproduce
 from chiar.serving.cli import serve
@@ -41,10 +39,7 @@ app.command("reproduce")(reproduce)
 app.add_typer(study_app, name="study")
 app.command("generate")(generate)
 app.command("serve")(serve)
-app.command("nulltest")(nulltest)
-app.command("theorem")(theorem)
-app.add_typer(figures_app, name="figures")
-app.command("curves")(curves)
+app.command("plot")(plot)
 app.command("explore")(explore)
 app.command("report")(report)
 
@@ -245,27 +240,20 @@ def trace(
     csv: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a line a token and layer to a new file, - to print.")
     ] = None,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the routes to a new .svg file.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")] = 0,
 ) -> None:
     """Route a text and show which operator each token took in each layer."""
     from chiar.analysis.trace_csv import routing_csv
-    from chiar.analysis.trace_picture import draw_routing
     from chiar.analysis.trace_view import route_text, views
-    from chiar.files import check_new, write_new
+    from chiar.files import check_new
 
     printed = [name for name, out in (("--json", json), ("--csv", csv)) if str(out) == "-"]
     if len(printed) == 2:
         raise InputError("--json - and --csv - would both print: give one of them a file.")
-    for out in (json, csv, picture):
+    for out in (json, csv):
         if out is not None and str(out) != "-":
             check_new(out)
-    if picture is not None:
-        check_svg(picture)
     routed = route_text(model, text, tokenizer, seed)
-    if picture is not None:
-        write_new(picture, draw_routing(routed))
-        typer.echo(f"wrote {picture}", err=bool(printed))
     if json is not None:
         write_json(json, routed.trace.to_json())
     if csv is not None:
@@ -273,27 +261,6 @@ def trace(
     if not printed:
         for view in views(routed):
             show(view)
-
-
-@app.command()
-def diagram(
-    model: Annotated[str, typer.Argument(metavar="PRESET", help="A preset or a model folder.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New .svg file.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
-) -> None:
-    """Draw the architecture of a configuration as SVG."""
-    from chiar.analysis.diagram import draw
-    from chiar.files import write_new
-    from chiar.model.load import load_config
-
-    check_svg(out)
-    write_new(out, draw(load_config(model), title=Path(model).name), overwrite)
-    typer.echo(f"wrote {out}")
-
-
-def check_svg(out: Path) -> None:
-    if out.suffix != ".svg":
-        raise InputError(f"pictures are SVG: name the file {out.with_suffix('.svg').name}.")
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> Route
 def views(routed: RoutedText) -> list[Any]:
     marks = {name: mark_of(name) for name in operators_of(routed.trace)}
     legend = Text("  ").join(Text(f"{mark} {name}", style) for name, (mark, style) in marks.items())
-    hint = Text("a column is a token, shown by its first character; --picture and --csv have the whole", "dim")
+    hint = Text("a column is a token, shown by its first character; --csv and chiar plot routing have the whole", "dim")
     long = any(len(piece.strip()) > 1 for piece in routed.pieces)
     return [
         Text(routed.heading),

@@ -3,11 +3,11 @@
 import statistics
 from typing import Any
 
-from chiar.analysis.pareto import frontier
 from chiar.evaluation.compare import REPORT, read_training
 from chiar.evaluation.harness import measured_shares
 from chiar.evaluation.report import EvaluationReport, exponential, finite
 from chiar.model.load import count_parameters, load_config
+from chiar.plots import frontier
 from chiar.studies.costs import count_costs
 from chiar.studies.folder import StudyFolder
 from chiar.training.command import train_arguments
