@@ -48,8 +48,8 @@ for name in baseline v3; do
   run chiar eval "$out/$name" --data "$out/stdlib" --length $length --json "$out/$name.json"
 done
 run chiar compare "$out/baseline.json" "$out/v3.json"
-run chiar curves "$out/baseline" "$out/v3" --data "$out/stdlib" --out "$out/curves.svg"
-run chiar trace "$out/v3" --text "$sentence" --picture "$out/routing.svg"
+run chiar plot curves "$out/baseline" "$out/v3" --data "$out/stdlib" --out "$out/curves.svg"
+run chiar plot routing "$out/v3" --prompt "$sentence" --out "$out/routing.svg"
 run chiar generate "$out/v3" --prompt "If the object is" --temperature 0.4 --top-k 20 --max-new-tokens 40
 
 printf '\nIn %s: curves.svg and routing.svg to look at, both runs to go on with. A minute of training shows that\n' "$out"

@@ -61,7 +61,7 @@ def test_errors_reach_the_shell_as_one_sentence_and_code_2(tmp_path):
 
 def test_operating_system_errors_are_sentences_too(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(sys, "argv", ["chiar", "diagram", "v3-tiny", str(tmp_path / "file" / "x.svg")])
+    monkeypatch.setattr(sys, "argv", ["chiar", "plot", "model", "v3-tiny", "--out", str(tmp_path / "file" / "x.svg")])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2
@@ -99,7 +99,7 @@ def test_flops_prints_both_models_the_ratio_and_the_claim():
         (["calibrate", "v3-tiny"], "exactly one of --text-file"),
         (["calibrate", "v3-tiny", "--text-file", "missing.txt"], "there is no file"),
         (["import-checkpoint", "missing.pt", "out"], "there is no file"),
-        (["diagram", "v3-mini", "x.svg"], "Did you mean 'v3-tiny'"),
+        (["plot", "model", "v3-mini", "--out", "x.svg"], "Did you mean 'v3-tiny'"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -194,16 +194,6 @@ def test_import_checkpoint_states_what_it_assumed(tmp_path):
 def test_a_folder_without_a_model_is_named(tmp_path):
     assert "no config.json" in refused("trace", tmp_path, "--text", "a")
     shutil.rmtree(tmp_path)
-
-
-def test_diagram_never_replaces_a_file_unasked(tmp_path):
-    mine = tmp_path / "mine.svg"
-    mine.write_text("keep")
-    assert "exists already" in refused("diagram", "v3-tiny", mine)
-    assert mine.read_text() == "keep"
-    assert run("diagram", "v3-tiny", mine, "--overwrite")[0] == 0
-    assert mine.read_text().startswith("<svg")
-    assert "pictures are SVG" in refused("diagram", "v3-tiny", tmp_path / "x.png")
 
 
 @pytest.fixture

@@ -9,29 +9,11 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from chiar import presets
+from chiar import plots, presets
 from chiar.errors import InputError
 from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, LayerUse, RoutingUse
 from chiar.layers.context import LIGHT_OPERATORS
 from chiar.model.load import count_parameters
-from chiar.plots import (
-    NAMES,
-    Line,
-    Panel,
-    draw_curves,
-    draw_gate,
-    draw_operators,
-    draw_panels,
-    draw_pareto,
-    draw_savings,
-    draw_scaling,
-    frontier,
-    operator_colour,
-    read_runs,
-    render,
-    size_name,
-    svg_text,
-)
 from chiar.plots_cli import KINDS
 from chiar.plots_diagrams import distance, draw_model, draw_routing
 from commands import run
@@ -72,7 +54,7 @@ def save_report(path, loss=3.0, flops=100.0, baseline=100.0, routed=False, **cha
 
 
 def words(figure):
-    return [element.text for element in ElementTree.fromstring(svg_text(figure)).iter(f"{SVG}text")]
+    return [element.text for element in ElementTree.fromstring(plots.svg_text(figure)).iter(f"{SVG}text")]
 
 
 def panels_of(figure):
@@ -84,25 +66,25 @@ def panels_of(figure):
 
 def test_every_measurement_of_every_run_is_a_line(tmp_path):
     runs = [make_run(tmp_path / "baseline", "baseline-tiny"), make_run(tmp_path / "v3", loss=2.0)]
-    drawn = panels_of(draw_curves(runs))
+    drawn = panels_of(plots.draw_curves(runs))
     assert {name: len(lines) for name, lines in drawn.items()} == {
         "loss, nats per token": 4, "loss minus that of baseline": 1, "learning rate": 2,
         "f: share of tokens sent to attention": 2, "g: gate of layer 1": 1,
     }  # fmt: skip
     assert drawn["loss minus that of baseline"] == [("v3: train", [[1, -4], [2, -1], [3, 0], [4, 0.5]])]
     assert drawn["f: share of tokens sent to attention"][1] == ("v3: layer 3", [[s, 0.3] for s in (1, 2, 3, 4)])
-    assert "validation loss in the second half" in panels_of(draw_curves([make_run(tmp_path / "long", steps=12)]))
+    assert "validation loss in the second half" in panels_of(plots.draw_curves([make_run(tmp_path / "long", steps=12)]))
     deep = make_run(tmp_path / "deep", use=[[0.4, 0.6]] * 5, run={"config": {"layer_types": ["routed"] * 5}})
-    assert "deep: mean of 5 layers" in words(draw_curves([deep]))
+    assert "deep: mean of 5 layers" in words(plots.draw_curves([deep]))
 
 
 def test_places_over_tokens_and_time(tmp_path):
     speeds = (1.0, 64.0, 32.0, 16.0)
     folder = make_run(tmp_path / "run", tokens_per_second=speeds)
-    assert read_runs([folder], "tokens")[0][0].places == [32, 64, 96, 128]
+    assert plots.read_runs([folder], "tokens")[0][0].places == [32, 64, 96, 128]
     # The first step compiles and is not counted.
-    assert read_runs([folder], "time")[0][0].places == [0, 0.5, 1.5, 3.5]
-    assert read_runs([make_run(tmp_path / "long", steps=100)], "tokens")[1] == "thousand training tokens"
+    assert plots.read_runs([folder], "time")[0][0].places == [0, 0.5, 1.5, 3.5]
+    assert plots.read_runs([make_run(tmp_path / "long", steps=100)], "tokens")[1] == "thousand training tokens"
     added = {"settings": {"batch": 4, "length": 8, "data": ["a", "b"], "mixing": "added"}}
     for changes, over, sentence in (
         ({"run": {"settings": {}}}, "tokens", "does not say its batch"),
@@ -111,7 +93,7 @@ def test_places_over_tokens_and_time(tmp_path):
         ({}, "weeks", "unknown axis 'weeks'"),
     ):
         with pytest.raises(InputError, match=sentence):
-            draw_curves([make_run(tmp_path / sentence, **changes)], over=over)
+            plots.draw_curves([make_run(tmp_path / sentence, **changes)], over=over)
 
 
 def test_when_a_run_reaches_the_loss_of_the_first(tmp_path):
@@ -131,10 +113,10 @@ def test_when_a_run_reaches_the_loss_of_the_first(tmp_path):
 
 def test_a_run_that_goes_on_and_runs_that_cannot_be_drawn(tmp_path):
     folder = make_run(tmp_path / "run")
-    whole = svg_text(draw_curves([folder]))
+    whole = plots.svg_text(plots.draw_curves([folder]))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')
-    assert svg_text(draw_curves([folder])) == whole
+    assert plots.svg_text(plots.draw_curves([folder])) == whole
     (tmp_path / "empty").mkdir()
     for paths, sentence in (
         ([tmp_path / "empty"], "not a training run"),
@@ -143,22 +125,22 @@ def test_a_run_that_goes_on_and_runs_that_cannot_be_drawn(tmp_path):
         ([make_run(tmp_path / "broken", loss=float("nan"), validation={})], "no finite loss"),
     ):
         with pytest.raises(InputError, match=sentence):
-            draw_curves(paths)
+            plots.draw_curves(paths)
     with pytest.raises(InputError, match="no MetaRouter"):
-        draw_gate([make_run(tmp_path / "base", "baseline-tiny")])
+        plots.draw_gate([make_run(tmp_path / "base", "baseline-tiny")])
     with pytest.raises(InputError, match="no routed layers"):
-        draw_operators([tmp_path / "base"])
+        plots.draw_operators([tmp_path / "base"])
 
 
 def test_gate_and_operators(tmp_path):
     gates = tuple({"text": g, "symbols": 0.99} for g in (0.21, 0.21, 0.21, 0.9))
     runs = [make_run(tmp_path / name, gate=gates) for name in ("one", "two")]
-    course, shares = panels_of(draw_gate(runs)).values()
+    course, shares = panels_of(plots.draw_gate(runs)).values()
     assert [label for label, _ in course] == [f"{n}: g on {c}" for n in ("one", "two") for c in ("text", "symbols")]
     heights = {round(x * 50): y for x, y in shares[0][1]}
     assert heights[10] == 0.75 and heights[45] == 0.25 and sum(heights.values()) == 1
     use = [[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]
-    drawn = panels_of(draw_operators([make_run(tmp_path / "v1", "v1-tiny", use=use)]))
+    drawn = panels_of(plots.draw_operators([make_run(tmp_path / "v1", "v1-tiny", use=use)]))
     assert list(drawn) == ["mean of the routed layers", "layer 2", "layer 3"]
     assert [(label, points[0]) for label, points in drawn["mean of the routed layers"]] == [
         ("spectral", [1, 0.75]), ("rbf", [1, 0.15]), ("attention", [1, 0.1])
@@ -173,14 +155,14 @@ def test_scaling_has_means_dots_and_gaps(tmp_path):
         save_report(tmp_path / "large-routed.json", 3.125, 800.0, 1000.0, True),
         "ours=" + save_report(tmp_path / "large-routed-1.json", 3.375, 800.0, 1000.0, True),
     ]
-    losses, gaps = panels_of(draw_scaling([*reports[:4], reports[4].removeprefix("ours=")], "flops")).values()
+    losses, gaps = panels_of(plots.draw_scaling([*reports[:4], reports[4].removeprefix("ours=")], "flops")).values()
     assert losses[0] == ("dense", [[100, 4], [1000, 3]]) and losses[2] == ("CHIAR", [[90, 4.25], [800, 3.25]])
     assert gaps[0] == ("CHIAR", [[90, 0.25], [800, 0.25]]) and gaps[1][1] == [[90, 0.25], [800, 0.125], [800, 0.375]]
-    assert list(panels_of(draw_scaling(reports[:2], "flops"))) == ["loss, nats per token"]
-    assert "ours" in words(draw_scaling(reports, "flops"))
+    assert list(panels_of(plots.draw_scaling(reports[:2], "flops"))) == ["loss, nats per token"]
+    assert "ours" in words(plots.draw_scaling(reports, "flops"))
     folder = make_run(tmp_path / "run")
     save_report(folder / "evaluation.json", routed=True, model="gone")
-    sizes = panels_of(draw_scaling([str(folder)]))["loss, nats per token"][0][1]
+    sizes = panels_of(plots.draw_scaling([str(folder)]))["loss, nats per token"][0][1]
     assert sizes == [[count_parameters(presets.get("v3-tiny")), 3.0]]
     classes = ClassScores(2, 4, 0, 0.5, ["a", "b"], [[1, 0], [0, 1]])
     for arguments, against, sentence in (
@@ -191,18 +173,18 @@ def test_scaling_has_means_dots_and_gaps(tmp_path):
         ([reports[0]], "price", "unknown size"),
     ):
         with pytest.raises(InputError, match=sentence):
-            draw_scaling(arguments, against)
+            plots.draw_scaling(arguments, against)
 
 
 def test_savings_are_those_of_the_counter():
-    total, layers, attention = panels_of(draw_savings(["v3-400m"], 256, 0.5, "routed", None)).values()
+    total, layers, attention = panels_of(plots.draw_savings(["v3-400m"], 256, 0.5, "routed", None)).values()
     # As README says of 400M, T 256, f = ½, routed keys; the last line marks the paper's claim.
     assert [round(points[0][1], 1) for _, points in total[:-1]] == [15.6, 10.5, 5.4]
     assert attention[0][1][0][1] == pytest.approx(51.5, abs=0.05) and len(layers) == 3
-    assert "the paper: 62.5%" in words(draw_savings(["v3-tiny"], 64, 0.25, "routed", False))
+    assert "the paper: 62.5%" in words(plots.draw_savings(["v3-tiny"], 64, 0.25, "routed", False))
     with pytest.raises(InputError, match="baseline-tiny routes nothing"):
-        draw_savings(["baseline-tiny"], 64, None, None, None)
-    assert [size_name(value) for value in (999, 1e3, 15.8e6, 1.1e9)] == ["999", "1k", "15.8M", "1.1G"]
+        plots.draw_savings(["baseline-tiny"], 64, None, None, None)
+    assert [plots.size_name(value) for value in (999, 1e3, 15.8e6, 1.1e9)] == ["999", "1k", "15.8M", "1.1G"]
 
 
 def variant(name, flops, loss, role="control", **times):
@@ -213,21 +195,21 @@ def variant(name, flops, loss, role="control", **times):
 
 def test_pareto_keeps_numbers_apart_and_far_marks_at_its_edge():
     near = [variant(f"near-{n}", n, 4.0 + n / 100) for n in range(1, 10)]
-    figure = draw_pareto([*near, variant("far", 5, 9.0, "candidate"), variant("same", 9, 4.09)], "a study")
+    figure = plots.draw_pareto([*near, variant("far", 5, 9.0, "candidate"), variant("same", 9, 4.09)], "a study")
     (axes,) = figure.axes
     assert {"10 far ↑9.00", "↑ above the picture", "frontier, names in bold"} <= set(words(figure))
     assert axes.get_ylim()[1] < 4.2  # what lost by far does not press the others together
     placed = [text.get_window_extent() for text in axes.texts]
     assert len(placed) == 11
     assert not any(a.overlaps(b) for n, a in enumerate(placed) for b in placed[:n])
-    few = draw_pareto([*near[:3], variant("far", 5, 9.0)], "a study")
+    few = plots.draw_pareto([*near[:3], variant("far", 5, 9.0)], "a study")
     assert few.axes[0].get_ylim()[1] > 9 and not any("↑" in (word or "") for word in words(few))
-    timed = draw_pareto(
+    timed = plots.draw_pareto(
         [variant("a", 1, 4, step_ms=3.0), variant("b", 2, 3), variant("c", 3, 2, step_ms=4.0)], "t", "H"
     )
     assert timed.axes[1].get_xlabel() == "measured training step, ms, H"
     assert {text.get_text() for text in timed.axes[1].texts} == {"1", "3"}
-    assert frontier([(1, 3), (2, 4), (3, 1), (0, 9)]) == [(0, 9), (1, 3), (3, 1)]
+    assert plots.frontier([(1, 3), (2, 4), (3, 1), (0, 9)]) == [(0, 9), (1, 3), (3, 1)]
 
 
 def test_a_diagram_shows_what_the_configuration_says():
@@ -253,7 +235,7 @@ def test_routing_colours_are_routes_and_tokens_are_text(lively):
         trace = lively({})(torch.arange(len(pieces))[None] % 20, output_routing=True).routing
     figure = draw_routing(trace, pieces, HOSTILE)
     assert {"</text><script>", "$x^2$", "\\x00\\x1b", "⏎⇥", "日本"} <= set(words(figure))
-    assert "<script" not in svg_text(figure)
+    assert "<script" not in plots.svg_text(figure)
     cells = [patch for patch in figure.axes[0].patches if patch.get_height() == 20]
     assert len(cells) == 4 * len(pieces) and all(cell.get_x() + cell.get_width() <= 980 for cell in cells)
     for number, cell in enumerate(cells):
@@ -263,20 +245,20 @@ def test_routing_colours_are_routes_and_tokens_are_text(lively):
         assert gap is None or (gap > 0) == (operator == "attention")
         red, green, blue, _ = cell.get_facecolor()
         assert (0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.7) == (operator == "attention")
-    luminance = {name: int(operator_colour(name, 1.0)[1:3], 16) for name in (*LIGHT_OPERATORS, "your own")}
-    assert min(luminance.values()) > int(operator_colour("attention", 0.0)[1:3], 16)
-    assert set(NAMES) >= {"spectral", "temporal", "rbf", "attention"}
+    luminance = {name: int(plots.operator_colour(name, 1.0)[1:3], 16) for name in (*LIGHT_OPERATORS, "your own")}
+    assert min(luminance.values()) > int(plots.operator_colour("attention", 0.0)[1:3], 16)
+    assert set(plots.NAMES) >= {"spectral", "temporal", "rbf", "attention"}
 
 
 def test_text_is_safe_and_pictures_are_deterministic(tmp_path):
     run_of_it = make_run(tmp_path / HOSTILE.replace("/", ""), gate={HOSTILE: 0.5})
-    text = svg_text(draw_curves([run_of_it]))
-    assert text == svg_text(draw_curves([run_of_it])) and "<script" not in text
+    text = plots.svg_text(plots.draw_curves([run_of_it]))
+    assert text == plots.svg_text(plots.draw_curves([run_of_it])) and "<script" not in text
     assert re.search(r'^<svg role="img" aria-label="[^"]*&lt;script', text)
-    assert any("$x^2$\\x1b: g on" in (word or "") for word in words(draw_curves([run_of_it])))
-    named = [Line([(0, 0), (1, 1)], f"run {n} with a long name") for n in range(12)]
-    figure = draw_panels("title", [Panel("one", named), Panel("below", named[:1])], "x")
-    render(figure, "png")
+    assert any("$x^2$\\x1b: g on" in (word or "") for word in words(plots.draw_curves([run_of_it])))
+    named = [plots.Line([(0, 0), (1, 1)], f"run {n} with a long name") for n in range(12)]
+    figure = plots.draw_panels("title", [plots.Panel("one", named), plots.Panel("below", named[:1])], "x")
+    plots.render(figure, "png")
     first, below = (axes.get_tightbbox() for axes in figure.axes)
     assert first.y0 >= below.y1 - 1  # a long legend has room
 

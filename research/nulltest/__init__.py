@@ -13,21 +13,7 @@ from chiar.errors import InputError
 from chiar.evaluation.harness import choose_device, describe_device
 from chiar.kernels.noise_sample import Null, make_null
 from chiar.model.load import check_tokenizer, load_config, load_model, resolve_model
-from research.nulltest.measures import (
-    Basis,
-    bins_of,
-    clustered_error,
-    finite,
-    hash_information,
-    mean_and_error,
-    measure_compaction,
-    model_bases,
-    mutual_information,
-    percentiles,
-    position_bins,
-    repeated_distance,
-    whiteness,
-)
+from research.nulltest import measures
 from research.nulltest.report import BINS, ClassMean, Contrast, LayerNull, NullTest, Signal, Worth
 from research.nulltest.sample import LIGHT, Flip, LayerSample, Rows, collect, flip_routes
 from research.nulltest.words import CLASSES, CONTENT, FUNCTION, NUMBER_OF, WordClasses, classify_rows
@@ -41,25 +27,28 @@ class Questions:
     """What is asked of every layer, with what the answers are compared with."""
 
     def __init__(
-        self, bases: list[Basis], null: Null, rows: Rows, words: WordClasses, shuffles: int, seed: int, width: int,
-        device: torch.device,
+        self, bases: list[measures.Basis], null: Null, rows: Rows, words: WordClasses, shuffles: int, seed: int,
+        width: int, device: torch.device,
     ) -> None:  # fmt: skip
         self.bases, self.null, self.shuffles, self.seed = [basis.to(device) for basis in bases], null, shuffles, seed
         count, self.device = len(rows.starts), device
         self.token_N = rows.split.rows(rows.starts, rows.length).flatten()
-        self.position_N = position_bins(np.tile(np.arange(rows.length), count))
+        self.position_N = measures.position_bins(np.tile(np.arange(rows.length), count))
         self.row_N = np.repeat(np.arange(count), rows.length)
         self.class_N, self.capital_N = words.class_N, words.capital_N
+        self.own: dict[int, np.ndarray] = {}
+        """H in the model's basis, of the layers asked so far."""
         # Only the model's own basis can have a DC bin of another weight.
         plain = bases[0].eps == 0.0 and bases[0].dc_weight == 1.0
         self.control_null = null if plain else make_null(width, len(null.sample_N), seed, bases[0].eps)
-        self.repeated = repeated_distance(self.token_N, null, seed)
+        self.repeated = measures.repeated_distance(self.token_N, null, seed)
         self.noise_MD = torch.randn(NOISE_ROWS, width, generator=torch.Generator().manual_seed(seed + 1)).to(device)
 
     def ask(self, sample: LayerSample, flips: list[Flip]) -> LayerNull:
         states_ND = sample.states_ND.to(self.device)
         entropies = {basis.name: basis.entropy(states_ND) for basis in self.bases}
         own_N, dark_N = entropies[self.bases[0].name], sample.dark_N
+        self.own[sample.layer] = own_N
         nulls = [self.null, *[self.control_null] * (len(self.bases) - 1)]
         signal = [flip.entropy for flip in flips]
         return LayerNull(
@@ -69,17 +58,16 @@ class Questions:
             thresholds=sample.thresholds,
             dark=None if dark_N is None else float(dark_N.mean()),
             whiteness=[
-                whiteness(name, h_N, null, self.token_N, self.repeated)
+                measures.whiteness(name, h_N, null, self.token_N, self.repeated)
                 for (name, h_N), null in zip(entropies.items(), nulls, strict=True)
             ],
             signals=self.signals(sample, entropies),
             classes=self.class_means(own_N, sample),
             contrasts=self.contrasts(own_N),
-            worth=Worth.of(flips, bins_of(np.array(signal), own_N, BINS).tolist(), signal) if flips else None,
-            compaction=measure_compaction(
-                states_ND, self.row_N, bins_of(own_N, own_N, BINS), BINS, self.bases, self.noise_MD
+            worth=Worth.of(flips, measures.bins_of(np.array(signal), own_N, BINS).tolist(), signal) if flips else None,
+            compaction=measures.measure_compaction(
+                states_ND, self.row_N, measures.bins_of(own_N, own_N, BINS), BINS, self.bases, self.noise_MD
             ),
-            entropies=entropies,
         )
 
     def signals(self, sample: LayerSample, entropies: dict[str, np.ndarray]) -> list[Signal]:
@@ -93,12 +81,14 @@ class Questions:
             above_N = entropy_N > np.quantile(entropy_N, 1.0 - fraction)
             found.append(self.signal(name, above_N, float(above_N.mean())))
         labels = [self.token_N, self.class_N, self.position_N]
-        dark, hashed = hash_information(self.token_N, labels, fraction, self.shuffles, self.seed)
+        dark, hashed = measures.hash_information(self.token_N, labels, fraction, self.shuffles, self.seed)
         return [*found, Signal("hash", dark, *hashed)]
 
     def signal(self, name: str, route_N: np.ndarray, dark: float) -> Signal:
         labels = (self.token_N, self.class_N, self.position_N)
-        return Signal(name, dark, *(mutual_information(route_N, one, self.shuffles, self.seed) for one in labels))
+        return Signal(
+            name, dark, *(measures.mutual_information(route_N, one, self.shuffles, self.seed) for one in labels)
+        )
 
     def class_means(self, entropy_N: np.ndarray, sample: LayerSample) -> list[ClassMean]:
         light_N = entropy_N <= np.median(entropy_N)
@@ -108,10 +98,10 @@ class Questions:
         for number, name in enumerate(CLASSES):
             of_class_N = self.class_N == number
             if of_class_N.any():
-                mean, error = mean_and_error(entropy_N[of_class_N], self.token_N[of_class_N])
+                mean, error = measures.mean_and_error(entropy_N[of_class_N], self.token_N[of_class_N])
                 effect, error = (mean - self.null.mean) / self.null.deviation, error / self.null.deviation
                 count, light = int(of_class_N.sum()), float(light_N[of_class_N].mean())
-                found.append(ClassMean(name, name in FUNCTION, count, mean, effect, finite(error), light))
+                found.append(ClassMean(name, name in FUNCTION, count, mean, effect, measures.finite(error), light))
         return found
 
     def contrasts(self, entropy_N: np.ndarray) -> list[Contrast]:
@@ -129,15 +119,15 @@ def contrast(
 ) -> Contrast:
     low_N, high_N = entropy_N[function_N] / scale, entropy_N[content_N] / scale
     influence_N = np.concatenate([(low_N - low_N.mean()) / len(low_N), (high_N.mean() - high_N) / len(high_N)])
-    error = clustered_error(influence_N, np.concatenate([token_N[function_N], token_N[content_N]]))
+    error = measures.clustered_error(influence_N, np.concatenate([token_N[function_N], token_N[content_N]]))
     wins = float(stats.mannwhitneyu(high_N, low_N, method="asymptotic").statistic)
     difference, separation = float(low_N.mean() - high_N.mean()), wins / (len(low_N) * len(high_N))
-    return Contrast(words, len(low_N), len(high_N), difference, finite(error), separation)
+    return Contrast(words, len(low_N), len(high_N), difference, measures.finite(error), separation)
 
 
 def worth_of_all(flips: list[Flip], entropies: dict[int, np.ndarray]) -> Worth | None:
     """All layers together. H differs between layers, so each flip stands by its rank among the tokens of its layer."""
-    bins = [int(bins_of(np.array(flip.entropy), entropies[flip.layer], BINS)) for flip in flips]
+    bins = [int(measures.bins_of(np.array(flip.entropy), entropies[flip.layer], BINS)) for flip in flips]
     return Worth.of(flips, bins, [float((entropies[f.layer] < f.entropy).mean()) for f in flips]) if flips else None
 
 
@@ -181,7 +171,7 @@ def nulltest(
         loaded, rows.read, len(rows.starts), flips, batch, seed, lambda done: progress("flipping routes", done, total)
     )  # fmt: skip
     width = config.hidden_size
-    bases = model_bases(config.basis, width, config.basis_seed, config.entropy_eps, config.entropy_dc_weight)
+    bases = measures.model_bases(config.basis, width, config.basis_seed, config.entropy_eps, config.entropy_dc_weight)
     null = make_null(width, rows.tokens, seed, bases[0].eps, bases[0].dc_weight)
     words = classify_rows(rows.split, rows.starts, length, corpus.tokenizer())
     questions = Questions(bases, null, rows, words, shuffles, seed, width, target)
@@ -207,13 +197,12 @@ def nulltest(
         null_mean=null.mean,
         null_deviation=null.deviation,
         null_exact=null.exact,
-        null_percentiles=percentiles(null.sample_N.numpy()),
+        null_percentiles=measures.percentiles(null.sample_N.numpy()),
         bins=BINS,
         layers=layers,
-        worth=worth_of_all(flipped, {layer.layer: layer.entropies[bases[0].name] for layer in layers}),
+        worth=worth_of_all(flipped, questions.own),
         flips=flipped,
         remarks=[*remarks, *unflipped, *explain(config, rows, batch)],
-        null_sample=null.sample_N.numpy(),
     )
 
 

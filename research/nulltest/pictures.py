@@ -1,4 +1,4 @@
-"""A null test as pictures. Those of a saved test need no token: `entropy` then shows percentiles, not histograms."""
+"""A null test, measured now or read back, as pictures."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,34 +28,9 @@ def columns_for(panels: int) -> int:
 
 
 def pictures(report: NullTest) -> "dict[str, Figure]":
-    drawn = {"entropy": draw_histograms, "information": draw_information, "classes": draw_classes}
+    drawn = {"entropy": draw_entropy, "information": draw_information, "classes": draw_classes}
     drawn |= {"compaction": draw_compaction} | ({"flips": draw_flips} if report.worth is not None else {})
     return {name: draw(report) for name, draw in drawn.items()}
-
-
-@style()
-def draw_histograms(report: NullTest) -> "Figure":
-    """H of each layer's input in three bases; grey is white noise, dotted the thresholds."""
-    assert report.null_sample is not None
-    panels = []
-    for layer in report.layers:
-        own = layer.whiteness[0]
-        low, high = np.quantile([*report.null_sample, *np.concatenate([*layer.entropies.values()])], (0.002, 0.998))
-        edges = np.linspace(low, max(high, low + 1e-6), 49)
-        lines = []
-        for name, values in {"white noise": report.null_sample, **layer.entropies}.items():
-            heights, _ = np.histogram(values, edges, density=True)
-            look = {"color": COLOUR.get(name, GREY), "linewidth": 1.2 if name in COLOUR else 4}
-            points = list(zip(edges.tolist(), [*heights.tolist(), 0.0], strict=True))
-            lines.append(Line(points, name, drawstyle="steps-post", **look))
-        for cut in layer.thresholds or []:
-            if low <= cut <= high:
-                top = max(y for line in lines for _, y in line.points)
-                lines.append(Line([(cut, 0.0), (cut, top)], "τ", color="#444444", linestyle=DASHES[2], linewidth=1))
-        title = f"layer {layer.layer + 1} ({layer.kind}): effect {own.effect:+.2f}, KS {own.distance:.2f}"
-        panels.append(Panel(title, lines))
-    title = called(report, "H of each layer's input against white noise")
-    return draw_panels(title, panels, "H", "density", columns_for(len(panels)))
 
 
 @style()

@@ -1,7 +1,7 @@
 """A null test as data: saved as JSON, and read back for pictures."""
 
 import json
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -134,8 +134,6 @@ class LayerNull:
     contrasts: list[Contrast]
     worth: Worth | None
     compaction: list[Compaction]
-    entropies: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
-    """H of every token by basis, for pictures; not saved."""
 
 
 @dataclass(frozen=True)
@@ -164,20 +162,18 @@ class NullTest:
     """Of all layers' flips together; H is its rank in its layer there."""
     flips: list[Flip]
     remarks: list[str]
-    null_sample: np.ndarray | None = field(default=None, repr=False)
-    """Not saved."""
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **plain(self)}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def plain(value: Any) -> Any:
-    """A dataclass as a dictionary, without what is not saved; information also says what follows from it."""
+    """A dataclass as a dictionary; information also says what follows from it."""
     if isinstance(value, list):
         return [plain(item) for item in value]
     if not is_dataclass(value):
         return value
-    saved = {part.name: plain(getattr(value, part.name)) for part in fields(value) if part.repr}
+    saved = {part.name: plain(getattr(value, part.name)) for part in fields(value)}
     derived = ("excess", "share", "adjusted") if isinstance(value, Information) else ()
     return saved | {name: getattr(value, name) for name in derived}
 
@@ -191,11 +187,11 @@ def build(kind: Any, record: Any) -> Any:
     if not is_dataclass(kind):
         return record
     hints = get_type_hints(kind)
-    return kind(**{part.name: build(hints[part.name], record[part.name]) for part in fields(kind) if part.repr})
+    return kind(**{part.name: build(hints[part.name], record[part.name]) for part in fields(kind)})
 
 
 def read_report(path: Path) -> NullTest:
-    """From the file or the folder the null test wrote. H of single tokens is not in it: those fields are empty."""
+    """From the file or the folder the null test wrote."""
     path = path / NAME if path.is_dir() else path
     check_file(path)
     try:

@@ -10,24 +10,7 @@ import torch
 from chiar.kernels.basis import random_orthogonal
 from chiar.kernels.noise_sample import make_null
 from chiar.kernels.white_noise import white_noise_entropy
-from research.nulltest import contrast, worth_of_all
-from research.nulltest.measures import (
-    KLT,
-    NOISE,
-    bins_of,
-    clustered_error,
-    energy_shares,
-    hash_information,
-    klt,
-    mean_and_error,
-    measure_compaction,
-    model_bases,
-    mutual_information,
-    position_bins,
-    repeated_distance,
-    unit,
-    whiteness,
-)
+from research.nulltest import contrast, measures, worth_of_all
 from research.nulltest.report import Mean, Worth
 from research.nulltest.sample import Flip
 
@@ -44,17 +27,20 @@ def gaussian(seed=0, count=N):
 
 def test_errors_count_clusters():
     x = np.random.default_rng(5).normal(size=50)
-    mean, error = mean_and_error(x, np.arange(50))
+    mean, error = measures.mean_and_error(x, np.arange(50))
     assert (mean, error) == pytest.approx((x.mean(), scipy.stats.sem(x)))
-    assert mean_and_error(x.repeat(10), np.arange(50).repeat(10))[1] == pytest.approx(error)
-    assert clustered_error(x.repeat(10) / 500, np.arange(500)) < error / 2
-    assert math.isnan(mean_and_error(x, np.zeros(50))[1])
-    assert np.bincount(bins_of(x[:40], x[:40], 4)).tolist() == [10] * 4
+    assert measures.mean_and_error(x.repeat(10), np.arange(50).repeat(10))[1] == pytest.approx(error)
+    assert measures.clustered_error(x.repeat(10) / 500, np.arange(500)) < error / 2
+    assert math.isnan(measures.mean_and_error(x, np.zeros(50))[1])
+    assert np.bincount(measures.bins_of(x[:40], x[:40], 4)).tolist() == [10] * 4
 
 
 def measure(states_ND, null, token_N=None):
     each = np.arange(len(states_ND)) if token_N is None else token_N
-    return {b.name: whiteness(b.name, b.entropy(states_ND), null, each, 0.0) for b in model_bases("dct", WIDTH)}
+    return {
+        b.name: measures.whiteness(b.name, b.entropy(states_ND), null, each, 0.0)
+        for b in measures.model_bases("dct", WIDTH)
+    }
 
 
 def test_white_noise_looks_white_and_a_smooth_signal_does_not_in_the_dct_alone():
@@ -78,10 +64,10 @@ def test_the_null_and_repeated_tokens():
     assert float(exact.sample_N.mean()) == pytest.approx(exact.mean, abs=4 * exact.deviation * N**-0.5)
     tokens = integers(50, 3, N)
     repeated = measure(gaussian(4, 50)[tokens], exact, tokens)["dct"]
-    assert repeated_distance(tokens, exact, 0) > 4 * repeated.distance_expected
+    assert measures.repeated_distance(tokens, exact, 0) > 4 * repeated.distance_expected
     assert repeated.effect_error == pytest.approx(50**-0.5, rel=0.35)  # 50 samples, not 4,000
-    assert [basis.name for basis in model_bases("random", 8, seed=3)] == ["random", "dct", "identity"]
-    own = model_bases("dct", 8, eps=1e-8, dc_weight=2.0)
+    assert [basis.name for basis in measures.model_bases("random", 8, seed=3)] == ["random", "dct", "identity"]
+    own = measures.model_bases("dct", 8, eps=1e-8, dc_weight=2.0)
     assert [(basis.eps, basis.dc_weight) for basis in own] == [(1e-8, 2.0), (1e-8, 1.0), (1e-8, 1.0)]
 
 
@@ -90,24 +76,24 @@ def test_a_planted_dependence_is_found():
     labels = integers(2, 0)
     errs = np.random.default_rng(1).random(len(labels)) < 0.11
     truth = 1 + 0.11 * math.log2(0.11) + 0.89 * math.log2(0.89)
-    found = mutual_information(labels ^ errs, labels, 20, 0)
+    found = measures.mutual_information(labels ^ errs, labels, 20, 0)
     assert found.bits == pytest.approx(truth, abs=0.02)  # four standard errors: 0.0022 · log2(0.89 / 0.11) each
     assert found.share == pytest.approx(truth, abs=0.02) and found.route_bits == pytest.approx(1, abs=0.001)
 
 
 def test_independent_labels_leave_only_the_bias():
     """The bias of counting is (R − 1)(L − 1) / (2 N ln 2) bits to first order."""
-    found = mutual_information(integers(2, 2), integers(40, 3), 50, 0)
+    found = measures.mutual_information(integers(2, 2), integers(40, 3), 50, 0)
     assert found.chance == pytest.approx(39 / (2 * 20_000 * math.log(2)), rel=0.15)
     assert abs(found.excess) < 4 * found.chance_deviation and abs(found.adjusted) < 0.002
 
 
 def test_labels_that_decide_the_route_have_all_of_it():
     labels = integers(3000, 4)
-    found = mutual_information(labels % 2, labels, 20, 0)
+    found = measures.mutual_information(labels % 2, labels, 20, 0)
     assert found.adjusted == pytest.approx(1.0) and found.bits == pytest.approx(found.route_bits)
     assert found.chance > 0.05  # many labels: shuffled ones still seem to say something
-    constant = mutual_information(np.zeros_like(labels), labels, 5, 0)
+    constant = measures.mutual_information(np.zeros_like(labels), labels, 5, 0)
     assert (constant.bits, constant.share, constant.adjusted) == (0.0, 0.0, 0.0)
 
 
@@ -116,10 +102,10 @@ def test_a_hash_of_the_token_knows_classes_made_of_few_tokens():
     of the place."""
     tokens = np.where(integers(2, 7) == 0, 0, 1 + integers(500, 8))
     place = np.arange(len(tokens)) % 2
-    dark, (by_token, by_class, by_place) = hash_information(tokens, [tokens, tokens > 0, place], 0.5, 20, 0)
+    dark, (by_token, by_class, by_place) = measures.hash_information(tokens, [tokens, tokens > 0, place], 0.5, 20, 0)
     assert 0.2 < dark < 0.8 and by_token.adjusted == pytest.approx(1.0)
     assert by_class.adjusted > 0.1 and by_class.deviation > 0 and abs(by_place.adjusted) < 0.002
-    assert position_bins(np.array([0, 1, 2, 3, 6, 7, 255])).tolist() == [0, 1, 1, 2, 2, 3, 8]
+    assert measures.position_bins(np.array([0, 1, 2, 3, 6, 7, 255])).tolist() == [0, 1, 1, 2, 2, 3, 8]
 
 
 def stationary():
@@ -136,35 +122,39 @@ def rotated():
 
 def shares(states_ND):
     rows, noise = np.arange(8000) // 10, gaussian(9, 1000)
-    found = measure_compaction(states_ND, rows, np.zeros(8000), 1, model_bases("dct", WIDTH), noise)
+    found = measures.measure_compaction(states_ND, rows, np.zeros(8000), 1, measures.model_bases("dct", WIDTH), noise)
     return {(row.basis, row.k): row for row in found if not row.centred}
 
 
 def test_the_dct_is_nearly_the_klt_of_a_stationary_signal_and_nowhere_else():
     ordered, unordered, white = shares(stationary()), shares(rotated()), shares(gaussian(3, 8000))
     for k in (4, 8, 16):
-        best, dct, random = (ordered[name, k].first[0] for name in (KLT, "dct", "random"))
+        best, dct, random = (ordered[name, k].first[0] for name in (measures.KLT, "dct", "random"))
         assert best - 0.02 < dct < best + 0.001 and dct > 2 * random
         assert random == pytest.approx(k / WIDTH, abs=0.06)
-        assert unordered[KLT, k].first[0] > 2 * unordered["dct", k].first[0]
+        assert unordered[measures.KLT, k].first[0] > 2 * unordered["dct", k].first[0]
         assert unordered["dct", k].first[0] == pytest.approx(k / WIDTH, abs=0.1)
-        for name in ("dct", "identity", "random", KLT):
+        for name in ("dct", "identity", "random", measures.KLT):
             assert white[name, k].first[0] == pytest.approx(k / WIDTH, abs=0.01)
-            assert white[name, k].largest[0] == pytest.approx(white[NOISE, k].largest[0], abs=0.01)
+            assert white[name, k].largest[0] == pytest.approx(white[measures.NOISE, k].largest[0], abs=0.01)
 
 
 def test_shares_bins_and_the_fit_by_the_definition():
-    states, basis = rotated() + 3.0, model_bases("dct", WIDTH)[2]
-    for token, first, largest in zip(states[:6], *energy_shares(states[:6], basis.transform, [4])[4], strict=True):
+    states, basis = rotated() + 3.0, measures.model_bases("dct", WIDTH)[2]
+    for token, first, largest in zip(
+        states[:6], *measures.energy_shares(states[:6], basis.transform, [4])[4], strict=True
+    ):
         energy = [float(row @ token) ** 2 for row in basis.transform.whole_DD]
         # Sums of squares in fp32, in another order.
         assert float(first) == pytest.approx(sum(energy[:4]) / sum(energy), rel=1e-4)
         assert float(largest) == pytest.approx(sum(sorted(energy)[-4:]) / sum(energy), rel=1e-4)
     rows, bin_N = np.arange(8000) // 10, (np.arange(8000) % 20 == 13) * 2
-    found = measure_compaction(states, rows, bin_N, 3, model_bases("dct", WIDTH), gaussian(1, 100))
-    plain, centred = (next(r for r in found if (r.basis, r.k, r.centred) == (KLT, 4, c)) for c in (False, True))
+    found = measures.measure_compaction(states, rows, bin_N, 3, measures.model_bases("dct", WIDTH), gaussian(1, 100))
+    plain, centred = (
+        next(r for r in found if (r.basis, r.k, r.centred) == (measures.KLT, 4, c)) for c in (False, True)
+    )
     odd = rows % 2 == 1
-    first = energy_shares(unit(states)[odd], klt(unit(states)[~odd]), [4])[4][0]
+    first = measures.energy_shares(measures.unit(states)[odd], measures.klt(measures.unit(states)[~odd]), [4])[4][0]
     kept = [first[bin_N[odd] == n].mean() for n in (0, 2)]
     assert plain.first == pytest.approx([first.mean(), kept[0], None, kept[1]])
     assert centred.first[0] < plain.first[0]  # the mean is most of the energy here
