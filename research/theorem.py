@@ -37,10 +37,9 @@ from chiar.plots import COLOURS, DASHES, Line, Panel, check_picture, draw_panels
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = "chiar-theorem/1"
+FORMAT, DRAWS = "chiar-theorem/1", 256
 KEPT = 8
 """One in so many coefficients is kept."""
-DRAWS = 256
 KLT, DCT, SHUFFLED, RANDOM, IDENTITY = "KLT", "DCT", "DCT, features shuffled", "random rotation", "identity"
 BASES = (KLT, DCT, SHUFFLED, RANDOM, IDENTITY)
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -99,8 +98,8 @@ class Source:
         entropy = float(spectral_entropy(self.drawn_ND, Transform(whole_DD=basis_DD)).mean())
         mean, deviation = white_noise_entropy(width)
         share = float(variance_D[: max(width // KEPT, 1)].sum() / variance_D.sum())
-        effect = (entropy - mean) / deviation
-        return Check(width, self.rho, basis, gain_db(variance_D), share, max(1 - diagonal, 0.0), entropy, effect)
+        measured = gain_db(variance_D), share, max(1 - diagonal, 0.0), entropy, (entropy - mean) / deviation
+        return Check(width, self.rho, basis, *measured)
 
     def shuffled(self, shuffles: int, seed: int) -> Check:
         """The DCT of shuffled features is a DCT with shuffled columns."""
@@ -194,8 +193,8 @@ def numbers(text: str, option: str) -> list[float]:
     try:
         return [int(part) if whole else float(part) for part in text.split(",")]
     except ValueError:
-        kind = "whole numbers" if whole else "numbers"
-        raise InputError(f"{option} takes {kind} separated by commas, got {text!r}.") from None
+        kind = "whole " if whole else ""
+        raise InputError(f"{option} takes {kind}numbers separated by commas, got {text!r}.") from None
 
 
 if __name__ == "__main__":
