@@ -17,8 +17,8 @@ test-all: lint
 	$(BIN)/pytest -n 2
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks research
+	$(BIN)/ruff format --check src tests benchmarks research
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -38,9 +38,9 @@ test-oldest:
 	.venv-oldest/bin/pip install --quiet --constraint .venv-oldest/constraints.txt --editable ".[dev]"
 	.venv-oldest/bin/pytest -n 2
 
-# The diagrams in docs/figures, drawn from the presets.
+# docs/figures, drawn from the presets and docs/results.
 figures: $(STAMP)
-	for name in baseline-16m v1-16m v2-16m v3-400m v4-400m; do $(BIN)/chiar diagram $$name docs/figures/$$name.svg --overwrite; done
+	$(BIN)/python -m research.figures
 
 clean:
 	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis

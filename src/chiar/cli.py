@@ -1,28 +1,22 @@
 """The `chiar` command, assembled: each function lives in its package and imports what is heavy when it runs."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from chiar.analysis.theorem_cli import theorem
-from chiar.console import guarded, show, write_json
+from chiar.console import guarded
 from chiar.data.cli import data_app
-from chiar.errors import InputError
 from chiar.evaluation.cli import evaluate
 from chiar.explore.cli import explore, report
-from chiar.figures.cli import curves, figures_app
 from chiar.generation.cli import generate
 from chiar.model.cli import convert, models
-from chiar.nulltest.cli import nulltest
+from chiar.plots_cli import plot
 from chiar.registry import add_plugins
 from chiar.routing.cli import calibrate, flops, trace
 from chiar.serving.cli import serve
 from chiar.studies.cli import study_app
 from chiar.training.cli import train
 from chiar.training.finetune_cli import finetune
-
-__all__ = ["app", "check_svg", "guarded", "main", "show", "write_json"]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,10 +33,7 @@ app.command("eval")(evaluate)
 app.add_typer(study_app, name="study")
 app.command("generate")(generate)
 app.command("serve")(serve)
-app.command("nulltest")(nulltest)
-app.command("theorem")(theorem)
-app.add_typer(figures_app, name="figures")
-app.command("curves")(curves)
+app.command("plot")(plot)
 app.command("explore")(explore)
 app.command("report")(report)
 app.command("models")(models)
@@ -71,11 +62,6 @@ def options(
     ] = None,
 ) -> None:
     add_plugins(plugin or [])
-
-
-def check_svg(out: Path) -> None:
-    if out.suffix != ".svg":
-        raise InputError(f"pictures are SVG: name the file {out.with_suffix('.svg').name}.")
 
 
 def main() -> None:

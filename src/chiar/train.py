@@ -2,7 +2,7 @@
 
 import typer
 
-from chiar.cli import guarded
+from chiar.console import guarded
 from chiar.training.cli import train
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ import re
 import pytest
 from page_server import save_model
 
-from chiar.analysis.trace_picture import LIGHT, NAMES, RAMPS
 from chiar.evaluation.report import EvaluationReport, LanguageScores, LayerUse, RoutingUse
 from chiar.explore.report import STATIC, as_data, digest, table
 from chiar.model.load import load_config
+from chiar.plots import LIGHT, NAMES, RAMPS
 from commands import run
 
 HOSTILE = '</script><script>alert("x")</script> & \u202e \x1b[31m'
@@ -125,7 +125,7 @@ def test_a_run_brings_its_curves_settings_and_evaluation(tmp_path):
     assert code == 0
     for heading in ("Training", "Evaluation"):
         assert f">{heading}</h2>" in text
-    assert "<svg" in text and "loss, nats per token" in text and "abcdef012345<" in text
+    assert "data:image/svg+xml;base64," in text and "abcdef012345<" in text
     assert "1,234" in text and "4.3210" in text and "routes as evaluated" in text
 
 

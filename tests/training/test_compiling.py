@@ -5,7 +5,6 @@ import subprocess
 
 import pytest
 import torch
-from runs import final_state
 from test_loop import assert_same_run, command, metrics
 from torch import nn
 
@@ -13,6 +12,7 @@ from chiar import presets
 from chiar.errors import InputError
 from chiar.training.compiling import Forward, is_compile_error, miscompiled
 from chiar.training.loop import train
+from runs import final_state
 
 
 def run_without_compiler(arguments, cache):

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from runs import assert_same_run, command, final_state, full_disk, metrics
 from safetensors.torch import load_file
 
 from chiar import ChiarForCausalLM
@@ -18,6 +17,7 @@ from chiar.errors import InputError
 from chiar.training import checkpoint
 from chiar.training.loop import TrainingStopped, train
 from chiar.training.run_folder import RunFolder
+from runs import assert_same_run, command, final_state, full_disk, metrics
 
 
 def interrupted(monkeypatch, step):

@@ -8,8 +8,8 @@ from typing import Any
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.explore.steering import ways_to_steer, why_not
+from chiar.kernels.noise_sample import Null, make_null
 from chiar.model.load import count_parameters, load_model, resolve_model
-from chiar.nulltest.white import Null, make_null
 from chiar.visible import visible
 
 NULL_SAMPLES = 8192

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from chiar import __version__
-from chiar.analysis.curves import draw_curves
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
 from chiar.evaluation.compare import REPORT
@@ -17,6 +16,7 @@ from chiar.evaluation.report import EvaluationReport, cost_rows, score_rows
 from chiar.explore.loaded import LoadedModel, open_models
 from chiar.explore.view import route_view
 from chiar.files import check_new, write_new
+from chiar.plots import draw_curves
 from chiar.routing.flops import compare_flops, counted_parts, operator_shares
 from chiar.routing.tables import describe_fraction
 from chiar.training.run_folder import METRICS, RunFolder
@@ -157,7 +157,8 @@ def training_parts(names: list[str]) -> list[Part]:
     rows: list[list[Any]] = [[name, *(told(s.get(name, "–")) for s in settings)] for name in SETTINGS]
     rows.append(["commit", *(str(record.get("commit") or "–")[:12] for record in records)])
     heads = ["", *(run.as_posix() for run in runs)]
-    curves = f'<div class="curves scroll">{draw_curves(runs)}</div>'
+    picture = base64.b64encode(svg_text(draw_curves(runs)).encode()).decode()
+    curves = f'<div class="curves scroll"><img alt="training curves" src="data:image/svg+xml;base64,{picture}"></div>'
     return [Part("Training", curves + table(heads, rows))]
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from chiar.analysis.pareto import draw_pareto
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
 from chiar.evaluation.compare import REPORT, read_training
@@ -20,6 +19,7 @@ from chiar.evaluation.harness import measured_shares
 from chiar.evaluation.report import EvaluationReport, exponential, finite, shown
 from chiar.files import write_whole
 from chiar.model.load import count_parameters, load_config
+from chiar.plots import draw_pareto
 from chiar.routing.flops import Shares, count_flops, operator_shares
 from chiar.studies.runner import ADDED, STUDY, TIMES, VALIDATION, StudyFolder, read_json
 from chiar.studies.study import LAST_COMMIT, Plan, Run, Study, Variant, common_settings, plain_config, removed, require
@@ -217,7 +217,8 @@ def write_tables(results: dict[str, Any], out: Path) -> None:
 
 def draw_picture(results: dict[str, Any]) -> str:
     """Loss against cost, as SVG."""
-    return draw_pareto(results["variants"], results["title"], (results["times"] or results["runs"][0])["device"])
+    device = (results["times"] or results["runs"][0])["device"]
+    return svg_text(draw_pareto(results["variants"], results["title"], device))
 
 
 def read_results(path: Path) -> dict[str, Any]:

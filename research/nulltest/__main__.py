@@ -1,0 +1,121 @@
+"""`python -m research.nulltest MODEL --data CORPUS`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from chiar.console import guarded
+from chiar.files import check_new, new_folder, write_new
+from chiar.plots import save
+from research.nulltest import nulltest
+from research.nulltest.measures import KLT
+from research.nulltest.pictures import pictures
+from research.nulltest.report import NAME, LayerNull, Mean, NullTest
+
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def mean_cell(found: Mean | None) -> str:
+    if found is None or found.mean is None:
+        return "–"
+    return f"{found.mean:+.3f}" + ("" if found.error is None else f" ± {found.error:.3f}")
+
+
+def cells(layer: LayerNull, k: int) -> list[str]:
+    own, signal = layer.whiteness[0], layer.signals[0]
+    dark = "–" if layer.dark is None else f"{layer.dark:.1%}"
+    found = [f"{layer.layer + 1} {layer.kind}", dark, f"{own.effect:+.2f} ± {own.effect_error:.2f}"]
+    found += [f"{own.distance:.2f} ({own.distance_expected:.2f}, {own.distance_repeated:.2f})"]
+    found += [f"{one.adjusted:.1%}" for one in (signal.token, signal.word_class, signal.position)]
+    found += [f"{one.difference:+.2f}, {one.separation:.2f}" for one in layer.contrasts[-1:]] or ["–"]
+    worth = layer.worth
+    found += [mean_cell(worth and worth.to_attention), mean_cell(worth and worth.to_filter)]
+    found += ["–" if worth is None or worth.spearman is None else f"{worth.spearman:+.2f}"]
+    shares = {row.basis: row.first[0] for row in layer.compaction if row.k == k and not row.centred}
+    return [*found, f"{shares[own.basis]:.1%}, {shares[KLT]:.1%}"]
+
+
+def summary(report: NullTest) -> Table:
+    """A row a layer; everything else is in the JSON."""
+    kind, k = "exact" if report.null_exact else "sampled", sorted({row.k for row in report.layers[0].compaction})[0]
+    title = (
+        f"{report.tokens:,} tokens of {report.corpus} {report.split}; white noise of width {report.width}: H "
+        f"{report.null_mean:.4f} ± {report.null_deviation:.4f} ({kind})"
+    )
+    columns = ("layer", "f", "H in σ of noise", "KS (noise, repeated)", "token", "word class", "position")
+    columns += ("function − content, P", "light → attention", "dark → filter", "rank r", f"first {k}: own, KLT")
+    table = Table(*columns, title=title, title_justify="left", box=None)
+    for layer in report.layers:
+        table.add_row(*cells(layer, k))
+    return table
+
+
+@app.command()
+def main(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model folder, a training run (its best model) or a preset.")
+    ],
+    data: Annotated[Path, typer.Option(metavar="CORPUS", help="A prepared language corpus.")],
+    split: Annotated[str | None, typer.Option(help="Split of the corpus; valid, where there is one.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to look at, in rows spread over the split.")] = 8192,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens a row; the model's trained length.")] = None,
+    flips: Annotated[int, typer.Option(min=0, help="Routes to flip in each routed layer; 0 skips this.")] = 64,
+    shuffles: Annotated[int, typer.Option(min=2, help="Shuffles of the labels: the null of information.")] = 20,
+    batch: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of everything drawn at random.")] = 0,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")] = "auto",
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the numbers as JSON to a new file, - to print only them.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="New folder for the numbers (nulltest.json) and pictures.")
+    ] = None,
+) -> None:
+    """Ask of every layer whether its routing signal is more than noise, and what a route is worth.
+
+    Spectral entropy against white noise, in the model's basis, the identity and a random one; mutual information of the
+    route with token, word class and position; loss changes when a route is flipped; energy compaction of DCT and
+    KLT. docs/nulltest.md explains each.
+    """
+    printed = json is not None and str(json) == "-"
+    for new in (out, None if printed else json):
+        if new is not None:
+            check_new(new)
+    with Progress(transient=True, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(task: str, done: int, total: int) -> None:
+            if task not in tasks:
+                tasks[task] = bar.add_task(task, total=total)
+            bar.advance(tasks[task], done)
+
+        report = nulltest(
+            model, data, split, tokens=tokens, length=length, flips=flips, shuffles=shuffles, batch=batch, seed=seed,
+            device=device, progress=progress,
+        )  # fmt: skip
+    if out is not None:
+        with new_folder(out) as aside:
+            (aside / NAME).write_text(report.to_json(), encoding="utf-8")
+            for name, picture in pictures(report).items():
+                save(picture, aside / f"{name}.svg")
+        typer.echo(f"wrote {out}", err=printed)
+    if printed:
+        typer.echo(report.to_json())
+        return
+    if json is not None:
+        write_new(json, report.to_json())
+        typer.echo(f"wrote {json}")
+    if report.run is not None:
+        typer.echo(f"{report.run} is a training run: its best model is tested.")
+    Console(width=250).print(summary(report))
+    for remark in report.remarks:
+        typer.echo(f"note: {remark}")
+
+
+if __name__ == "__main__":
+    guarded(app)

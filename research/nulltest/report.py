@@ -1,0 +1,210 @@
+"""A null test as data: saved as JSON, and read back for pictures."""
+
+import json
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import numpy as np
+from scipy import stats
+
+from chiar.errors import InputError, first_line
+from chiar.files import check_file
+from research.nulltest.measures import Compaction, Information, Whiteness, finite, mean_and_error
+from research.nulltest.sample import Flip
+
+FORMAT, NAME = "chiar-nulltest/1", "nulltest.json"
+BINS = 4
+"""Of H, each with as many tokens of the layer."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """One way to split the tokens of a layer in two (or three), and what it says about them."""
+
+    name: str
+    """"route": what the model did; a basis: its H, cut to the same share of dark tokens; "hash": a random route that
+    knows the token only, with that share too."""
+    dark: float
+    """Share of tokens above the cut."""
+    token: Information
+    word_class: Information
+    position: Information
+
+
+@dataclass(frozen=True)
+class ClassMean:
+    """H of the tokens of one word class in the model's basis."""
+
+    name: str
+    function: bool
+    tokens: int
+    mean: float
+    effect: float
+    """(mean − the null's mean) / the null's standard deviation."""
+    error: float | None
+    """Its standard error; equal tokens count as one sample."""
+    light: float
+    """Share of the class that is light: as routed, or with H at most the median where there is no route."""
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Function words against content words; `words`: all, or those without a capital."""
+
+    words: str
+    function_tokens: int
+    content_tokens: int
+    difference: float
+    """Mean H of function words − of content words, in standard deviations of the null."""
+    error: float | None
+    """Its standard error; equal tokens count as one sample."""
+    separation: float
+    """P(H of a function word < H of a content word): ½ if H does not tell them apart, 1 if the claim is right."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    flips: int
+    mean: float | None
+    error: float | None
+    """Standard error; flips in one row count as one sample."""
+
+    @classmethod
+    def of(cls, flips: list[Flip], part: str) -> "Mean":
+        if not flips:
+            return cls(0, None, None)
+        values = np.array([getattr(flip, part) for flip in flips])
+        mean, error = mean_and_error(values, np.array([flip.row for flip in flips]))
+        return cls(len(flips), mean, finite(error))
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What the flips of one layer, or of all, say; nats summed over the token's and later predictions."""
+
+    to_attention: Mean
+    """Change of the loss when a light token is sent to attention."""
+    to_filter: Mean
+    """Change of the loss when a dark token is sent to the filter."""
+    own_to_attention: Mean
+    """The part of it in the token's own prediction."""
+    own_to_filter: Mean
+    benefit: list[Mean]
+    """Of attention over the filter, by bins of rising H."""
+    pearson: float | None
+    """Correlation of H (over all layers: its rank in its layer) with attention's benefit."""
+    spearman: float | None
+    correlation_error: float | None
+    """Standard error of either, were they 0."""
+
+    @classmethod
+    def of(cls, flips: list[Flip], bins: list[int], signal: list[float]) -> "Worth":
+        """`bins` and `signal` give each flip's entropy bin and the H (or rank) it is correlated by."""
+        light, dark = ([flip for flip in flips if flip.was_dark == was] for was in (False, True))
+        groups = [[flip for flip, bin in zip(flips, bins, strict=True) if bin == wanted] for wanted in range(BINS)]
+        benefit = [flip.benefit for flip in flips]
+        varies = len(flips) > 2 and len(set(signal)) > 1 and len(set(benefit)) > 1
+        return cls(
+            to_attention=Mean.of(light, "change"),
+            to_filter=Mean.of(dark, "change"),
+            own_to_attention=Mean.of(light, "own"),
+            own_to_filter=Mean.of(dark, "own"),
+            benefit=[Mean.of(group, "benefit") for group in groups],
+            pearson=float(stats.pearsonr(signal, benefit).statistic) if varies else None,
+            spearman=float(stats.spearmanr(signal, benefit).statistic) if varies else None,
+            correlation_error=(len(flips) - 1) ** -0.5 if len(flips) > 2 else None,
+        )
+
+
+@dataclass(frozen=True)
+class LayerNull:
+    layer: int
+    """From 0."""
+    kind: str
+    operators: list[str]
+    thresholds: list[float] | None
+    dark: float | None
+    """f: share of tokens sent to attention, in routed layers."""
+    whiteness: list[Whiteness]
+    """The model's basis first."""
+    signals: list[Signal]
+    classes: list[ClassMean]
+    contrasts: list[Contrast]
+    worth: Worth | None
+    compaction: list[Compaction]
+
+
+@dataclass(frozen=True)
+class NullTest:
+    model: str
+    run: str | None
+    corpus: str
+    fingerprint: str
+    split: str
+    tokens: int
+    rows: int
+    length: int
+    batch_size: int
+    seed: int
+    device: str
+    width: int
+    shuffles: int
+    null_mean: float
+    null_deviation: float
+    null_exact: bool
+    """Whether mean and deviation are exact; else they are the sample's."""
+    null_percentiles: dict[str, float]
+    bins: int
+    layers: list[LayerNull]
+    worth: Worth | None
+    """Of all layers' flips together; H is its rank in its layer there."""
+    flips: list[Flip]
+    remarks: list[str]
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **plain(self)}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """A dataclass as a dictionary; information also says what follows from it."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if not is_dataclass(value):
+        return value
+    saved = {part.name: plain(getattr(value, part.name)) for part in fields(value)}
+    derived = ("excess", "share", "adjusted") if isinstance(value, Information) else ()
+    return saved | {name: getattr(value, name) for name in derived}
+
+
+def build(kind: Any, record: Any) -> Any:
+    """The reverse, by the types of the fields."""
+    if get_origin(kind) is list:
+        return [build(get_args(kind)[0], item) for item in record]
+    if isinstance(kind, UnionType):
+        return None if record is None else build(get_args(kind)[0], record)
+    if not is_dataclass(kind):
+        return record
+    hints = get_type_hints(kind)
+    return kind(**{part.name: build(hints[part.name], record[part.name]) for part in fields(kind)})
+
+
+def read_report(path: Path) -> NullTest:
+    """From the file or the folder the null test wrote."""
+    path = path / NAME if path.is_dir() else path
+    check_file(path)
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not a null test: {first_line(error)}") from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise InputError(f"{path} is not a null test: it does not say format {FORMAT!r}.")
+    if not record.get("layers"):
+        raise InputError(f"{path} is damaged: it has no layers.")
+    try:
+        return build(NullTest, record)
+    except KeyError as error:
+        raise InputError(f"{path} is damaged: it has no {first_line(error)}.") from error
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"{path} is damaged: {first_line(error)}") from error

@@ -1,0 +1,172 @@
+"""What is read from the model: the states every layer sees of some text, and the loss when a route is flipped."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chiar.data.shards import Split
+from chiar.errors import InputError
+from chiar.model.modeling import ChiarForCausalLM
+
+DARK = "attention"
+LIGHT = 0
+"""Index of the light operator: it comes first."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of text spread evenly over a split. One id more than is fed belongs to each, as the last one's target."""
+
+    split: Split
+    starts: np.ndarray
+    length: int
+
+    @classmethod
+    def spread(cls, split: Split, tokens: int, length: int) -> "Rows":
+        available = (split.tokens - 1) // length
+        rows = min(tokens // length, available)
+        if rows < 2:
+            few = f"--tokens {tokens}" if available >= 2 else f"split {split.name!r}, which has {split.tokens} tokens,"
+            raise InputError(f"{few} gives fewer than two rows of {length}: give more tokens or a smaller --length.")
+        return cls(split, np.arange(rows) * available // rows * length, length)
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        return self.split.rows(self.starts[rows], self.length + 1)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.starts) * self.length
+
+
+@dataclass(frozen=True)
+class LayerSample:
+    """What one layer saw of N tokens, row after row."""
+
+    layer: int
+    kind: str
+    operators: list[str]
+    states_ND: Tensor
+    """Its input, fp32, on the CPU."""
+    choice_N: np.ndarray
+    """Index into `operators`."""
+    thresholds: list[float] | None
+
+    @property
+    def dark_N(self) -> np.ndarray | None:
+        """Which tokens took attention; None where the layer has no choice."""
+        if self.kind != "routed" or DARK not in self.operators:
+            return None
+        return self.choice_N == self.operators.index(DARK)
+
+
+@torch.no_grad()
+def collect(
+    model: ChiarForCausalLM, rows: Rows, batch: int, advance: Callable[[int], None] = lambda tokens: None
+) -> list[LayerSample]:
+    """Run the model over the rows. Takes 4 bytes × tokens × width × layers of memory."""
+    states: list[list[Tensor]] = [[] for _ in model.model.layers]
+    choices: list[list[Tensor]] = [[] for _ in states]
+    for part in np.split(np.arange(len(rows.starts)), np.arange(batch, len(rows.starts), batch)):
+        ids_BT = torch.from_numpy(rows.read(part)[:, :-1]).to(model.device)
+        output = model.model(ids_BT, output_hidden_states=True, output_routing=True)
+        for layer, trace in enumerate(output.routing.layers):
+            states[layer].append(output.hidden_states[layer].flatten(0, 1).float().cpu())
+            choices[layer].append(trace.choice_BT.flatten().cpu())
+        advance(ids_BT.numel())
+    samples = []
+    for layer, trace in enumerate(output.routing.layers):
+        states_ND = torch.cat(states[layer])
+        states[layer].clear()
+        if not bool(states_ND.isfinite().all()):
+            raise InputError(f"layer {layer + 1} sees states that are not finite: the model's weights are damaged.")
+        choice_N = torch.cat(choices[layer]).numpy()
+        samples.append(LayerSample(layer, trace.kind, trace.operators, states_ND, choice_N, trace.thresholds))
+    return samples
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One token of one layer takes the other operator. All other routes stay as they were, so that nothing but this
+    choice changes; as a key of later layers the token also changes the predictions of later ones."""
+
+    layer: int
+    row: int
+    position: int
+    entropy: float
+    was_dark: bool
+    own: float
+    """Change of the loss of this token's own prediction, nats: flipped − as routed."""
+    later: float
+    """Change summed over the predictions of later tokens of the row."""
+
+    @property
+    def change(self) -> float:
+        return self.own + self.later
+
+    @property
+    def benefit(self) -> float:
+        """Loss with the filter − loss with attention, whichever of them was flipped to."""
+        return self.change if self.was_dark else -self.change
+
+
+def token_losses(model: ChiarForCausalLM, states_BTD: Tensor, targets_BT: Tensor, first_B: Tensor) -> list[Tensor]:
+    """The losses of each row from position `first` on, in float64."""
+    losses = []
+    for states_TD, targets_T, first in zip(states_BTD, targets_BT, first_B.tolist(), strict=True):
+        logits = model.lm_head(states_TD[first:]).float()
+        losses.append(F.cross_entropy(logits, targets_T[first:], reduction="none").double().cpu())
+    return losses
+
+
+def pick_positions(light_BT: Tensor, wants_light_B: Tensor, generator: torch.Generator) -> Tensor:
+    """One random token of each row on the wanted path, or on the other where the row has none."""
+    wanted_BT = light_BT == wants_light_B[:, None]
+    wanted_BT |= ~wanted_BT.any(1, keepdim=True)
+    return torch.multinomial(wanted_BT.double(), 1, generator=generator)[:, 0]
+
+
+@torch.no_grad()
+def flip_routes(
+    model: ChiarForCausalLM,
+    read: Callable[[np.ndarray], np.ndarray],
+    rows: int,
+    flips: int,
+    batch: int,
+    seed: int,
+    advance: Callable[[int], None] = lambda flips: None,
+) -> list[Flip]:
+    """`flips` flips a routed layer, light and dark tokens by turns. `read` gives the ids of rows, one more than is fed.
+
+    One token a row is flipped in a pass; rows are gone through in a random order, again where there are few.
+    """
+    config, generator = model.config, torch.Generator().manual_seed(seed)
+    dark = config.operators.index(DARK)
+    order = torch.cat([torch.randperm(rows, generator=generator) for _ in range(-(-flips // rows))])[:flips]
+    found: list[Flip] = []
+    for number, chosen_B in enumerate(order.split(batch)):
+        ids = torch.from_numpy(read(chosen_B.numpy())).to(model.device)
+        inputs_BT, targets_BT = ids[:, :-1], ids[:, 1:]
+        trace = model.model(inputs_BT, output_routing=True).routing
+        routes = {layer: trace.layers[layer].choice_BT for layer in config.routed_layers}
+        as_routed = model.model(inputs_BT, forced_routes=routes).last_hidden_state
+        each_B = torch.arange(len(chosen_B))
+        plain = token_losses(model, as_routed, targets_BT, torch.zeros_like(each_B))
+        for nth, (layer, choice_BT) in enumerate(routes.items()):
+            position_B = pick_positions((choice_BT != dark).cpu(), (each_B + number + nth) % 2 == 0, generator)
+            where = each_B.to(model.device), position_B.to(model.device)
+            was_dark_B = choice_BT[where] == dark
+            changed_BT = choice_BT.clone()
+            changed_BT[where] = torch.where(was_dark_B, LIGHT, dark)
+            states_BTD = model.model(inputs_BT, forced_routes={**routes, layer: changed_BT}).last_hidden_state
+            losses = token_losses(model, states_BTD, targets_BT, position_B)
+            entropies = trace.layers[layer].entropy_BT[where].tolist()
+            for b, (position, was_dark) in enumerate(zip(position_B.tolist(), was_dark_B.tolist(), strict=True)):
+                change = losses[b] - plain[b][position:]
+                own, later = float(change[0]), float(change[1:].sum())
+                found.append(Flip(layer, int(chosen_B[b]), position, entropies[b], was_dark, own, later))
+            advance(len(chosen_B))
+    return found

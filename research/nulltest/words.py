@@ -1,0 +1,100 @@
+"""The word class of every token: closed classes from a small lexicon of our own, the rest by spelling.
+
+Words are put together from the tokenizer's pieces, and every piece has the class of its word. This is no tagger: it
+tells function words from content words, which is what the claim under test is about.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from chiar.data.shards import Split
+from chiar.data.tokenizers import Tokenizer
+
+LEXICON = Path(__file__).parent / "closed_class_words.txt"
+FUNCTION = ("determiner", "preposition", "conjunction", "pronoun", "auxiliary", "particle", "clitic")
+CONTENT = ("open class", "capitalised word")
+CLASSES = (*FUNCTION, *CONTENT, "number", "punctuation", "unknown word", "space", "end of text")
+NUMBER_OF = {name: number for number, name in enumerate(CLASSES)}
+# Letters of any script as UTF-8; the leading bytes c2 and e2 hold mostly punctuation and signs, f0 emoji.
+LETTER = rb"(?:[A-Za-z]|[\xc3-\xe1\xe3-\xef][\x80-\xbf]{1,2})"
+APOSTROPHE = rb"(?:'|\xe2\x80\x99)"
+PIECES = re.compile(
+    rb"(?P<unknown><unk>)"
+    rb"|(?P<word>" + LETTER + rb"+(?:" + APOSTROPHE + LETTER + rb"+)*"
+    rb"|" + APOSTROPHE + rb"(?:s|t|re|ve|ll|d|m)(?![A-Za-z]))"
+    rb"|(?P<number>[0-9](?:[0-9.,:]*[0-9])?(?:s|st|nd|rd|th)?)"
+    rb"|(?P<space>\s+)"
+    rb"|(?P<mark>.)",
+    re.DOTALL | re.IGNORECASE,
+)
+CONTEXT = 16
+"""Tokens read on both sides of a row, so that words cut by its ends are still known."""
+
+
+@dataclass(frozen=True)
+class WordClasses:
+    """For N tokens."""
+
+    class_N: np.ndarray
+    """Index into CLASSES."""
+    capital_N: np.ndarray
+    """Whether the token's word starts with a capital letter, function words included."""
+
+
+@cache
+def lexicon() -> dict[str, str]:
+    text = LEXICON.read_text(encoding="utf-8")
+    entries = (line.split(":") for line in text.splitlines() if not line.startswith("#"))
+    return {word: name for name, words in entries for word in words.split()}
+
+
+def word_class(word: str) -> str:
+    """The class of one word as it is written in the text."""
+    plain = word.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'").lower()
+    known = lexicon()
+    if plain in known:
+        return known[plain]
+    stem, apostrophe, _ = plain.partition("'")
+    if apostrophe and plain.endswith("n't"):
+        return "auxiliary"
+    if apostrophe and stem in known:
+        return known[stem]
+    return "capitalised word" if word[:1].isupper() else "open class"
+
+
+def classify(ids: np.ndarray, tokenizer: Tokenizer) -> WordClasses:
+    """Classes of the tokens of running text. A token belongs to the word its first byte that is no space lies in."""
+    parts = [tokenizer.token_bytes[number] for number in ids.tolist()]
+    # An end of text is empty: a newline in its place keeps the words on both sides apart.
+    ends = ids == tokenizer.end_of_text
+    parts = [b"\n" if end else part for part, end in zip(parts, ends.tolist(), strict=True)]
+    text = b"".join(parts)
+    class_of_byte, capital_of_byte = np.empty(len(text), np.int64), np.zeros(len(text), bool)
+    for match in PIECES.finditer(text):
+        kind, span = str(match.lastgroup), slice(*match.span())
+        if kind == "word":
+            word = match.group().decode("utf-8", "replace")
+            class_of_byte[span] = NUMBER_OF[word_class(word)]
+            capital_of_byte[span] = word[:1].isupper()
+        else:
+            name = {"unknown": "unknown word", "mark": "punctuation"}.get(kind, kind)
+            class_of_byte[span] = NUMBER_OF[name]
+    lengths = np.array([len(part) for part in parts])
+    leading = np.array([min(len(part) - len(part.lstrip()), max(len(part) - 1, 0)) for part in parts])
+    first = np.cumsum(lengths) - lengths + leading
+    return WordClasses(np.where(ends, NUMBER_OF["end of text"], class_of_byte[first]), capital_of_byte[first])
+
+
+def classify_rows(split: Split, starts: np.ndarray, length: int, tokenizer: Tokenizer) -> WordClasses:
+    """Classes of the tokens of the rows that begin at `starts`, one row after the other."""
+    parts = []
+    for start in starts.tolist():
+        before = min(start, CONTEXT)
+        read = split.read(start - before, min(before + length + CONTEXT, split.tokens - start + before))
+        found = classify(read, tokenizer)
+        parts.append((found.class_N[before : before + length], found.capital_N[before : before + length]))
+    return WordClasses(np.concatenate([a for a, _ in parts]), np.concatenate([b for _, b in parts]))

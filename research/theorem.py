@@ -1,0 +1,201 @@
+"""Theorem 1's premise in numbers: how near the DCT comes to the KLT where neighbouring features are alike, and where
+the same features stand in another order. `python -m research.theorem`.
+
+A first-order autoregression along D features has the covariance R with R[i, j] = ρ^|i−j|: Toeplitz, as the theorem
+asks. The KLT is R's eigenvectors and does not care about order. The DCT does: features of a network have none, and the
+permutations of R show what is left of the theorem then. For every basis:
+
+- coding gain: 10 log10 of the arithmetic over the geometric mean of the coefficients' variances; 0 dB for white noise;
+- first share: share of energy in the first D/8 coefficients (lowest frequencies, largest eigenvalues);
+- correlation: share of the squared norm of the transformed covariance that lies off its diagonal, 0 for the KLT;
+- H of vectors drawn with this covariance, in standard deviations of white noise's H from its mean.
+"""
+
+import json as jsons
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from scipy.linalg import toeplitz
+from torch import Tensor
+
+from chiar.console import guarded
+from chiar.errors import InputError
+from chiar.files import check_new, write_new
+from chiar.kernels.basis import dct_matrix, random_orthogonal
+from chiar.kernels.spectral_entropy import spectral_entropy
+from chiar.kernels.transform import Transform
+from chiar.kernels.white_noise import white_noise_entropy
+from chiar.plots import COLOURS, DASHES, Line, Panel, check_picture, draw_panels, save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT, DRAWS = "chiar-theorem/1", 256
+KEPT = 8
+"""One in so many coefficients is kept."""
+KLT, DCT, SHUFFLED, RANDOM, IDENTITY = "KLT", "DCT", "DCT, features shuffled", "random rotation", "identity"
+BASES = (KLT, DCT, SHUFFLED, RANDOM, IDENTITY)
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One basis at one width and correlation; for shuffled features the mean over permutations."""
+
+    width: int
+    rho: float
+    basis: str
+    gain_db: float
+    first_share: float
+    correlation: float
+    entropy: float
+    entropy_effect: float
+    gain_range: tuple[float, float] | None = None
+    """Least and largest over permutations."""
+
+
+def autoregression(width: int, rho: float) -> Tensor:
+    """R[i, j] = ρ^|i−j|."""
+    return torch.from_numpy(toeplitz(rho ** np.arange(width, dtype=np.float64)))
+
+
+def klt_of(covariance_DD: Tensor) -> Tensor:
+    """Eigenvectors as rows, largest eigenvalue first."""
+    return torch.linalg.eigh(covariance_DD)[1].T.flip(0)
+
+
+def gain_db(variance_D: Tensor) -> float:
+    return float(10 * (variance_D.mean().log10() - variance_D.log10().mean()))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Features with one covariance, and vectors drawn from it."""
+
+    rho: float
+    covariance_DD: Tensor
+    drawn_ND: Tensor
+
+    @classmethod
+    def make(cls, width: int, rho: float, seed: int) -> "Source":
+        covariance_DD = autoregression(width, rho)
+        # A seed of its own: the random rotation is made of Gaussian draws too.
+        noise_ND = torch.randn(DRAWS, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 1))
+        return cls(rho, covariance_DD, noise_ND @ torch.linalg.cholesky(covariance_DD).T)
+
+    def seen_in(self, basis: str, basis_DD: Tensor) -> Check:
+        """`basis_DD` has the basis vectors as rows. An orthonormal basis leaves the norm of the covariance as it is."""
+        width = len(basis_DD)
+        variance_D = ((basis_DD @ self.covariance_DD) * basis_DD).sum(-1)
+        diagonal = float(variance_D.square().sum() / self.covariance_DD.square().sum())
+        entropy = float(spectral_entropy(self.drawn_ND, Transform(whole_DD=basis_DD)).mean())
+        mean, deviation = white_noise_entropy(width)
+        share = float(variance_D[: max(width // KEPT, 1)].sum() / variance_D.sum())
+        measured = gain_db(variance_D), share, max(1 - diagonal, 0.0), entropy, (entropy - mean) / deviation
+        return Check(width, self.rho, basis, *measured)
+
+    def shuffled(self, shuffles: int, seed: int) -> Check:
+        """The DCT of shuffled features is a DCT with shuffled columns."""
+        dct_DD, generator = dct_matrix(len(self.covariance_DD)), torch.Generator().manual_seed(seed)
+        orders = [torch.randperm(len(dct_DD), generator=generator) for _ in range(shuffles)]
+        checks = [self.seen_in(SHUFFLED, dct_DD[:, order]) for order in orders]
+        gains = [check.gain_db for check in checks]
+        names = ("gain_db", "first_share", "correlation", "entropy", "entropy_effect")
+        means = {name: float(np.mean([getattr(check, name) for check in checks])) for name in names}
+        return Check(len(dct_DD), self.rho, SHUFFLED, **means, gain_range=(min(gains), max(gains)))
+
+
+def check_theorem(widths: list[int], rhos: list[float], shuffles: int = 8, seed: int = 0) -> list[Check]:
+    """For every ρ and width all of BASES, in this order."""
+    for width in widths:
+        if not 2 <= width <= 4096:
+            raise InputError(f"widths go from 2 to 4096, got {width}.")
+    for rho in rhos:
+        if not -1 < rho < 1:
+            raise InputError(f"a correlation of neighbours lies between −1 and 1, got {rho:g}.")
+    found = []
+    for rho, width in product(rhos, widths):
+        source = Source.make(width, rho, seed)
+        bases = {KLT: klt_of(source.covariance_DD), DCT: dct_matrix(width), RANDOM: random_orthogonal(width, seed)}
+        bases[IDENTITY] = torch.eye(width, dtype=torch.float64)
+        checks = {name: source.seen_in(name, basis_DD) for name, basis_DD in bases.items()}
+        checks[SHUFFLED] = source.shuffled(shuffles, seed)
+        found += [checks[name] for name in BASES]
+    return found
+
+
+def table_of(checks: list[Check]) -> Table:
+    columns = ("ρ", "D", "basis", "coding gain, dB", "over orders", "first D/8", "correlation left", "H", "effect")
+    title = "features correlated by ρ^|i−j| (effect: H in σ of white noise from its mean)"
+    table = Table(*columns, box=None, title=title, title_justify="left")
+    for check in checks:
+        between = "" if check.gain_range is None else f"{check.gain_range[0]:.3f}–{check.gain_range[1]:.3f}"
+        table.add_row(
+            f"{check.rho:g}", str(check.width), check.basis, f"{check.gain_db:.3f}", between,
+            f"{check.first_share:.1%}", f"{check.correlation:.2%}", f"{check.entropy:.4f}",
+            f"{check.entropy_effect:+.1f}",
+        )  # fmt: skip
+    return table
+
+
+def draw_theorem(checks: list[Check]) -> "Figure":
+    """Coding gain and kept energy against width, a column for each ρ."""
+    rhos = list(dict.fromkeys(check.rho for check in checks))
+    panels = []
+    for part, name in (("gain_db", "coding gain, dB"), ("first_share", f"energy in the first D/{KEPT}")):
+        for rho in rhos:
+            lines = []
+            for basis, colour, dashes in zip(BASES, COLOURS, (*DASHES, "-"), strict=False):
+                own = [check for check in checks if check.rho == rho and check.basis == basis]
+                points = sorted((float(check.width), getattr(check, part)) for check in own)
+                lines.append(Line(points, basis, color=colour, linestyle=dashes, marker="o"))
+            panels.append(Panel(f"ρ = {rho:g}: {name}", lines, bounds=(0, 1) if part == "first_share" else None))
+    title = "Theorem 1: the DCT against the best basis, for features correlated by ρ^|i−j|"
+    return draw_panels(title, panels, "D, number of features", columns=len(rhos), sizes=True)
+
+
+@app.command()
+def theorem(
+    width: Annotated[str, typer.Option(metavar="D,D,…", help="Numbers of features.")] = "16,64,256,1024",
+    rho: Annotated[str, typer.Option(metavar="ρ,ρ,…", help="Correlations of neighbouring features.")] = "0.5,0.9,0.99",
+    shuffles: Annotated[int, typer.Option(min=1, help="Random orders of the features.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of everything drawn at random.")] = 0,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers as JSON; - prints.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw them: a new .svg, .png or .pdf file.")] = None,
+) -> None:
+    """Check Theorem 1's premise: the DCT against the KLT for features correlated with their neighbours, and shuffled.
+
+    Needs no model. What the theorem means for the states of a model is measured by research.nulltest.
+    """
+    printed = str(json) == "-"
+    if json is not None and not printed:
+        check_new(json)
+    if out is not None:
+        check_picture(out)
+    checks = check_theorem([int(n) for n in numbers(width, "--width")], numbers(rho, "--rho"), shuffles, seed)
+    if out is not None:
+        save(draw_theorem(checks), out)
+    text = jsons.dumps({"format": FORMAT, "checks": [asdict(check) for check in checks]}, indent=1) + "\n"
+    if json is not None and not printed:
+        write_new(json, text)
+    typer.echo(text) if printed else Console(width=150).print(table_of(checks))
+
+
+def numbers(text: str, option: str) -> list[float]:
+    whole = option == "--width"
+    try:
+        return [int(part) if whole else float(part) for part in text.split(",")]
+    except ValueError:
+        kind = "whole " if whole else ""
+        raise InputError(f"{option} takes {kind}numbers separated by commas, got {text!r}.") from None
+
+
+if __name__ == "__main__":
+    guarded(app)

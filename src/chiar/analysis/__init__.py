@@ -1,1 +1,0 @@
-"""Tables and pictures from configurations, traces and measurements."""

@@ -1,1 +1,0 @@
-"""Pictures of recorded runs, reports and models: `chiar figures`."""

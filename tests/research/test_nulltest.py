@@ -1,0 +1,250 @@
+"""The null test of tiny models: its numbers computed again from the model's own trace, flips from whole passes."""
+
+import json
+import random
+
+import pytest
+import scipy.stats
+import torch
+import torch.nn.functional as F
+from chiar.data.text import Text
+from chiar.data.tokenizer_choice import TokenizerChoice
+from typer.testing import CliRunner
+
+from chiar.data.catalog import build_source
+from chiar.data.prepare import prepare
+from chiar.errors import InputError
+from chiar.kernels.white_noise import white_noise_entropy
+from chiar.model.modeling import ChiarForCausalLM
+from helpers import random_model, randomise, small_config, token_ids
+from research.figures import FIGURES, RESULTS
+from research.nulltest import nulltest
+from research.nulltest.__main__ import app
+from research.nulltest.pictures import draw_entropy, draw_flips
+from research.nulltest.report import read_report
+from research.nulltest.sample import flip_routes
+from research.nulltest.words import CONTENT, FUNCTION
+
+LENGTH, ROWS, T = 16, 6, 10
+WORDS = ["the", "cat", "of", "Anna", "saw", "42", ",", "light", "and", "it", "dark", "was", "entropy", "."]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for split, seed in (("train", 0), ("valid", 1)):
+        text = " ".join(random.Random(seed).choices(WORDS, k=600))
+        (folder / f"{split}.txt").write_text(text + "\n", encoding="utf-8")
+    return prepare(Text([folder]), folder / "corpus", TokenizerChoice("bpe", vocab_size=280))
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory, corpus):
+    def write(preset="v3-tiny", **changes):
+        config = small_config(preset, **{"vocab_size": corpus.vocab_size, "gate_pool": "causal", **changes})
+        folder = tmp_path_factory.mktemp("model")
+        randomise(ChiarForCausalLM(config).eval(), seed=1).save_pretrained(folder)
+        corpus.tokenizer().save(folder)
+        return folder
+
+    return write
+
+
+def measured(model, corpus, **options):
+    report = nulltest(
+        str(model), corpus.folder, **{"tokens": 320, "flips": 4, "shuffles": 3, "device": "cpu", **options}
+    )
+    return json.loads(report.to_json())
+
+
+def command(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, str(result.exception) if isinstance(result.exception, InputError) else result.output
+
+
+def test_the_command_writes_numbers_and_pictures_that_read_back(tmp_path, save, corpus):
+    save().rename(tmp_path / "best")
+    arguments = (tmp_path, "--data", corpus.folder, "--tokens", 320, "--flips", 8, "--shuffles", 3)
+    code, output = command(*arguments, "--json", tmp_path / "null.json", "--out", tmp_path / "out")
+    assert code == 0, output
+    for shown in ("white noise of width 16", "dark → filter", "its best model is tested", "4 attention"):
+        assert shown in output
+    report = json.loads((tmp_path / "null.json").read_text())
+    assert report == json.loads((tmp_path / "out" / "nulltest.json").read_text())
+    assert (report["format"], report["split"], report["tokens"], report["rows"]) == (
+        "chiar-nulltest/1",
+        "valid",
+        320,
+        20,
+    )
+    assert {path.stem for path in (tmp_path / "out").glob("*.svg")} == {
+        *("entropy", "information", "flips", "compaction", "classes")
+    }
+    again = read_report(tmp_path / "out")
+    assert json.loads(again.to_json()) == report
+    assert len(draw_flips(again).axes) == 3
+    for option, path in (("--json", "null.json"), ("--out", "out")):
+        _, output = command(*arguments, option, tmp_path / path)
+        assert "exists already" in output
+    for damage, sentence in (
+        ("{", "is not a null test"),
+        (json.dumps({**report, "format": "other"}), "does not say format"),
+        (json.dumps({**report, "layers": []}), "it has no layers"),
+        (json.dumps({k: v for k, v in report.items() if k != "width"}), "it has no 'width'"),
+        (json.dumps({**report, "layers": [7]}), "is damaged"),
+    ):
+        (tmp_path / "damaged.json").write_text(damage)
+        with pytest.raises(InputError, match=sentence):
+            read_report(tmp_path / "damaged.json")
+    with pytest.raises(InputError, match="there is no file"):
+        read_report(tmp_path)
+
+
+def test_numbers_are_those_of_the_trace(save, corpus):
+    folder = save()
+    report = measured(folder, corpus, flips=0)
+    model, split = ChiarForCausalLM.from_pretrained(folder).eval(), corpus.split("valid")
+    step = (split.tokens - 1) // LENGTH
+    ids = torch.tensor([split.read(row * step // 20 * LENGTH, LENGTH).tolist() for row in range(20)])
+    with torch.no_grad():
+        trace = model(ids, output_routing=True).routing
+    mean, deviation = white_noise_entropy(16)
+    assert (report["null_mean"], report["null_deviation"]) == pytest.approx((mean, deviation))
+    assert any("few for a width of 16" in remark for remark in report["remarks"]) == (320 // 2 < 4 * 16)
+    for layer, seen in zip(report["layers"], trace.layers, strict=True):
+        entropy, own = float(seen.entropy_BT.double().mean()), layer["whiteness"][0]
+        # Entropies in fp32 from batches of another size.
+        assert own["basis"] == "dct" and own["mean"] == pytest.approx(entropy, abs=1e-6)
+        assert own["effect"] == pytest.approx((entropy - mean) / deviation, abs=1e-3)
+        assert sum(row["tokens"] for row in layer["classes"]) == 320
+        assert sum(row["tokens"] * row["mean"] for row in layer["classes"]) / 320 == pytest.approx(entropy, abs=1e-6)
+        means = []
+        for names in (FUNCTION, CONTENT):
+            rows = [row for row in layer["classes"] if row["name"] in names]
+            means.append(sum(r["tokens"] * r["mean"] for r in rows) / sum(r["tokens"] for r in rows))
+        assert layer["contrasts"][0]["difference"] == pytest.approx((means[0] - means[1]) / deviation, abs=1e-6)
+        if seen.kind == "routed":
+            light, route = seen.choice_BT == 0, layer["signals"][0]
+            assert layer["dark"] == pytest.approx(1 - float(light.double().mean()))
+            assert route["name"] == "route" and route["dark"] == layer["dark"]
+            joint = scipy.stats.contingency.crosstab(light.flatten().numpy(), ids.flatten().numpy()).count
+            sums = (joint.sum(0), joint.sum(1))
+            bits = sum(scipy.stats.entropy(s, base=2) for s in sums) - scipy.stats.entropy(joint.flatten(), base=2)
+            assert route["token"]["bits"] == pytest.approx(bits)
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "flips"),
+    [
+        ("baseline-tiny", {}, False),
+        ("v1-tiny", {}, True),
+        ("v3-tiny", {"router": "learned", "routing": "soft"}, False),
+        ("v3-tiny", {"router": "static"}, True),
+        ("v3-tiny", {"thresholds": 0.01}, True),  # everything dark
+        ("v3-tiny", {"basis": "random"}, True),
+        ("v3-tiny", {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0}, True),
+        ("v3-tiny", {"gate_pool": "batch"}, True),
+        ("v3-tiny", {"operators": ["temporal", "attention"]}, True),
+    ],
+)  # fmt: skip
+def test_every_kind_of_model(save, corpus, preset, changes, flips):
+    report = measured(save(preset, **changes), corpus)
+    assert bool(report["flips"]) == (report["worth"] is not None) == flips
+    assert flips == (not any("no routes were flipped" in remark for remark in report["remarks"]))
+    assert report["null_exact"] == ("entropy_eps" not in changes)
+    names = [row["basis"] for row in report["layers"][0]["whiteness"]]
+    assert names[0] == changes.get("basis", "dct") and set(names) == {"dct", "identity", "random"}
+    assert any("gate_pool 'batch'" in remark for remark in report["remarks"]) == (changes.get("gate_pool") == "batch")
+    assert preset != "baseline-tiny" or {layer["dark"] for layer in report["layers"]} == {None}
+    if "thresholds" in changes:
+        routed = [layer for layer in report["layers"] if layer["kind"] == "routed"]
+        assert all(layer["dark"] == 1 and layer["signals"][0]["token"]["bits"] == 0 for layer in routed)
+        assert all(0.4 < layer["signals"][1]["dark"] < 0.6 for layer in routed)
+
+
+def test_the_same_seed_gives_the_same_numbers(save, corpus):
+    model = save()
+    first, again, other = (measured(model, corpus, seed=seed) for seed in (1, 1, 2))
+    assert first == again and first["flips"] != other["flips"]
+
+
+def test_what_cannot_be_tested_is_said(tmp_path, save, corpus):
+    model, source = save(), build_source(["listops"], depth=3, arguments=3, examples=(9, 3, 3))
+    labelled = prepare(source, tmp_path / "ops", TokenizerChoice(like=corpus.folder))
+    for data, options, sentence in (
+        (labelled.folder, (), "classification corpus"),
+        (corpus.folder, ("--tokens", 20), "fewer than two rows of 16"),
+        (corpus.folder, ("--length", 5000), "split 'valid', which has"),
+        (corpus.folder, ("--split", "test"), "Allowed: train, valid"),
+        (corpus.folder, ("--device", "tpu"), "unknown device"),
+        (tmp_path, (), "manifest.json"),
+    ):
+        assert sentence in command(model, "--data", data, *options)[1]
+    assert "16 learned positions" in command(save("v1-tiny"), "--data", corpus.folder, "--length", 20)[1]
+
+
+FLIPPED = {
+    "v3": {"gate_pool": "batch"},
+    "v1": {"preset": "v1-tiny"},
+    "random": {"router": "random"},
+    "keys-routed": {"keys": "routed", "light_ffn": False},
+    "pre": {"norm": "rmsnorm", "norm_position": "pre"},
+}
+
+
+def flipped(flips=12, **option):
+    model, ids, done = (
+        random_model(small_config(**{"preset": "v3-tiny", **option}), 3),
+        token_ids(ROWS, T + 1, seed=4),
+        [],
+    )
+    found = flip_routes(model, lambda rows: ids.numpy()[rows], ROWS, flips, 3, 0, done.append)
+    assert sum(done) == len(found) == flips * len(model.config.routed_layers)
+    return model, ids, found
+
+
+@pytest.mark.parametrize("option", FLIPPED.values(), ids=FLIPPED.keys())
+def test_changes_are_those_of_whole_passes(option):
+    model, ids, found = flipped(**option)
+    routed, dark = model.config.routed_layers, model.config.operators.index("attention")
+    # The gate of pool "batch" sees all rows of a pass, so the same three rows must be run together.
+    rows_of = [flip.row for flip in found if flip.layer == routed[0]]
+    for number, flip in enumerate(found):
+        first, b = 3 * (number // (3 * len(routed))), number % 3
+        rows = ids[rows_of[first : first + 3]]
+        trace = model(rows[:, :-1], output_routing=True).routing
+        routes = {layer: trace.layers[layer].choice_BT.clone() for layer in routed}
+        before = int(routes[flip.layer][b, flip.position])
+        assert rows_of[first + b] == flip.row and flip.was_dark == (before == dark)
+        assert flip.entropy == pytest.approx(float(trace.layers[flip.layer].entropy_BT[b, flip.position]))
+        plain = model(rows[:, :-1]).logits[b]
+        routes[flip.layer][b, flip.position] = 0 if before == dark else dark
+        changed = model(rows[:, :-1], forced_routes=routes).logits[b]
+        losses = [F.cross_entropy(logits, rows[b, 1:], reduction="none") for logits in (plain, changed)]
+        difference = (losses[1] - losses[0]).detach()
+        # The tool's losses pass through fp32 logits.
+        assert flip.own == pytest.approx(float(difference[flip.position]), abs=2e-5)
+        assert flip.later == pytest.approx(float(difference[flip.position + 1 :].sum()), abs=1e-4)
+        assert float(difference[: flip.position].abs().sum()) == pytest.approx(0, abs=1e-9)
+
+
+def test_light_and_dark_tokens_are_flipped_by_turns_where_there_are_both():
+    _, _, found = flipped(flips=24, router="random")
+    for layer in {flip.layer for flip in found}:
+        assert 9 <= sum(flip.was_dark for flip in found if flip.layer == layer) <= 15
+    assert len({(flip.row, flip.position) for flip in found}) > 20
+    assert any(abs(flip.change) > 1e-3 for flip in found)
+    _, _, found = flipped(router="static", static_operators=["spectral", "attention"])
+    first, second = sorted({flip.layer for flip in found})
+    assert not any(flip.was_dark for flip in found if flip.layer == first)
+    assert all(flip.was_dark for flip in found if flip.layer == second)
+
+
+def test_recorded_tests_and_routes_are_drawn(tmp_path):
+    for name in ("threshold", "sandwich"):
+        assert len(draw_entropy(read_report(RESULTS / "reproduction-16m" / name)).axes[0].get_xticks()) == 4
+    assert FIGURES["routing-v3"]().axes
+    # Four contenders, a bound for each, and the baseline.
+    assert [len(axes.lines) for axes in FIGURES["speed"]().axes] == [9, 9]
+    figures = {path.stem for path in (RESULTS.parent / "figures").glob("*.svg")}
+    assert figures == set(FIGURES)

@@ -1,0 +1,104 @@
+"""The DCT and the KLT of an autoregression, against values known in closed form."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from chiar.errors import InputError
+from chiar.kernels.basis import dct_matrix
+from research.theorem import (
+    BASES,
+    DCT,
+    IDENTITY,
+    KLT,
+    RANDOM,
+    SHUFFLED,
+    app,
+    autoregression,
+    check_theorem,
+    draw_theorem,
+)
+
+
+def checks_of(width, rho):
+    return {check.basis: check for check in check_theorem([width], [rho])}
+
+
+@pytest.mark.parametrize(("width", "rho"), [(2, 0.5), (8, 0.95), (33, -0.7)])
+def test_the_klt_has_the_gain_its_determinant_gives(width, rho):
+    """det R = (1 − ρ²)^(D−1), and the eigenvalues' arithmetic mean is 1."""
+    exact, found = -10 * (width - 1) / width * math.log10(1 - rho**2), checks_of(width, rho)
+    assert found[KLT].gain_db == pytest.approx(exact, abs=1e-9)
+    assert found[KLT].correlation == pytest.approx(0, abs=1e-12)
+    assert found[DCT].gain_db <= exact + 1e-9 and found[IDENTITY].gain_db == pytest.approx(0, abs=1e-9)
+
+
+def test_the_dct_at_the_textbook_point_and_for_two_features():
+    """D = 8, ρ = 0.95: 8.826 dB against the KLT's 8.846, as books on transform coding print."""
+    found = checks_of(8, 0.95)
+    assert (found[DCT].gain_db, found[KLT].gain_db) == pytest.approx((8.8259, 8.8462), abs=5e-5)
+    found = checks_of(2, 0.6)
+    for name in (KLT, DCT, SHUFFLED):
+        assert found[name].gain_db == pytest.approx(-5 * math.log10(1 - 0.36), abs=1e-9)
+        assert found[name].first_share == pytest.approx(0.8)
+    assert found[IDENTITY].correlation == pytest.approx(2 * 0.36 / (2 + 2 * 0.36))
+
+
+def test_the_dct_approaches_the_klt_with_width_and_shuffling_ends_it():
+    ordered, shuffled = [], []
+    for width in (16, 64, 256):
+        found = checks_of(width, 0.9)
+        ordered.append(found[KLT].gain_db - found[DCT].gain_db)
+        shuffled.append(found[SHUFFLED].gain_db / found[KLT].gain_db)
+        low, high = found[SHUFFLED].gain_range
+        assert low <= found[SHUFFLED].gain_db <= high < found[DCT].gain_db
+        assert found[SHUFFLED].correlation > found[DCT].correlation
+    assert 0 < ordered[2] < ordered[1] < ordered[0] < 0.05
+    assert shuffled[2] < 0.1 < shuffled[1] < shuffled[0]
+    # Entropy is low only where the basis fits the order.
+    assert (
+        found[DCT].entropy_effect < -20 < -4 < found[SHUFFLED].entropy_effect
+        and abs(found[RANDOM].entropy_effect) < 0.5
+    )
+
+
+def test_over_all_orders_the_dct_keeps_the_mean_of_the_features_only():
+    """The mean of P R Pᵀ over all permutations P has 1 on the diagonal and m, the mean correlation, beside it: the
+    constant vector gets 1 + (D − 1) m of the variance, every other DCT vector 1 − m."""
+    covariance, dct = autoregression(4, 0.8), dct_matrix(4)
+    m = (6 * 0.8 + 4 * 0.64 + 2 * 0.512) / 12
+    seen = [dct[:, list(order)] @ covariance @ dct[:, list(order)].T for order in itertools.permutations(range(4))]
+    assert torch.stack(seen).mean(0).diagonal().tolist() == pytest.approx([1 + 3 * m, 1 - m, 1 - m, 1 - m])
+
+
+def test_white_features_leave_nothing_to_gain():
+    for check in checks_of(32, 0.0).values():
+        assert check.gain_db == pytest.approx(0, abs=1e-9) and check.first_share == pytest.approx(1 / 8)
+        assert abs(check.entropy_effect) < 0.25  # of 256 draws: their mean is within 4 standard errors
+
+
+def test_the_command(tmp_path):
+    def run(*arguments):
+        return CliRunner().invoke(app, ["--width", "4,8", "--rho", "0.5,0.9", "--shuffles", "2", *map(str, arguments)])
+
+    result = run("--json", tmp_path / "t.json", "--out", tmp_path / "t.svg")
+    assert result.exit_code == 0 and "DCT, features shuffled" in result.output and (tmp_path / "t.svg").is_file()
+    stored = json.loads((tmp_path / "t.json").read_text())
+    assert [(check["rho"], check["width"], check["basis"]) for check in stored["checks"]] == [
+        (rho, width, basis) for rho in (0.5, 0.9) for width in (4, 8) for basis in BASES
+    ]
+    assert sum(len(axes.lines) for axes in draw_theorem(check_theorem([4, 8], [0.5, 0.9])).axes) == 2 * 2 * len(BASES)
+    assert json.loads(run("--json", "-").output) == stored
+    for arguments, sentence in (
+        (("--out", tmp_path / "t.svg"), "exists already"),
+        (("--width", "8,x"), "--width takes whole numbers"),
+        (("--width", "5000"), "widths go from 2 to 4096"),
+        (("--rho", "1"), "between −1 and 1"),
+        (("--rho", ""), "--rho takes numbers"),
+    ):
+        found = run(*arguments).exception
+        assert isinstance(found, InputError) and sentence in str(found)

@@ -1,0 +1,310 @@
+"""Pictures: every measurement is drawn where it belongs, whatever text it has, and nothing is overwritten."""
+
+import json
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from chiar import plots, presets
+from chiar.errors import InputError
+from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, LayerUse, RoutingUse
+from chiar.layers.context import LIGHT_OPERATORS
+from chiar.model.load import count_parameters
+from chiar.plots_cli import KINDS
+from chiar.plots_diagrams import distance, draw_model, draw_routing
+from commands import run
+from small_corpora import language_corpus
+
+SVG = "{http://www.w3.org/2000/svg}"
+RECORD = {"rate": 1e-3, "use": [[0.4, 0.6], [0.7, 0.3]], "gate": {"text": 0.9}, "tokens_per_second": 64.0}
+HOSTILE = "<script>&\"'$x^2$\x1b"
+
+
+def make_run(folder, preset="v3-tiny", steps=4, **changes):
+    """A run folder with what pictures need: run.json and metrics.jsonl. A step reads 32 tokens."""
+    folder.mkdir(parents=True)
+    settings = {"batch": 4, "length": 8, "data": ["text"], "mixing": "weights", "evaluate_rows": 4}
+    stored = {"config": presets.get(preset).to_dict(), "settings": settings, "data": {"text": "f1"}}
+    (folder / "run.json").write_text(json.dumps({**stored, **changes.pop("run", {})}))
+    records = []
+    for step in range(1, steps + 1):
+        record = {"step": step, "loss": 6.0 / step, **(RECORD if preset != "baseline-tiny" else {"rate": 1e-3})}
+        record |= {"validation": {"text": 6.5 / step}} if step % 2 == 0 else {}
+        records.append({**record, **{name: value[step - 1] if isinstance(value, tuple) else value
+                                     for name, value in changes.items()}})  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def save_report(path, loss=3.0, flops=100.0, baseline=100.0, routed=False, **changes):
+    layers = [LayerUse(1, {"spectral": 0.5, "attention": 0.5})] if routed else []
+    known = {
+        "model": "baseline-tiny", "run": None, "corpus": "text", "fingerprint": "f1", "split": "test", "length": 8,
+        "stride": None, "rows": None, "batch_size": 1, "precision": "fp32", "device": "cpu",
+        "scores": LanguageScores(10, loss, 5, 1, 20), "routing": RoutingUse(layers, None, None),
+        "flops": flops, "baseline_flops": baseline, "flops_length": 8,
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(EvaluationReport(**{**known, **changes}).to_json())
+    return str(path)
+
+
+def words(figure):
+    return [element.text for element in ElementTree.fromstring(plots.svg_text(figure)).iter(f"{SVG}text")]
+
+
+def panels_of(figure):
+    """By title, the lines by label (None: not in the legend)."""
+    return {
+        a.get_title("left"): [(line.get_label(), line.get_xydata().tolist()) for line in a.lines] for a in figure.axes
+    }
+
+
+def test_every_measurement_of_every_run_is_a_line(tmp_path):
+    runs = [make_run(tmp_path / "baseline", "baseline-tiny"), make_run(tmp_path / "v3", loss=2.0)]
+    drawn = panels_of(plots.draw_curves(runs))
+    assert {name: len(lines) for name, lines in drawn.items()} == {
+        "loss, nats per token": 4, "loss minus that of baseline": 1, "learning rate": 2,
+        "f: share of tokens sent to attention": 2, "g: gate of layer 1": 1,
+    }  # fmt: skip
+    assert drawn["loss minus that of baseline"] == [("v3: train", [[1, -4], [2, -1], [3, 0], [4, 0.5]])]
+    assert drawn["f: share of tokens sent to attention"][1] == ("v3: layer 3", [[s, 0.3] for s in (1, 2, 3, 4)])
+    assert "validation loss in the second half" in panels_of(plots.draw_curves([make_run(tmp_path / "long", steps=12)]))
+    deep = make_run(tmp_path / "deep", use=[[0.4, 0.6]] * 5, run={"config": {"layer_types": ["routed"] * 5}})
+    assert "deep: mean of 5 layers" in words(plots.draw_curves([deep]))
+
+
+def test_places_over_tokens_and_time(tmp_path):
+    speeds = (1.0, 64.0, 32.0, 16.0)
+    folder = make_run(tmp_path / "run", tokens_per_second=speeds)
+    assert plots.read_runs([folder], "tokens")[0][0].places == [32, 64, 96, 128]
+    # The first step compiles and is not counted.
+    assert plots.read_runs([folder], "time")[0][0].places == [0, 0.5, 1.5, 3.5]
+    assert plots.read_runs([make_run(tmp_path / "long", steps=100)], "tokens")[1] == "thousand training tokens"
+    added = {"settings": {"batch": 4, "length": 8, "data": ["a", "b"], "mixing": "added"}}
+    for changes, over, sentence in (
+        ({"run": {"settings": {}}}, "tokens", "does not say its batch"),
+        ({"run": added}, "time", "unequal lengths"),
+        ({"tokens_per_second": None}, "time", "no tokens_per_second at step 2"),
+        ({}, "weeks", "unknown axis 'weeks'"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            plots.draw_curves([make_run(tmp_path / sentence, **changes)], over=over)
+
+
+def test_when_a_run_reaches_the_loss_of_the_first(tmp_path):
+    slow = make_run(
+        tmp_path / "slow", steps=3, validation=tuple({"text": x} for x in (5, 4, 3)), tokens_per_second=32.0
+    )
+    fast = make_run(tmp_path / "fast", steps=3, validation=tuple({"text": x} for x in (5, 2.9, 2.8)))
+    other = make_run(tmp_path / "other", run={"data": {"x": "f2"}})
+    code, output = run("plot", "curves", slow, fast, other, "--over", "time", "--out", tmp_path / "f.svg")
+    assert code == 0
+    assert "slow reaches the validation loss 3.0000, slow's least, at 2 seconds." in output
+    assert "fast reaches the validation loss 3.0000, slow's least, at 0.5 seconds." in output
+    assert "other was validated on other rows than slow" in output
+    _, output = run("plot", "curves", fast, slow, "--over", "tokens", "--out", tmp_path / "g.svg")
+    assert "slow reaches the validation loss 2.8000, fast's least, not at all." in output
+
+
+def test_a_run_that_goes_on_and_runs_that_cannot_be_drawn(tmp_path):
+    folder = make_run(tmp_path / "run")
+    whole = plots.svg_text(plots.draw_curves([folder]))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    assert plots.svg_text(plots.draw_curves([folder])) == whole
+    (tmp_path / "empty").mkdir()
+    for paths, sentence in (
+        ([tmp_path / "empty"], "not a training run"),
+        ([folder, folder], "named twice"),
+        ([make_run(tmp_path / "new", steps=0)], "no measurements yet"),
+        ([make_run(tmp_path / "broken", loss=float("nan"), validation={})], "no finite loss"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            plots.draw_curves(paths)
+    with pytest.raises(InputError, match="no MetaRouter"):
+        plots.draw_gate([make_run(tmp_path / "base", "baseline-tiny")])
+    with pytest.raises(InputError, match="no routed layers"):
+        plots.draw_operators([tmp_path / "base"])
+
+
+def test_gate_and_operators(tmp_path):
+    gates = tuple({"text": g, "symbols": 0.99} for g in (0.21, 0.21, 0.21, 0.9))
+    runs = [make_run(tmp_path / name, gate=gates) for name in ("one", "two")]
+    course, shares = panels_of(plots.draw_gate(runs)).values()
+    assert [label for label, _ in course] == [f"{n}: g on {c}" for n in ("one", "two") for c in ("text", "symbols")]
+    heights = {round(x * 50): y for x, y in shares[0][1]}
+    assert heights[10] == 0.75 and heights[45] == 0.25 and sum(heights.values()) == 1
+    use = [[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]
+    drawn = panels_of(plots.draw_operators([make_run(tmp_path / "v1", "v1-tiny", use=use)]))
+    assert list(drawn) == ["mean of the routed layers", "layer 2", "layer 3"]
+    assert [(label, points[0]) for label, points in drawn["mean of the routed layers"]] == [
+        ("spectral", [1, 0.75]), ("rbf", [1, 0.15]), ("attention", [1, 0.1])
+    ]  # fmt: skip
+
+
+def test_scaling_has_means_dots_and_gaps(tmp_path):
+    reports = [
+        save_report(tmp_path / "small.json", 4.0),
+        save_report(tmp_path / "large.json", 3.0, 1000.0, 1000.0),
+        save_report(tmp_path / "small-routed.json", 4.25, 90.0, routed=True),
+        save_report(tmp_path / "large-routed.json", 3.125, 800.0, 1000.0, True),
+        "ours=" + save_report(tmp_path / "large-routed-1.json", 3.375, 800.0, 1000.0, True),
+    ]
+    losses, gaps = panels_of(plots.draw_scaling([*reports[:4], reports[4].removeprefix("ours=")], "flops")).values()
+    assert losses[0] == ("dense", [[100, 4], [1000, 3]]) and losses[2] == ("CHIAR", [[90, 4.25], [800, 3.25]])
+    assert gaps[0] == ("CHIAR", [[90, 0.25], [800, 0.25]]) and gaps[1][1] == [[90, 0.25], [800, 0.125], [800, 0.375]]
+    assert list(panels_of(plots.draw_scaling(reports[:2], "flops"))) == ["loss, nats per token"]
+    assert "ours" in words(plots.draw_scaling(reports, "flops"))
+    folder = make_run(tmp_path / "run")
+    save_report(folder / "evaluation.json", routed=True, model="gone")
+    sizes = panels_of(plots.draw_scaling([str(folder)]))["loss, nats per token"][0][1]
+    assert sizes == [[count_parameters(presets.get("v3-tiny")), 3.0]]
+    classes = ClassScores(2, 4, 0, 0.5, ["a", "b"], [[1, 0], [0, 1]])
+    for arguments, against, sentence in (
+        ([reports[0], save_report(tmp_path / "other.json", length=16)], "flops", "another length"),
+        ([save_report(tmp_path / "labelled.json", scores=classes)], "flops", "a classifier"),
+        ([str(make_run(tmp_path / "bare"))], "flops", "was not evaluated: chiar eval"),
+        ([save_report(tmp_path / "lost.json", model="runs/gone/best")], "parameters", "--against flops"),
+        ([reports[0]], "price", "unknown size"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            plots.draw_scaling(arguments, against)
+
+
+def test_savings_are_those_of_the_counter():
+    total, layers, attention = panels_of(plots.draw_savings(["v3-400m"], 256, 0.5, "routed", None)).values()
+    # As README says of 400M, T 256, f = ½, routed keys; the last line marks the paper's claim.
+    assert [round(points[0][1], 1) for _, points in total[:-1]] == [15.6, 10.5, 5.4]
+    assert attention[0][1][0][1] == pytest.approx(51.5, abs=0.05) and len(layers) == 3
+    assert "the paper: 62.5%" in words(plots.draw_savings(["v3-tiny"], 64, 0.25, "routed", False))
+    with pytest.raises(InputError, match="baseline-tiny routes nothing"):
+        plots.draw_savings(["baseline-tiny"], 64, None, None, None)
+    assert [plots.size_name(value) for value in (999, 1e3, 15.8e6, 1.1e9)] == ["999", "1k", "15.8M", "1.1G"]
+
+
+def variant(name, flops, loss, role="control", **times):
+    row = {"variant": name, "role": role, "seeds": [0, 1], "gap_seeds": [0, 1], "flops_by_seed": [flops * 1e6] * 2}
+    row |= {"paired_loss": loss, "paired_losses": [loss, loss], "flops_per_token": {"forward": flops * 1e6}}
+    return {**row, "step_ms": None, "step_ms_in_training": None, **times}
+
+
+def test_pareto_keeps_numbers_apart_and_far_marks_at_its_edge():
+    near = [variant(f"near-{n}", n, 4.0 + n / 100) for n in range(1, 10)]
+    figure = plots.draw_pareto([*near, variant("far", 5, 9.0, "candidate"), variant("same", 9, 4.09)], "a study")
+    (axes,) = figure.axes
+    assert {"10 far ↑9.00", "↑ above the picture", "frontier, names in bold"} <= set(words(figure))
+    assert axes.get_ylim()[1] < 4.2  # what lost by far does not press the others together
+    placed = [text.get_window_extent() for text in axes.texts]
+    assert len(placed) == 11
+    assert not any(a.overlaps(b) for n, a in enumerate(placed) for b in placed[:n])
+    few = plots.draw_pareto([*near[:3], variant("far", 5, 9.0)], "a study")
+    assert few.axes[0].get_ylim()[1] > 9 and not any("↑" in (word or "") for word in words(few))
+    timed = plots.draw_pareto(
+        [variant("a", 1, 4, step_ms=3.0), variant("b", 2, 3), variant("c", 3, 2, step_ms=4.0)], "t", "H"
+    )
+    assert timed.axes[1].get_xlabel() == "measured training step, ms, H"
+    assert {text.get_text() for text in timed.axes[1].texts} == {"1", "3"}
+    assert plots.frontier([(1, 3), (2, 4), (3, 1), (0, 9)]) == [(0, 9), (1, 3), (3, 1)]
+
+
+def test_a_diagram_shows_what_the_configuration_says():
+    v3 = words(draw_model(presets.get("v3-400m"), "t <&> t"))
+    assert {"MetaRouter", "layer 1", "layers 2–27 (×26)", "layer 28", "light: H ≤ τ", "dark: H > τ", "t <&> t"} <= set(
+        v3
+    )
+    for name, changes, expected in (
+        ("v1-16m", {}, "RBF mixing"),
+        ("v3-16m", {"embedding_norm": True}, "RoPE turns queries and keys instead; then RMS norm"),
+        ("v3-16m", {"light_ffn": False}, "light tokens skip it"),
+        ("v4-400m", {}, "layers 1, 3, … 27 (×14)"),
+        ("baseline-16m", {}, "layers 1–4 (×4)"),
+        ("v3-16m", {"router": "random"}, "hash of the token, f = 0.5"),
+        ("v3-16m", {"temporal_everywhere": True}, "every token, over the last 16"),
+    ):
+        assert expected in words(draw_model(presets.get(name, **changes), name))
+
+
+def test_routing_colours_are_routes_and_tokens_are_text(lively):
+    pieces = ["</text><script>", "$x^2$", "\x00\x1b", "\n\t", "", "\udc80", "日本", "x" * 500, *["token"] * 30]
+    with torch.no_grad():
+        trace = lively({})(torch.arange(len(pieces))[None] % 20, output_routing=True).routing
+    figure = draw_routing(trace, pieces, HOSTILE)
+    assert {"</text><script>", "$x^2$", "\\x00\\x1b", "⏎⇥", "日本"} <= set(words(figure))
+    assert "<script" not in plots.svg_text(figure)
+    cells = [patch for patch in figure.axes[0].patches if patch.get_height() == 20]
+    assert len(cells) == 4 * len(pieces) and all(cell.get_x() + cell.get_width() <= 980 for cell in cells)
+    for number, cell in enumerate(cells):
+        token, layer = divmod(number, 4)
+        seen = trace.layers[layer]
+        operator, gap = seen.operators[int(seen.choice_BT[0, token])], distance(seen, token)
+        assert gap is None or (gap > 0) == (operator == "attention")
+        red, green, blue, _ = cell.get_facecolor()
+        assert (0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.7) == (operator == "attention")
+    luminance = {name: int(plots.operator_colour(name, 1.0)[1:3], 16) for name in (*LIGHT_OPERATORS, "your own")}
+    assert min(luminance.values()) > int(plots.operator_colour("attention", 0.0)[1:3], 16)
+    assert set(plots.NAMES) >= {"spectral", "temporal", "rbf", "attention"}
+
+
+def test_text_is_safe_and_pictures_are_deterministic(tmp_path):
+    run_of_it = make_run(tmp_path / HOSTILE.replace("/", ""), gate={HOSTILE: 0.5})
+    text = plots.svg_text(plots.draw_curves([run_of_it]))
+    assert text == plots.svg_text(plots.draw_curves([run_of_it])) and "<script" not in text
+    assert re.search(r'^<svg role="img" aria-label="[^"]*&lt;script', text)
+    assert any("$x^2$\\x1b: g on" in (word or "") for word in words(plots.draw_curves([run_of_it])))
+    named = [plots.Line([(0, 0), (1, 1)], f"run {n} with a long name") for n in range(12)]
+    figure = plots.draw_panels("title", [plots.Panel("one", named), plots.Panel("below", named[:1])], "x")
+    plots.render(figure, "png")
+    first, below = (axes.get_tightbbox() for axes in figure.axes)
+    assert first.y0 >= below.y1 - 1  # a long legend has room
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_a_command_that_overwrites_nothing(tmp_path, kind):
+    folder = make_run(tmp_path / "run")
+    study = {"format": "chiar-study-results/1", "title": "t", "variants": [variant("a", 1, 4.0)], "times": None}
+    (tmp_path / "results.json").write_text(json.dumps({**study, "runs": [{"device": "cpu"}]}))
+    sources = {"scaling": save_report(tmp_path / "r.json"), "savings": "v3-tiny", "model": "v3-tiny"}
+    sources |= {"routing": "v3-tiny", "pareto": tmp_path / "results.json"}
+    arguments = ["plot", kind, sources.get(kind, folder), *(["--prompt", "light & dark"] if kind == "routing" else [])]
+    if kind == "curves":
+        arguments += ["--data", language_corpus(tmp_path, 120)]
+    out = tmp_path / "new" / "f.svg"
+    code, output = run(*arguments, "--out", out)
+    assert (code, output.splitlines()[0]) == (0, f"wrote {out}")
+    assert len([e for e in ElementTree.parse(out).iter(f"{SVG}text") if e.text]) > 4
+    assert ("unigram entropy" in out.read_text()) == (kind == "curves")
+    code, output = run(*arguments, "--out", out)
+    assert code == 2 and "exists already" in output
+    assert run(*arguments, "--out", out, "--overwrite")[0] == 0
+    code, output = run(*arguments, "--out", tmp_path / "f.txt")
+    assert code == 2 and "pictures are SVG, PNG or PDF" in output
+    if kind != "savings":
+        code, output = run("plot", kind, tmp_path / "missing", "--out", tmp_path / "g.svg")
+        assert code == 2 and output.startswith("error: ") and len(output.splitlines()) == 1
+
+
+def test_what_the_command_cannot_draw(tmp_path):
+    for arguments, sentence in (
+        (["pie", "x"], "unknown kind of picture 'pie'"),
+        (["curves"], "name what to draw"),
+        (["model", "v3-tiny", "v1-tiny"], "draws one thing"),
+        (["model", "v3-tiny", "--prompt", "x"], "--prompt says nothing about model"),
+        (["routing", "v3-tiny"], "give it with --prompt"),
+    ):
+        code, output = run("plot", *arguments, "--out", tmp_path / "f.svg")
+        assert code == 2 and sentence in output
+    assert run("plot", "model", "v3-tiny", "--out", tmp_path / "f.png")[0] == 0
+    assert run("plot", "model", "v3-tiny", "--out", tmp_path / "f.pdf")[0] == 0
+
+
+def test_without_matplotlib_there_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(InputError, match=re.escape("pip install 'chiar[plots]'")):
+        draw_model(presets.get("v3-tiny"), "t")
+    code = "import sys, chiar.plots_cli; assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
