@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from chiar.routing.calibration import calibrate
-from chiar.training.graphs import GraphedPasses
+from chiar.training.compiling import GraphedPasses
 from timed import Routes, TimedChiar, TimedModel, exact_routes
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}

@@ -14,7 +14,7 @@ from chiar.layers.routers import Route, Weighing
 from chiar.model.coordinates import to_spectral_coordinates
 from chiar.model.inputs import make_context
 from chiar.routing.budget import budget_loss
-from chiar.training.graphs import PLAIN, GraphedPasses
+from chiar.training.compiling import PLAIN, GraphedPasses
 from helpers import mixed_routes, random_model, randomise, small_config, token_ids
 from routed import ANNEALED, OPTIONS, STRAIGHT, options
 

@@ -24,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chiar import presets
-from chiar.training.graphs import GraphedPasses
-from chiar.training.tasks import TaskModel
-from chiar.training.weights import build
+from chiar.training.compiling import GraphedPasses
+from chiar.training.tasks import TaskModel, build
 
 CASES: dict[str, dict[str, Any]] = {
     "baseline-tiny": {},

@@ -21,8 +21,7 @@ from chiar.registry import add_plugins, load_plugins
 from chiar.reproduce.cli import reproduce
 from chiar.serving.cli import serve
 from chiar.studies.cli import study_app
-from chiar.training.cli import train
-from chiar.training.finetune_cli import finetune
+from chiar.training.cli import finetune, train
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -4,7 +4,7 @@ import pytest
 
 from chiar.errors import InputError
 from chiar.reproduce.plan import make_plan, parse_changes
-from chiar.training.optim import learning_rate
+from chiar.training.trainer import learning_rate
 from commands import run
 
 

@@ -1,6 +1,7 @@
 import pytest
 
 from chiar import presets
+from chiar.training.loop import train
 from chiar.training.settings import TrainSettings
 from small_corpora import labelled_corpus, language_corpus
 
@@ -34,3 +35,13 @@ def config():
         return presets.get(name, **{"hidden_size": 16, **changes})
 
     return make
+
+
+@pytest.fixture
+def go(config, settings, tmp_path):
+    """Train a small model into a folder of the test: `go("run", steps=4)`, `go("run", config(…), resume=True)`."""
+
+    def run(name, model=None, resume=False, quiet=True, **changes):
+        return train(model or config(), settings(**changes), tmp_path / name, resume, "cpu", quiet)
+
+    return run

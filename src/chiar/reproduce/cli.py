@@ -33,8 +33,7 @@ def reproduce(
     from chiar.reproduce.procedure import Result
     from chiar.reproduce.procedure import reproduce as run_procedure
     from chiar.reproduce.table import to_json, to_markdown, to_rich
-    from chiar.training.interruption import Interrupted
-    from chiar.training.loop import TrainingStopped
+    from chiar.training.loop import Interrupted, TrainingStopped
 
     plan = make_plan(recipe, list(data), budget=budget, size=size, seed=seed, changes=parse_changes(setting or []))
 

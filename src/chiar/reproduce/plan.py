@@ -11,10 +11,9 @@ from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus
 from chiar.errors import InputError, unknown_name
 from chiar.reproduce.recipes import PAPER_BATCH, PAPER_LENGTH, RECIPES, Recipe, Row
-from chiar.training.cli import check_types, configuration, parse
-from chiar.training.command import train_arguments
+from chiar.training.cli import configuration, parse
 from chiar.training.loop import check_run
-from chiar.training.settings import TrainSettings
+from chiar.training.settings import TrainSettings, train_arguments
 from chiar.training.trainer import open_rows
 
 EVALUATIONS = 20
@@ -121,7 +120,6 @@ def make_plan(
     for row in recipe.rows:
         read = data if row.mixed else data[:1]
         settings = TrainSettings.from_dict({**base, **row.settings, **chosen, "data": list(read)})
-        check_types(settings)
         settings.validate()
         settings.accumulation(1)
         planned = PlannedRow(row, row.of_size(size), {**row.config, **fields_changed}, settings)
@@ -154,7 +152,6 @@ def check_data(recipe: Recipe, data: list[str]) -> None:
 def scheduled(recipe: Recipe, chosen: dict[str, Any], budget: int | None) -> dict[str, Any]:
     """The paper's schedule for this budget: warm-up keeps its share of the steps, the cosine is complete."""
     batch, length = chosen.get("batch", PAPER_BATCH), chosen.get("length", PAPER_LENGTH)
-    check_types(TrainSettings(batch=batch, length=length))
     TrainSettings(data=["-"], batch=batch, length=length).validate()
     budget = recipe.tokens if budget is None else budget
     steps = budget // (batch * length)

@@ -4,7 +4,7 @@ from copy import deepcopy
 
 from chiar.config import ChiarConfig
 from chiar.routing.flops import Shares, count_flops, operator_shares
-from chiar.training.utilisation import training_flops
+from chiar.training.reporting import training_flops
 
 PARTS = 32
 """In which the fall of f is summed up."""

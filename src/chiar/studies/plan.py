@@ -12,10 +12,10 @@ from chiar.data.shards import Corpus
 from chiar.errors import InputError, unknown_name
 from chiar.studies.declaration import Study, Variant, check, refuse_shared, to_dict
 from chiar.training.batches import LanguageRows
-from chiar.training.cli import check_types, configuration
-from chiar.training.command import train_arguments
-from chiar.training.opening import MAY_CHANGE, check_run
-from chiar.training.settings import TrainSettings
+from chiar.training.cli import configuration
+from chiar.training.loop import check_run
+from chiar.training.run_folder import MAY_CHANGE
+from chiar.training.settings import TrainSettings, train_arguments
 from chiar.training.trainer import open_rows
 
 # What a run may be continued with otherwise: it changes no token read and no weight learned.
@@ -87,7 +87,6 @@ def make_plan(
     if seeds is not None:
         study = check(replace(study, seeds=tuple(seeds)))
     common = TrainSettings.from_dict({**study.settings, "data": [data]})
-    check_types(common)
     common.validate()
     steps = step_count(study, common, corpus)
     runs = []
@@ -107,7 +106,6 @@ def make_plan(
 def check_planned(run: PlannedRun, corpus: Corpus) -> None:
     try:
         settings = run.settings
-        check_types(settings)
         settings.validate()
         settings.accumulation(1)
         check_run(run.config(), settings, [corpus])

@@ -10,9 +10,8 @@ from chiar.evaluation.report import EvaluationReport, exponential, finite
 from chiar.model.load import count_parameters, load_config
 from chiar.studies.costs import count_costs
 from chiar.studies.folder import StudyFolder
-from chiar.training.command import train_arguments
 from chiar.training.run_folder import METRICS, RunFolder
-from chiar.training.settings import TrainSettings
+from chiar.training.settings import TrainSettings, train_arguments
 
 FEW = 3
 """Up to so many seeds the spread is max − min, above it the standard deviation."""

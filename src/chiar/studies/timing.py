@@ -23,7 +23,7 @@ from chiar.studies.folder import TIMES, StudyFolder, read_json
 from chiar.studies.plan import Plan, PlannedRun
 from chiar.training.compiling import clear_device
 from chiar.training.distributed import Processes, start
-from chiar.training.precision import settle
+from chiar.training.loop import settle
 from chiar.training.run_folder import versions
 from chiar.training.trainer import Trainer
 
