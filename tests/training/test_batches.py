@@ -1,6 +1,7 @@
 """Batches are a pure function of (seed, step, slot), made early or not."""
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,12 @@ import torch
 
 from chiar.data import Corpus
 from chiar.training.batches import Prefetch, Schedule, open_rows, row_numbers, shuffled, slot_seed
+
+
+@pytest.fixture
+def settings(settings):
+    """Four slots a step."""
+    return partial(settings, batch=8)
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def test_a_step_is_run_again_from_its_beginning(layers, config, go, tmp_path, co
     def backend(graph, inputs):
         def run(*values):
             calls.append(len(values))
-            if len(calls) == (10 if layers else 3):
+            if len(calls) == (6 if layers else 2):
                 raise cpp_error()
             return graph(*values)
 
@@ -116,9 +116,9 @@ def test_layers_are_compiled_one_by_one_and_alike_ones_once(config, go, tmp_path
     graphs = []
     compile_with(lambda graph, inputs: graphs.append(graph) or graph)
     model = config(meta_router=False, layer_types=["routed"] * 3 + ["attention"])
-    go("plain", model, steps=2, micro_batch=8)
+    go("plain", model, steps=2, micro_batch=4)
     assert not graphs
-    go("layers", model, steps=2, micro_batch=8, compile=True, compile_layers=True)
+    go("layers", model, steps=2, micro_batch=4, compile=True, compile_layers=True)
     assert len(graphs) == 2
     assert [record["compiled"] for record in metrics(tmp_path / "layers")] == [True] * 2
     ours, plain = final_state(tmp_path / "layers"), final_state(tmp_path / "plain")

@@ -153,15 +153,6 @@ def test_a_run_starts_from_the_weights_of_a_model(start, labelled, tmp_path, req
     assert (settings["length"], settings["evaluate_rows"], settings["evaluate_every"]) == (length, 0, 2)
 
 
-def test_the_loss_falls_from_a_checkpoint(language, labelled, tmp_path):
-    options = ["--epochs", 10, "--batch", 10, "--learning-rate", "5e-3", "--length", 48]
-    code, output = run("finetune", language, "--data", labelled, "--out", tmp_path / "run", *options, *SMALL)
-    assert code == 0, output
-    losses = [record["loss"] for record in metrics(tmp_path / "run")]
-    assert len(losses) == 60
-    assert sum(losses[-6:]) < 0.9 * sum(losses[:6])
-
-
 def test_a_resumed_run_is_the_same_run(language, labelled, settings, tmp_path, monkeypatch):
     chosen = settings(data=[str(labelled)], length=32, initial=str(language / "best"), recalibrate_every=5)
 

@@ -46,13 +46,13 @@ def test_thresholds_follow_a_run_and_its_end_is_exported(config, go, tmp_path):
     go("run", config(routing="hard", target_fraction=0.25, norm_position="pre"), learning_rate=5e-4)
     state = ChiarForCausalLM.from_pretrained(tmp_path / "run" / "final").model.router_state
     kept = final_state(tmp_path / "run")
-    assert set(state.updates_L.tolist()) == {12 * 4}, "four micro-batches a step"
+    assert set(state.updates_L.tolist()) == {12 * 2}, "two micro-batches a step"
     for name, value in state.state_dict().items():
         assert torch.equal(kept[f"model.language.model.router_state.{name}"], value), name
     assert (state.threshold_L != 0).all()
     use = torch.tensor([record["use"] for record in metrics(tmp_path / "run")[4:]])[..., 1].mean(0)
-    # 128 tokens a step, eight steps, thresholds that are a few passes behind.
-    assert use.tolist() == pytest.approx([0.25, 0.25], abs=0.08)
+    # 64 tokens a step, eight steps, thresholds that are a few passes behind.
+    assert use.tolist() == pytest.approx([0.25, 0.25], abs=0.1)
 
 
 def wait_for(path):
@@ -179,7 +179,7 @@ def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(go, tmp_path, monk
         with pytest.raises(TrainingStopped, match=r"checkpoint of step 8 .*File too large.*earlier ones are kept"):
             go("run")
     assert checkpoint.find(tmp_path / "run" / "checkpoints").state["step"] == 4
-    assert not list(checkpoint.partials(tmp_path / "run" / "checkpoints"))
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
 
 def test_an_export_that_cannot_be_written_leaves_the_one_before(go, tmp_path):

@@ -52,11 +52,6 @@ def steps(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*") if path.is_dir()), reverse=True)
 
 
-def partials(folder: Path) -> Iterator[Path]:
-    """What a killed process left half-written."""
-    return folder.glob(".step-*.partial")
-
-
 def state_tensors(model: Any, optimizer: torch.optim.Optimizer, average: dict[str, Tensor]) -> dict[str, Tensor]:
     """Everything a run has learned: weights, saved buffers, the optimiser's state of every parameter, the average."""
     parameters = dict(model.named_parameters())  # tied ones once

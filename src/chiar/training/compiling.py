@@ -132,14 +132,13 @@ class GraphedPasses:
         return self.plainly(inputs)
 
     def record(self, shape: Any, inputs: tuple[Tensor, ...]) -> None:
-        reason = None
         try:
             self.records[shape] = Record(self.run, inputs, self.parameters, self.stream)
         except RuntimeError as error:  # most likely no memory for a second set of activations
-            reason = first_line(root_of(error))
+            self.failure = first_line(root_of(error))
         # Not inside the block above: there the error still holds every tensor of the pass that failed.
-        if reason is not None:
-            self.give_up(reason)
+        if self.failure is not None:
+            self.give_up(self.failure)
 
     def give_up(self, reason: str) -> None:
         """Passes are launched plainly from here on, and what recordings held is free."""
@@ -208,16 +207,21 @@ class Record:
 
     def replay(self, inputs: tuple[Tensor, ...], parameters: list[nn.Parameter]) -> tuple[Tensor, ...]:
         """Results are copies. Gradients are added to what is there; where nothing is, the recorded tensor itself."""
-        pairs = [(p, g) for p, g in zip(parameters, self.gradients, strict=True) if g is not None]
-        for parameter, gradient in pairs:
-            if parameter.grad is gradient:
+        for parameter, gradient in zip(parameters, self.gradients, strict=True):
+            if gradient is not None and parameter.grad is gradient:
                 parameter.grad = gradient.clone()  # of an earlier pass: this one writes to the same place
         for place, x in zip(self.inputs, inputs, strict=True):
             place.copy_(x, non_blocking=True)
         self.graph.replay()
-        there = [(parameter.grad, gradient) for parameter, gradient in pairs if parameter.grad is not None]
-        for parameter, gradient in pairs:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad
-        if there:
-            torch._foreach_add_(*map(list, zip(*there, strict=True)))
+        sums, added = [], []
+        for parameter, gradient in zip(parameters, self.gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                sums.append(parameter.grad)
+                added.append(gradient)
+        if sums:
+            torch._foreach_add_(sums, added)
         return tuple(result.clone() for result in self.results)

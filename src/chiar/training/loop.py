@@ -3,7 +3,8 @@
 import math
 import os
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -66,12 +67,10 @@ def how_to_resume(folder: RunFolder) -> str:
 
 
 def what_to_reduce(settings: TrainSettings) -> str:
-    ways = [f"make --length smaller than {settings.length}"]
-    if not settings.gradient_checkpointing:
-        ways.insert(0, "add --set gradient_checkpointing=true")
-    if settings.micro_batch > 1:
-        ways.insert(0, f"make --micro-batch smaller than {settings.micro_batch} (the batch stays, accumulated)")
-    return ", or ".join(ways)
+    smaller = f"make --micro-batch smaller than {settings.micro_batch} (the batch stays, accumulated)"
+    ways = [smaller] if settings.micro_batch > 1 else []
+    ways += [] if settings.gradient_checkpointing else ["add --set gradient_checkpointing=true"]
+    return ", or ".join([*ways, f"make --length smaller than {settings.length}"])
 
 
 def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus]) -> list[str]:
@@ -96,13 +95,9 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus
             "chiar data prepare --name gives one another."
         )
     notes = [remark for corpus in corpora for remark in corpus.remarks]
-    if settings.initial:
-        notes += check_tokenizer(settings.initial, config, corpora[0])
-    if settings.warmup >= settings.steps and settings.learning_rate:
-        notes.append(
-            f"all {settings.steps} steps are warm-up (warmup={settings.warmup}): the rate never gets to "
-            f"{settings.learning_rate:g}."
-        )
+    notes += check_tokenizer(settings.initial, config, corpora[0]) if settings.initial else []
+    if (warmup := settings.warmup) >= settings.steps and (rate := settings.learning_rate):
+        notes.append(f"all {settings.steps} steps are warm-up (warmup={warmup}): the rate never gets to {rate:g}.")
     needed = corpora[0].vocab_size
     if needed > config.vocab_size:
         raise InputError(f"the corpus has {needed} token ids, the model only {config.vocab_size}: set vocab_size.")
@@ -121,13 +116,11 @@ def settle(settings: TrainSettings, processes: Processes, resumed: RunFolder | N
     """Precision `auto` as what it means on the main process's device, or as what a resumed run was begun with."""
     if settings.precision != "auto":
         return settings
-
-    def choose() -> str:
-        if resumed is not None:
-            return told(resumed.read(), "settings", resumed.path.name)["precision"]
-        return "bf16" if computes_bf16(processes.device) else "fp32"
-
-    return replace(settings, precision=processes.from_main(choose))
+    if resumed is not None:
+        precision = processes.from_main(lambda: told(resumed.read(), "settings", resumed.path.name)["precision"])
+    else:
+        precision = processes.from_main(lambda: "bf16" if computes_bf16(processes.device) else "fp32")
+    return replace(settings, precision=precision)
 
 
 def train_among(
@@ -167,6 +160,14 @@ def train_among(
         kept = found.state["metrics_bytes"] if found else 0
         with closing(Metrics(folder.metrics_path, kept, events)) as metrics:
             return Run(trainer, folder, metrics, display).go()
+
+
+@contextmanager
+def stopping(what: str, kept: str) -> Iterator[None]:
+    try:
+        yield
+    except checkpoint.NotWrittenError as error:
+        raise TrainingStopped(f"{what} could not be written ({error}): {kept} are kept.") from error
 
 
 def is_better(now: dict[str, float], best: dict[str, float]) -> bool:
@@ -234,8 +235,7 @@ class Run:
         now = time.perf_counter()
         record["tokens_per_second"] = round(self.trainer.take_tokens() / (now - self.marked_time), 1)
         self.marked_step, self.marked_time = self.trainer.step, now
-        mfu = self.utilisation.of(record["tokens_per_second"], record["use"])
-        if mfu is not None:
+        if (mfu := self.utilisation.of(record["tokens_per_second"], record["use"])) is not None:
             record["mfu"] = mfu
         record["compiled"] = self.compiled
         if self.trainer.processes.device.type == "cuda":
@@ -263,28 +263,19 @@ class Run:
             self.stop_at(int(trainer.first_bad_step))
         target = self.folder.checkpoints / checkpoint.step_name(trainer.step)
         written = self.metrics.bytes if self.metrics is not None else 0
-        try:
+        with stopping(f"the checkpoint of step {trainer.step}", "earlier ones"):
             checkpoint.save(target, trainer.tensors(), trainer.state(written), trainer.processes)
-        except checkpoint.NotWrittenError as error:
-            raise TrainingStopped(
-                f"the checkpoint of step {trainer.step} could not be written ({error}): earlier ones are kept."
-            ) from error
         if trainer.processes.main:
             checkpoint.point(self.folder.checkpoints / "latest", target)
             best = int(trainer.best["step"]) if trainer.best else None
             checkpoint.retain(self.folder.checkpoints, self.settings.keep, best)
 
     def export(self, link: Path) -> None:
-        trainer = self.trainer
-        model = trainer.whole()
-        try:
-            with checkpoint.agreed(trainer.processes):
-                if model is not None:
-                    self.folder.export(model, trainer.corpora[0], link, trainer.step)
-        except checkpoint.NotWrittenError as error:
-            raise TrainingStopped(
-                f"the {link.name} model, of step {trainer.step}, could not be written ({error}): checkpoints are kept."
-            ) from error
+        trainer, model = self.trainer, self.trainer.whole()
+        what = f"the {link.name} model, of step {trainer.step},"
+        with stopping(what, "checkpoints"), checkpoint.agreed(trainer.processes):
+            if model is not None:
+                self.folder.export(model, trainer.corpora[0], link, trainer.step)
 
     def sample(self, new_tokens: int = 48) -> str:
         """The prompt continued greedily. A gate that sees the future is frozen at the prompt for this."""

@@ -8,16 +8,20 @@ import subprocess
 import sys
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import transformers
+
+import chiar
+from chiar.config import ChiarConfig
+from chiar.data import Corpus
 from chiar.errors import InputError, first_line
-
-if TYPE_CHECKING:
-    from chiar.config import ChiarConfig
-    from chiar.data import Corpus
-    from chiar.training.checkpoint import Found
-    from chiar.training.settings import TrainSettings
-    from chiar.training.tasks import TaskModel
+from chiar.model.heads import export_model
+from chiar.training import checkpoint
+from chiar.training.distributed import attempt
+from chiar.training.settings import TrainSettings
+from chiar.training.tasks import TaskModel
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 # What may differ when a run is resumed: how long it is, how it is spread, and how it is shown.
@@ -28,11 +32,6 @@ MAY_CHANGE = (
 
 
 def versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    import chiar
-
     found = {"chiar": chiar.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
     found |= {"python": platform.python_version(), "system": platform.platform()}
     return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
@@ -60,7 +59,7 @@ def launch() -> str | None:
     return f"{name}-{os.getppid()}" if name else None
 
 
-def describe(config: "ChiarConfig", settings: "TrainSettings", corpora: "list[Corpus]", processes: int) -> dict:
+def describe(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus], processes: int) -> dict[str, Any]:
     """What run.json says."""
     return {
         "command": command_line(),
@@ -102,12 +101,9 @@ class RunFolder:
     """RUN/run.json, metrics.jsonl, checkpoints/step-*, best → exports/best-step-*, final alike."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoints = path / "checkpoints"
-        self.exports = path / "exports"
-        self.best = path / "best"
-        self.final = path / "final"
-        self.metrics_path = path / METRICS
+        self.path, self.metrics_path = path, path / METRICS
+        self.checkpoints, self.exports = path / "checkpoints", path / "exports"
+        self.best, self.final = path / "best", path / "final"
 
     def write(self, record: dict[str, Any]) -> None:
         aside = self.path / f".{RUN}.new"
@@ -130,25 +126,21 @@ class RunFolder:
     def goes_on(self, resume: bool) -> bool:
         """Whether a run in the folder is continued: asked for, or torchrun started this very run again. Otherwise the
         folder must be free."""
-        from chiar.training.distributed import attempt
-
         if not resume and attempt() > 0 and (self.path / RUN).is_file():
             resume = self.read().get("launch") == launch()
         if not resume and self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise InputError(f"{self.path} exists already: add --resume to continue it, or choose another folder.")
         return resume
 
-    def open(self, record: dict[str, Any], resume: bool) -> "Found | None":
+    def open(self, record: dict[str, Any], resume: bool) -> checkpoint.Found | None:
         """Create the folder, or check that it is the same run and find its newest sound checkpoint."""
-        from chiar.training import checkpoint
-
         if not resume:
             self.path.mkdir(parents=True, exist_ok=True)
             self.write(record)
             return None
-        stored, record = self.read(), json.loads(json.dumps(record))
+        stored = self.read()
         self.check_same(stored, record)
-        for leftover in checkpoint.partials(self.checkpoints):
+        for leftover in self.checkpoints.glob(".step-*.partial"):
             shutil.rmtree(leftover)
         found = checkpoint.find(self.checkpoints)
         now = {part: record[part] for part in ("command", "launch", "versions", "commit", "processes")}
@@ -159,26 +151,21 @@ class RunFolder:
 
     def check_same(self, stored: dict[str, Any], record: dict[str, Any]) -> None:
         """A run may be older than a field, which then had its default, or younger than one that is gone."""
-        from chiar.config import ChiarConfig
-        from chiar.training.settings import TrainSettings
-
         before = {part: told(stored, part, self.path.name) for part in ("config", "settings", "data")}
-        before["config"] = json.loads(json.dumps(ChiarConfig.from_dict(before["config"]).to_dict()))
-        before["settings"] = {**TrainSettings().to_dict(), **before["settings"]}
-        for part, was in before.items():
-            for key in sorted(set(was) | set(record[part])):
-                if key not in MAY_CHANGE and was.get(key) != record[part].get(key):
+        before["config"] = ChiarConfig.from_dict(before["config"]).to_dict()
+        before["settings"] = TrainSettings().to_dict() | before["settings"]
+        for part in before:
+            was, now = (json.loads(json.dumps(fields[part])) for fields in (before, record))
+            for key in sorted((was.keys() | now.keys()) - set(MAY_CHANGE)):
+                if was.get(key) != now.get(key):
                     raise InputError(
                         f"{self.path} was started with {part} {key} = {was.get(key)!r}, "
-                        f"not {record[part].get(key)!r}: resume it with the same."
+                        f"not {now.get(key)!r}: resume it with the same."
                     )
 
-    def export(self, model: "TaskModel", corpus: "Corpus", link: Path, step: int) -> None:
+    def export(self, model: TaskModel, corpus: Corpus, link: Path, step: int) -> None:
         """The weights as a folder from_pretrained opens, with tokenizer and thresholds; `link` is best or final, and
         points to the folder it pointed to before until all is written."""
-        from chiar.model.heads import export_model
-        from chiar.training import checkpoint
-
         name = f"{link.name}-{checkpoint.step_name(step)}"
         aside = self.exports / f".{name}.partial"
         shutil.rmtree(aside, ignore_errors=True)

@@ -228,16 +228,17 @@ class Trainer:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The exponential average in place of the weights, where one is kept."""
-        kept = [(p, p.detach().clone(), self.average[n]) for n, p in self.model.named_parameters() if self.average]
-        with torch.no_grad():
-            for parameter, _, average in kept:
-                parameter.copy_(average)
+        kept = {n: p.detach().clone() for n, p in self.model.named_parameters() if self.average}
         try:
+            self._set_weights(self.average)
             yield
         finally:
-            with torch.no_grad():
-                for parameter, own, _ in kept:
-                    parameter.copy_(own)
+            self._set_weights(kept)
+
+    @torch.no_grad()
+    def _set_weights(self, weights: dict[str, Tensor]) -> None:
+        for name, parameter in self.model.named_parameters() if weights else ():
+            parameter.copy_(weights[name])
 
     @contextmanager
     def language(self) -> Iterator[Any]:
@@ -263,10 +264,9 @@ class Trainer:
     def recalibrate(self) -> list:
         """Per-layer thresholds from rows of the step just done, the same in every process."""
         batches = [self.schedule.batches(self.step - 1, slot)[0] for slot in range(min(self.schedule.slots, 4))]
-        texts = [batch for batch in batches if batch.mask is None] or batches
-        masks = [{} if batch.mask is None else {"attention_mask": batch.mask} for batch in texts]
+        texts = [{"input_ids": batch.ids} for batch in batches if batch.mask is None]
+        stream = texts or [{"input_ids": batch.ids, "attention_mask": batch.mask} for batch in batches]
         with self.language() as language:
-            stream = [{"input_ids": batch.ids, **mask} for batch, mask in zip(texts, masks, strict=True)]
             thresholds = calibrate(language, stream).thresholds(len(self.config.routed_layers))
         self.model.language.model.set_thresholds(thresholds)
         return thresholds
