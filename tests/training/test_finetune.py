@@ -172,6 +172,7 @@ def test_a_resumed_run_is_the_same_run(language, labelled, settings, tmp_path, m
         go("resumed", resume=True)
 
 
+@pytest.mark.slow
 def test_two_processes_compute_what_one_does(language, sentiment, tmp_path):
     options = ["--steps", "3", "--batch", "8", "--micro-batch", "4", "--set", "dropout=0.0", *SMALL]
     for count in (1, 2):

@@ -236,7 +236,7 @@ def test_an_older_run_is_resumed(config, go, tmp_path):
     [
         ({"batch": 7}, "does not divide into micro-batches of 2"),
         ({"steps": 0}, "steps must be at least 1"),
-        ({"clip": float("nan")}, "clip must be at least 0, got nan"),
+        ({"clip": float("nan")}, "clip must not be negative or nan, got nan"),
         ({"precision": "bf61"}, "Did you mean 'bf16'"),
         ({"data": []}, "no data"),
         ({"weights": [1, 2]}, "2 weights for 1 corpora"),

@@ -142,7 +142,7 @@ def test_mfu_is_in_the_metrics_where_the_peak_is_known(config, go, tmp_path, cap
     go("unknown", quiet=False, steps=2)
     assert all("mfu" not in record for record in RunFolder(tmp_path / "unknown").read_metrics())
     assert "MFU" not in capsys.readouterr().out
-    with pytest.raises(InputError, match="peak_tflops must be at least 0"):
+    with pytest.raises(InputError, match="peak_tflops must not be negative"):
         go("other", peak_tflops=-1.0)
 
 

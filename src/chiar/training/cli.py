@@ -74,7 +74,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(command)
     model, *own, _ = signature.parameters.values()
     launch = parameters_of(Launch, tuple(field.name for field in fields(Launch)))
-    shared = [*launch, *parameters_of(TrainSettings, OPTIONS)]
+    shared = [*parameters_of(TrainSettings, OPTIONS), *launch]
     command.__signature__ = signature.replace(parameters=[model, *shared, *own])  # type: ignore[attr-defined]
     return command
 

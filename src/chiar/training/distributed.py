@@ -72,17 +72,16 @@ class Processes:
 
 def start(device: str) -> Processes:
     """Join the group torchrun describes in the environment, or stand alone."""
-    count, rank, local = (
-        int(os.environ.get(*name)) for name in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
-    )
+    count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("device cuda was asked for, but torch sees no GPU: use --device cpu or auto.")
     if device not in ("cpu", "cuda"):
         raise InputError(f"device must be auto, cpu or cuda, got {device!r}.")
-    processes = Processes(rank, count, torch.device("cuda", local) if device == "cuda" else torch.device("cpu"))
+    processes = Processes(rank, count, torch.device(device))
     if device == "cuda":
+        processes.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(processes.device)
     if count > 1:
         # torchrun may keep its store when it starts the processes again: without a prefix they find dead addresses.

@@ -25,6 +25,7 @@ from chiar.training.distributed import Processes, start
 from chiar.training.reporting import Display, Events, Utilisation, require_tensorboard
 from chiar.training.run_folder import RUN, Metrics, RunFolder, describe, told
 from chiar.training.settings import TrainSettings
+from chiar.training.tasks import whole
 from chiar.training.trainer import Trainer
 
 
@@ -233,7 +234,8 @@ class Run:
         if bad >= 0 or not math.isfinite(record["loss"]):
             self.stop_at(bad if bad >= 0 else self.trainer.step - 1)
         now = time.perf_counter()
-        record["tokens_per_second"] = round(self.trainer.take_tokens() / (now - self.marked_time), 1)
+        tokens, self.trainer.tokens = self.trainer.processes.all(self.trainer.tokens), 0
+        record["tokens_per_second"] = round(sum(tokens) / (now - self.marked_time), 1)
         self.marked_step, self.marked_time = self.trainer.step, now
         if (mfu := self.utilisation.of(record["tokens_per_second"], record["use"])) is not None:
             record["mfu"] = mfu
@@ -271,7 +273,10 @@ class Run:
             checkpoint.retain(self.folder.checkpoints, self.settings.keep, best)
 
     def export(self, link: Path) -> None:
-        trainer, model = self.trainer, self.trainer.whole()
+        """All processes take part; the main one gets the model in one piece, averaged where an average is kept."""
+        trainer = self.trainer
+        with trainer.averaged():
+            model = whole(trainer.model, wanted=trainer.processes.main)
         what = f"the {link.name} model, of step {trainer.step},"
         with stopping(what, "checkpoints"), checkpoint.agreed(trainer.processes):
             if model is not None:

@@ -104,7 +104,8 @@ class TrainSettings:
             if name in CHOICES and value not in CHOICES[name]:
                 raise unknown_name(name, value, CHOICES[name])
             if name in LEAST and not LEAST[name] <= value < math.inf:
-                raise InputError(f"{name} must be at least {LEAST[name]}, got {value}.")
+                limit = f"be at least {LEAST[name]}" if LEAST[name] else "not be negative or nan"
+                raise InputError(f"{name} must {limit}, got {value}.")
         if self.ema >= 1.0:
             raise InputError(f"ema must be less than 1, got {self.ema}.")
         if self.added_share > 1.0:

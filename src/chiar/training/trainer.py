@@ -17,19 +17,16 @@ from chiar.training.batches import Batch, ClassificationRows, Prefetch, Rows, Sc
 from chiar.training.compiling import Forward, GraphedPasses, miscompiled, uncompiled
 from chiar.training.distributed import Processes, average_state, replicate, shard
 from chiar.training.settings import TrainSettings
-from chiar.training.tasks import TaskModel, TaskResult, materialise, outline, whole
-
-
-def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Matrices and embeddings do; biases, norms and the filters, spectral and temporal, do not."""
-    return parameter.ndim >= 2 and not name.endswith("coefficients_KD")
+from chiar.training.tasks import TaskResult, materialise, outline
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.AdamW:
+    """Matrices and embeddings decay; biases, norms and the filters, spectral and temporal, do not."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decaying = {name for name, p in named if p.ndim >= 2 and not name.endswith("coefficients_KD")}
     groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in named if decays(name, p)], "weight_decay": settings.weight_decay},
-        {"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0},
+        {"params": [p for name, p in named if name in decaying], "weight_decay": settings.weight_decay},
+        {"params": [p for name, p in named if name not in decaying], "weight_decay": 0.0},
     ]
     fused = device.type == "cuda"
     betas = (settings.beta1, settings.beta2)
@@ -76,7 +73,7 @@ class Trainer:
         self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()} if settings.ema else {}
         self.step = 0
         self.tokens = 0
-        """Real tokens this process has read since the loop last looked."""
+        """Real tokens this process has read since the loop last took them."""
         self.best: dict[str, float] | None = None
         self.first_bad_step = torch.full((), -1, device=processes.device)
         """The first step whose gradient was not finite; kept on the device so that no step waits for it."""
@@ -189,11 +186,6 @@ class Trainer:
             record["gate"] = {self.names[i]: gates[i] / counts[i] for i in present}
         return record
 
-    def take_tokens(self) -> int:
-        """Real tokens all processes have read since the last call."""
-        taken, self.tokens = torch.tensor(self.tokens, device=self.processes.device), 0
-        return int(self.processes.total(taken))
-
     @torch.no_grad()
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Validation loss of each corpus, and the accuracy of those with classes, on the same rows every time."""
@@ -256,16 +248,11 @@ class Trainer:
         if self.sharded:
             self.model.reshard()  # type: ignore[operator]
 
-    def whole(self) -> TaskModel | None:
-        """The main process gets the model in one piece on the CPU, averaged where an average is kept; all take part."""
-        with self.averaged():
-            return whole(self.model, wanted=self.processes.main)
-
     def recalibrate(self) -> list:
         """Per-layer thresholds from rows of the step just done, the same in every process."""
         batches = [self.schedule.batches(self.step - 1, slot)[0] for slot in range(min(self.schedule.slots, 4))]
-        texts = [{"input_ids": batch.ids} for batch in batches if batch.mask is None]
-        stream = texts or [{"input_ids": batch.ids, "attention_mask": batch.mask} for batch in batches]
+        stream: list[dict[str, Any]] = [{"input_ids": batch.ids} for batch in batches if batch.mask is None]
+        stream = stream or [{"input_ids": batch.ids, "attention_mask": batch.mask} for batch in batches]
         with self.language() as language:
             thresholds = calibrate(language, stream).thresholds(len(self.config.routed_layers))
         self.model.language.model.set_thresholds(thresholds)
