@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from chiar.routing.calibration import calibrate
-from chiar.training.graphs import GraphedPasses
+from chiar.training.compiling import GraphedPasses
 from models import Routes, TimedChiar, TimedModel, exact_routes
 from timing import Times, measure, no_waiting, synchronize
 

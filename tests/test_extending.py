@@ -17,7 +17,6 @@ from chiar.layers.routers import ChoiceRouter
 from chiar.model.coordinates import to_spectral_coordinates
 from chiar.routing.flops import count_flops, operator_shares
 from chiar.routing.tables import flop_records
-from chiar.training import weights
 from commands import run
 
 ROOT = Path(__file__).parents[1]

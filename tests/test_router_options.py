@@ -10,7 +10,7 @@ from chiar.kernels.transform import Transform
 from chiar.layers.context import TokenContext
 from chiar.model.coordinates import to_spectral_coordinates
 from chiar.model.inputs import make_context
-from chiar.training.graphs import PLAIN, GraphedPasses
+from chiar.training.compiling import PLAIN, GraphedPasses
 from helpers import mixed_routes, random_model, randomise, small_config, token_ids
 from routed import OPTIONS, options
 

@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chiar import presets
-from chiar.training.graphs import GraphedPasses
-from chiar.training.tasks import TaskModel
-from chiar.training.weights import build
+from chiar.training.compiling import GraphedPasses
+from chiar.training.tasks import TaskModel, build
 
 sys.path.append(str(Path(__file__).parents[1]))
 from timing import interleave, parser, passed, say

@@ -15,8 +15,7 @@ from chiar.registry import add_plugins
 from chiar.routing.cli import calibrate, flops, trace
 from chiar.serving.cli import serve
 from chiar.studies.cli import study_app
-from chiar.training.cli import train
-from chiar.training.finetune_cli import finetune
+from chiar.training.cli import finetune, train
 
 app = typer.Typer(
     no_args_is_help=True,

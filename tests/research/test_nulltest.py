@@ -7,12 +7,12 @@ import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
-from chiar.data.text import Text
-from chiar.data.tokenizer_choice import TokenizerChoice
 from typer.testing import CliRunner
 
 from chiar.data.catalog import build_source
+from chiar.data.corpora import Text
 from chiar.data.prepare import prepare
+from chiar.data.tokenizers import TokenizerChoice
 from chiar.errors import InputError
 from chiar.kernels.white_noise import white_noise_entropy
 from chiar.model.modeling import ChiarForCausalLM

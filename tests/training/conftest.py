@@ -1,6 +1,7 @@
 import pytest
 
 from chiar import presets
+from chiar.training.loop import train
 from chiar.training.settings import TrainSettings
 from small_corpora import labelled_corpus, language_corpus
 
@@ -20,7 +21,7 @@ def labelled(tmp_path_factory, corpus):
 @pytest.fixture
 def settings(corpus):
     def make(**changes):
-        base = {"data": [str(corpus)], "length": 16, "batch": 8, "micro_batch": 2, "steps": 12, "warmup": 3}
+        base = {"data": [str(corpus)], "length": 16, "batch": 4, "micro_batch": 2, "steps": 12, "warmup": 3}
         base |= {"learning_rate": 3e-3, "precision": "fp32", "compile": False, "evaluate_rows": 4}
         base |= {"evaluate_every": 6, "save_every": 4, "log_every": 1}
         return TrainSettings(**{**base, **changes})
@@ -34,3 +35,13 @@ def config():
         return presets.get(name, **{"hidden_size": 16, **changes})
 
     return make
+
+
+@pytest.fixture
+def go(config, settings, tmp_path):
+    """Train a small model into a folder of the test: `go("run", steps=4)`, `go("run", config(…), resume=True)`."""
+
+    def run(name, model=None, resume=False, quiet=True, **changes):
+        return train(model or config(), settings(**changes), tmp_path / name, resume, "cpu", quiet)
+
+    return run

@@ -3,64 +3,101 @@
 import json
 import os
 import resource
-import subprocess
 import sys
 from contextlib import contextmanager
+from multiprocessing import get_context
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 
+from chiar.training import trainer
 from chiar.training.run_folder import RunFolder
 
 TIMINGS = ("tokens_per_second", "mfu")
+# Processes fork from a server that has imported everything but computed nothing.
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(["chiar.cli", "chiar.training.loop", "chiar.generation.stream"])
+
+
+def sets(*changes):
+    return [word for change in changes for word in ("--set", change)]
 
 
 def command(corpus, out, *more):
     """A short run of a tiny model on the CPU, as a user would start it."""
-    changes = ("precision=fp32", "save_every=2", "evaluate_every=6", "log_every=1", "hidden_size=16", "evaluate_rows=4")
-    options = [
-        "--steps",
-        "12",
-        "--batch",
-        "8",
-        "--micro-batch",
-        "2",
-        "--length",
-        "16",
-        "--no-compile",
-        "--device",
-        "cpu",
-    ]
-    options += [word for change in changes for word in ("--set", change)]
-    program = [sys.executable, "-m", "chiar", "train", "v3-tiny"]
-    return [*program, "--data", str(corpus), "--out", str(out), *options, *more]
+    sizes = ["--steps", "12", "--batch", "8", "--micro-batch", "2", "--length", "16", "--no-compile", "--device", "cpu"]
+    changes = sets("precision=fp32", "save_every=2", "evaluate_every=6", "log_every=1", "hidden_size=16")
+    base = ["train", "v3-tiny", "--data", str(corpus), "--out", str(out), *sizes, *changes, *sets("evaluate_rows=4")]
+    return [*base, *more]
 
 
 def torchrun(processes, restarts, arguments):
-    """The same command in several processes."""
+    """The same command under torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*launcher, "--max-restarts", str(restarts), "-m", "chiar.train", *arguments[4:]]
+    return [*launcher, "--max-restarts", str(restarts), "-m", "chiar.train", *arguments[1:]]
 
 
-def run(arguments):
-    done = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done
+def _chiar(arguments, environment, log):
+    os.environ |= environment
+    sys.argv = ["chiar", *arguments]
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+        torch.set_num_threads(1)
+        from chiar.cli import main
+
+        main()
+
+
+def start(arguments, log, **environment):
+    """`chiar …` in a process of its own, what it says in the file `log`."""
+    process = CONTEXT.Process(target=_chiar, args=(arguments, environment, log))
+    process.start()
+    return process
+
+
+def run(arguments, log, count=1):
+    """`chiar …` in `count` processes that train together; what the first one said."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(count)}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    logs = [log.with_suffix(f".{rank}") for rank in range(count)]
+    started = [start(arguments, file, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank, file in enumerate(logs)]
+    for process, file in zip(started, logs, strict=True):
+        process.join()
+        assert process.exitcode == 0, file.read_text()[-2000:]
+    return logs[0].read_text()
+
+
+def interrupted(monkeypatch, step):
+    """Make the run stop dead before the optimiser step numbered `step`, as a kill would."""
+
+    class Killed(BaseException):
+        pass
+
+    real = trainer.Trainer.train_step
+
+    def train_step(self):
+        if self.step == step:
+            raise Killed
+        return real(self)
+
+    monkeypatch.setattr(trainer.Trainer, "train_step", train_step)
+    return Killed
 
 
 def final_state(out):
-    """The last checkpoint's tensors, rows of several files put together."""
-    pieces: dict[str, dict[int, torch.Tensor]] = {}
+    """Everything of the newest checkpoint, pieces of sharded tensors put together."""
+    pieces = {}
     for path in sorted((out / "checkpoints" / "latest").glob("tensors-*.safetensors")):
         with safe_open(path, framework="pt") as file:
             starts = json.loads(file.metadata()["starts"])
             for name in file.keys():  # noqa: SIM118 (it is not a dictionary)
                 pieces.setdefault(name, {}).setdefault(starts.get(name, 0), file.get_tensor(name))
-    whole = {}
-    for name, rows in pieces.items():
-        parts = [part for _, part in sorted(rows.items())]
-        whole[name] = parts[0] if parts[0].ndim == 0 else torch.cat(parts)
-    return whole
+    parts = {name: [part for _, part in sorted(rows.items())] for name, rows in pieces.items()}
+    return {name: rows[0] if rows[0].ndim == 0 else torch.cat(rows) for name, rows in parts.items()}
 
 
 def metrics(out):
@@ -68,6 +105,7 @@ def metrics(out):
 
 
 def assert_same_run(first, second):
+    """Bit for bit: the same program on the same machine."""
     ours, theirs = final_state(first), final_state(second)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

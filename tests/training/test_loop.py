@@ -4,118 +4,136 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 from contextlib import ExitStack
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
-from chiar import ChiarForCausalLM
+from chiar import ChiarConfig, ChiarForCausalLM
 from chiar.errors import InputError
 from chiar.training import checkpoint
-from chiar.training.loop import TrainingStopped, train
+from chiar.training.loop import TrainingStopped, is_better
 from chiar.training.run_folder import RunFolder
-from runs import assert_same_run, command, final_state, full_disk, metrics
+from chiar.training.trainer import Trainer
+from commands import run as chiar
+from runs import assert_same_run, command, final_state, full_disk, interrupted, metrics, run, start
+
+RESUMED = {
+    "threshold": ({}, {}),
+    "hard": ({"routing": "hard"}, {}),
+    "sparse": ({"execution": "sparse", "keys": "routed", "light_ffn": False, "dropout": 0.0}, {}),
+    "quantile": ({"target_fraction": [0.3, 0.6], "gate_pool": "causal"}, {}),
+    "recalibrated": ({}, {"recalibrate_every": 3}),
+    "checkpointing": ({"dropout": 0.1}, {"gradient_checkpointing": True}),
+}
 
 
-def interrupted(monkeypatch, step):
-    """Make the run stop dead before the optimiser step numbered `step`, as a kill would."""
-    from chiar.training import trainer
-
-    class Killed(BaseException):
-        pass
-
-    real = trainer.Trainer.train_step
-
-    def train_step(self):
-        if self.step == step:
-            raise Killed
-        return real(self)
-
-    monkeypatch.setattr(trainer.Trainer, "train_step", train_step)
-    return Killed
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"routing": "hard"},
-        {"gate_pool": "causal", "keys": "routed", "light_ffn": False},
-        {"execution": "sparse", "keys": "routed", "light_ffn": False, "dropout": 0.0},
-        {"target_fraction": [0.3, 0.6], "entropy_gradient": "straight_through", "anneal": 0.5},
-    ],
-    ids=["threshold", "hard", "causal", "sparse", "quantile, annealed"],
-)
-def test_a_resumed_run_is_the_same_run(changes, config, settings, tmp_path, monkeypatch):
-    model = config(**changes)
-    train(model, settings(ema=0.9), tmp_path / "straight", device="cpu", quiet=True)
+@pytest.mark.parametrize(("fields", "changes"), RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_is_the_same_run(fields, changes, config, go, tmp_path, monkeypatch):
+    go("straight", config(**fields), ema=0.9, **changes)
     with monkeypatch.context() as patch, pytest.raises(interrupted(patch, 7)):
-        train(model, settings(ema=0.9), tmp_path / "resumed", device="cpu", quiet=True)
-    train(model, settings(ema=0.9), tmp_path / "resumed", resume=True, device="cpu", quiet=True)
+        go("resumed", config(**fields), ema=0.9, **changes)
+    go("resumed", config(**fields), resume=True, ema=0.9, **changes)
     assert_same_run(tmp_path / "straight", tmp_path / "resumed")
+    state = json.loads((tmp_path / "straight" / "checkpoints" / "latest" / checkpoint.STATE).read_text())
+    assert isinstance(state["thresholds"], list) == (changes == {"recalibrate_every": 3})
 
 
-def test_thresholds_follow_a_run_and_its_end_is_exported(config, settings, tmp_path):
-    model = config(routing="hard", target_fraction=0.25, anneal=0.5, norm_position="pre")
-    train(model, settings(learning_rate=5e-4), tmp_path / "run", device="cpu", quiet=True)
+def test_thresholds_follow_a_run_and_its_end_is_exported(config, go, tmp_path):
+    go("run", config(routing="hard", target_fraction=0.25, norm_position="pre"), learning_rate=5e-4)
     state = ChiarForCausalLM.from_pretrained(tmp_path / "run" / "final").model.router_state
     kept = final_state(tmp_path / "run")
-    # Four micro-batches a step; the last of twelve steps began when eleven were done.
-    assert set(state.updates_L.tolist()) == {12 * 4} and float(state.progress) == pytest.approx(11 / 12)
+    assert set(state.updates_L.tolist()) == {12 * 2}, "two micro-batches a step"
     for name, value in state.state_dict().items():
         assert torch.equal(kept[f"model.language.model.router_state.{name}"], value), name
     assert (state.threshold_L != 0).all()
     use = torch.tensor([record["use"] for record in metrics(tmp_path / "run")[4:]])[..., 1].mean(0)
-    # 128 tokens a step, eight steps, thresholds that are a few passes behind.
-    assert use.tolist() == pytest.approx([0.25, 0.25], abs=0.08)
+    # 64 tokens a step, eight steps, thresholds that are a few passes behind.
+    assert use.tolist() == pytest.approx([0.25, 0.25], abs=0.1)
 
 
-def test_recalibrated_thresholds_are_resumed_too(config, settings, tmp_path, monkeypatch):
-    chosen = settings(recalibrate_every=3)
-    train(config(), chosen, tmp_path / "straight", device="cpu", quiet=True)
-    with monkeypatch.context() as patch, pytest.raises(interrupted(patch, 9)):
-        train(config(), chosen, tmp_path / "resumed", device="cpu", quiet=True)
-    train(config(), chosen, tmp_path / "resumed", resume=True, device="cpu", quiet=True)
-    assert_same_run(tmp_path / "straight", tmp_path / "resumed")
-    state = json.loads((tmp_path / "straight" / "checkpoints" / "latest" / checkpoint.STATE).read_text())
-    assert len(state["thresholds"]) == 2
+def wait_for(path):
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def test_kill_9_at_a_random_moment_changes_nothing(corpus, tmp_path):
     """The whole process is killed, by its number, while it trains or writes."""
-    subprocess.run(command(corpus, tmp_path / "straight"), check=True, capture_output=True)
+    run(command(corpus, tmp_path / "straight"), tmp_path / "log")
     out = tmp_path / "killed"
-    process = subprocess.Popen(command(corpus, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (out / "checkpoints" / "latest").exists() and time.monotonic() < deadline:
-        time.sleep(0.002)
+    process = start(command(corpus, out), tmp_path / "log")
+    wait_for(out / "checkpoints" / "latest")
     time.sleep(random.Random(os.getpid()).uniform(0, 0.05))
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() in (-signal.SIGKILL, 0)
-    subprocess.run(command(corpus, out, "--resume"), check=True, capture_output=True)
+    process.kill()
+    process.join()
+    assert process.exitcode in (-signal.SIGKILL, 0)
+    run(command(corpus, out, "--resume"), tmp_path / "log")
     assert_same_run(tmp_path / "straight", out)
 
 
-def test_it_learns_and_exports_the_best(config, settings, tmp_path, corpus):
-    record = train(config(), settings(steps=60, evaluate_every=20), tmp_path / "run", device="cpu", quiet=True)
+def test_ctrl_c_says_how_to_go_on(corpus, tmp_path, monkeypatch):
+    real = Trainer.train_step
+
+    def train_step(self):
+        if self.step == 5:
+            signal.raise_signal(signal.SIGINT)
+        return real(self)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+    try:
+        code, said = chiar(*command(corpus, tmp_path / "run"))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code == 130
+    assert said.splitlines()[-1] == "interrupted: the same command with --resume goes on after step-00000004."
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_out_of_memory_says_what_to_reduce(go, monkeypatch, checkpointing):
+    def full(self):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    monkeypatch.setattr(Trainer, "train_step", full)
+    with pytest.raises(InputError, match=r"memory does not suffice: make --micro-batch smaller than 2") as raised:
+        go("run", gradient_checkpointing=checkpointing)
+    assert ("gradient_checkpointing=true" in str(raised.value)) != checkpointing
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_that_is_too_small(config, settings, tmp_path):
+    from chiar.training.loop import train
+
+    chosen = settings(batch=4096, micro_batch=4096, length=64)
+    torch.cuda.set_per_process_memory_fraction(0.0005)
+    try:
+        with pytest.raises(InputError, match="memory does not suffice"):
+            train(config(hidden_size=256), chosen, tmp_path / "run", device="cuda", quiet=True)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_it_learns_and_exports_the_best(go, tmp_path):
+    record = go("run", steps=40, evaluate_every=20, sample="light")
     first = metrics(tmp_path / "run")[0]
     assert record["loss"] < 0.75 * first["loss"]
+    assert record["sample"].startswith("light") and len(record["sample"].encode()) > len("light")
     best = ChiarForCausalLM.from_pretrained(tmp_path / "run" / "best")
     assert best.config.hidden_size == 16
-    from transformers import AutoTokenizer
-
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "best")("ab")["input_ids"] == [97, 98]
     stored = RunFolder(tmp_path / "run").read()
-    assert stored["settings"]["steps"] == 60
+    assert stored["settings"]["steps"] == 40
     assert set(stored) >= {"command", "config", "settings", "versions", "commit", "data", "processes"}
 
 
-def test_mixed_training_goes_through_the_whole_model(config, settings, corpus, labelled, tmp_path):
-    chosen = settings(data=[str(corpus), str(labelled)], mixing="added", added_share=0.5, length=32, steps=8)
-    train(config(gate_init="neutral"), chosen, tmp_path / "run", device="cpu", quiet=True)
+def test_mixed_training_goes_through_the_whole_model(config, go, corpus, labelled, tmp_path):
+    both = [str(corpus), str(labelled)]
+    go("run", config(gate_init="neutral"), data=both, mixing="added", added_share=0.5, length=32, steps=8)
     records = metrics(tmp_path / "run")
     assert any("listops" in r["loss_by_corpus"] for r in records)
     assert any(set(r["gate"]) == {"text", "listops"} for r in records)
@@ -124,10 +142,15 @@ def test_mixed_training_goes_through_the_whole_model(config, settings, corpus, l
     assert moments["optimizer.heads.listops.weight.exp_avg"].abs().max() > 0
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_its_batch(config, settings, tmp_path, monkeypatch):
-    from chiar.training import trainer
+def test_better_is_more_accurate_then_lower_loss():
+    best = {"loss": 0.5, "accuracy": 0.8}
+    assert is_better({"loss": 0.9, "accuracy": 0.81}, best) and is_better({"loss": 0.4, "accuracy": 0.8}, best)
+    assert not is_better({"loss": 0.5, "accuracy": 0.8}, best) and not is_better({"loss": 0.1, "accuracy": 0.79}, best)
+    assert is_better({"loss": 0.4}, {"loss": 0.5})
 
-    real = trainer.Trainer._backward
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_its_batch(go, tmp_path, monkeypatch):
+    real = Trainer._backward
 
     def poisoned(self, batch, sync):
         result = real(self, batch, sync)
@@ -135,18 +158,16 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_its_batch(config,
             self.model.language.model.norm.weight.grad.fill_(float("nan"))
         return result
 
-    monkeypatch.setattr(trainer.Trainer, "_backward", poisoned)
+    monkeypatch.setattr(Trainer, "_backward", poisoned)
     with pytest.raises(TrainingStopped, match="step 6 is not finite"):
-        train(config(), settings(log_every=4), tmp_path / "run", device="cpu", quiet=True)
+        go("run", log_every=4)
     assert checkpoint.find(tmp_path / "run" / "checkpoints").state["step"] == 4
     kept = load_file(tmp_path / "run" / "not-finite-step-00000006.safetensors")
     assert kept["slot0.text.ids"].shape == (2, 16)
 
 
-def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(config, settings, tmp_path, monkeypatch):
-    from chiar.training import trainer
-
-    real = trainer.Trainer.tensors
+def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(go, tmp_path, monkeypatch):
+    real = Trainer.tensors
     with ExitStack() as limits:
 
         def tensors(self):
@@ -154,50 +175,59 @@ def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(config, settings, 
                 limits.enter_context(full_disk())
             return real(self)
 
-        monkeypatch.setattr(trainer.Trainer, "tensors", tensors)
+        monkeypatch.setattr(Trainer, "tensors", tensors)
         with pytest.raises(TrainingStopped, match=r"checkpoint of step 8 .*File too large.*earlier ones are kept"):
-            train(config(), settings(), tmp_path / "run", device="cpu", quiet=True)
+            go("run")
     assert checkpoint.find(tmp_path / "run" / "checkpoints").state["step"] == 4
-    assert not list(checkpoint.partials(tmp_path / "run" / "checkpoints"))
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
 
-def test_an_export_that_cannot_be_written_leaves_the_one_before(config, settings, tmp_path):
-    train(config(), settings(), tmp_path / "run", device="cpu", quiet=True)
-    before = ChiarForCausalLM.from_pretrained(tmp_path / "run" / "final").state_dict()
+def test_an_export_that_cannot_be_written_leaves_the_one_before(go, tmp_path):
+    go("run")
+    before = load_file(tmp_path / "run" / "final" / "model.safetensors")
     with full_disk(20_000), pytest.raises(TrainingStopped, match="final model, of step 12, could not be written"):
-        train(config(), settings(), tmp_path / "run", resume=True, device="cpu", quiet=True)
-    after = ChiarForCausalLM.from_pretrained(tmp_path / "run" / "final").state_dict()
+        go("run", resume=True)
+    after = load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
-    train(config(), settings(), tmp_path / "run", resume=True, device="cpu", quiet=True)
+    go("run", resume=True)
     assert len(list((tmp_path / "run" / "exports").iterdir())) == 2
     assert [entry["step"] for entry in RunFolder(tmp_path / "run").read()["resumed"]] == [12, 12]
 
 
-def test_an_existing_run_is_not_touched_unless_resumed_alike(config, settings, tmp_path):
-    train(config(), settings(steps=4), tmp_path / "run", device="cpu", quiet=True)
+def test_an_existing_run_is_not_touched_unless_resumed_alike(config, go, tmp_path):
+    go("run", steps=4)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     with pytest.raises(InputError, match="add --resume"):
-        train(config(), settings(), tmp_path / "run", device="cpu", quiet=True)
+        go("run")
     with pytest.raises(InputError, match="settings seed = 0, not 1"):
-        train(config(), settings(seed=1), tmp_path / "run", resume=True, device="cpu", quiet=True)
+        go("run", resume=True, seed=1)
     with pytest.raises(InputError, match="config keys = 'all', not 'routed'"):
-        train(config(keys="routed"), settings(), tmp_path / "run", resume=True, device="cpu", quiet=True)
+        go("run", config(keys="routed"), resume=True)
     with pytest.raises(InputError, match=r"no run\.json"):
-        train(config(), settings(), tmp_path / "other", resume=True, device="cpu", quiet=True)
+        go("other", resume=True)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-    train(config(), settings(steps=6), tmp_path / "run", resume=True, device="cpu", quiet=True)
+    go("run", resume=True, steps=6)
     assert metrics(tmp_path / "run")[-1]["step"] == 6
 
 
-def test_a_run_older_than_a_field_is_resumed_with_its_default(config, settings, tmp_path):
-    train(config(), settings(steps=2), tmp_path / "run", device="cpu", quiet=True)
+def test_an_older_run_is_resumed(config, go, tmp_path):
+    """It lacks fields that have their default now, and has fields and buffers that are gone."""
+    model = config(target_fraction=0.5)
+    go("run", model, steps=2)
     folder = RunFolder(tmp_path / "run")
     record = folder.read()
     del record["config"]["embedding_norm"], record["settings"]["ema"]
+    record["config"] |= {"settle": 0.0, "anneal": 0.0, "own_ffn": False}
     folder.write(record)
+    saved = checkpoint.steps(folder.checkpoints)[0]
+    file, state = saved / "tensors-0.safetensors", "model.language.model.router_state"
+    gone = {f"{state}.spread_L": torch.ones(2), f"{state}.progress": torch.zeros(())}
+    save_file(load_file(file) | gone, file, {"starts": "{}"})
+    hashes = checkpoint.read_manifest(saved) | {file.name: checkpoint.synced_hash(file)}
+    (saved / checkpoint.MANIFEST).write_text(json.dumps({"files": hashes}))
     with pytest.raises(InputError, match="config embedding_norm = False, not True"):
-        train(config(embedding_norm=True), settings(), folder.path, resume=True, device="cpu", quiet=True)
-    train(config(), settings(steps=4), folder.path, resume=True, device="cpu", quiet=True)
+        go("run", config(target_fraction=0.5, embedding_norm=True), resume=True)
+    go("run", model, resume=True, steps=4)
     assert metrics(folder.path)[-1]["step"] == 4
 
 
@@ -206,26 +236,27 @@ def test_a_run_older_than_a_field_is_resumed_with_its_default(config, settings, 
     [
         ({"batch": 7}, "does not divide into micro-batches of 2"),
         ({"steps": 0}, "steps must be at least 1"),
+        ({"clip": float("nan")}, "clip must not be negative or nan, got nan"),
         ({"precision": "bf61"}, "Did you mean 'bf16'"),
         ({"data": []}, "no data"),
         ({"weights": [1, 2]}, "2 weights for 1 corpora"),
         ({"length": 10**7}, "too few for one row"),
         ({"recalibrate_every": 1, "router": "learned"}, "entropy router"),
         ({"recalibrate_every": 1, "target_fraction": 0.5}, "already moves the thresholds"),
-        ({"vocab_size": 100}, "257 token ids, the model only 100"),
-        ({"device": "cuda"}, "no GPU"),
-        ({"device": "tpu"}, "auto, cpu or cuda"),
+        ({"vocab_size": 100, "bos_token_id": None, "eos_token_id": None}, "257 token ids, the model only 100"),
     ],
     ids=str,
 )
-def test_impossible_settings(changes, message, config, settings, tmp_path):
-    if message == "no GPU" and torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    changes = dict(changes)
-    model = {key: changes.pop(key) for key in ("router", "vocab_size", "target_fraction") if key in changes}
-    if "vocab_size" in model:
-        model |= {"bos_token_id": None, "eos_token_id": None}
-    device = changes.pop("device", "cpu")
+def test_impossible_settings(changes, message, config, go, tmp_path):
+    changed = {key: value for key, value in changes.items() if key in ChiarConfig.__annotations__}
     with pytest.raises(InputError, match=message):
-        train(config(**model), settings(**changes), tmp_path / "run", device=device, quiet=True)
-    assert not (tmp_path / "run" / "checkpoints").exists()
+        go("run", config(**changed), **{key: value for key, value in changes.items() if key not in changed})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("device", "message"), [("cuda", "no GPU"), ("tpu", "auto, cpu or cuda")])
+def test_impossible_devices(device, message, corpus, tmp_path):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    code, said = chiar(*command(corpus, tmp_path / "run", "--device", device))
+    assert code == 2 and message in said and not (tmp_path / "run").exists()

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from chiar.training.weights import build
+from chiar.training.tasks import build
 
 
 def test_validation_is_without_the_regulariser(config):

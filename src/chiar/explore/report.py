@@ -16,7 +16,7 @@ from chiar.evaluation.report import EvaluationReport, cost_rows, score_rows
 from chiar.explore.loaded import LoadedModel, open_models
 from chiar.explore.view import route_view
 from chiar.files import check_new, write_new
-from chiar.plots import draw_curves
+from chiar.plots import draw_curves, svg_text
 from chiar.routing.flops import compare_flops, counted_parts, operator_shares
 from chiar.routing.tables import describe_fraction
 from chiar.training.run_folder import METRICS, RunFolder

@@ -19,14 +19,13 @@ from chiar.evaluation.harness import measured_shares
 from chiar.evaluation.report import EvaluationReport, exponential, finite, shown
 from chiar.files import write_whole
 from chiar.model.load import count_parameters, load_config
-from chiar.plots import draw_pareto
+from chiar.plots import draw_pareto, svg_text
 from chiar.routing.flops import Shares, count_flops, operator_shares
 from chiar.studies.runner import ADDED, STUDY, TIMES, VALIDATION, StudyFolder, read_json
 from chiar.studies.study import LAST_COMMIT, Plan, Run, Study, Variant, common_settings, plain_config, removed, require
-from chiar.training.command import train_arguments
+from chiar.training.reporting import training_flops
 from chiar.training.run_folder import METRICS, RunFolder
-from chiar.training.settings import TrainSettings
-from chiar.training.utilisation import training_flops
+from chiar.training.settings import TrainSettings, train_arguments
 
 FORMAT, RESULTS = "chiar-study-results/1", "results.json"
 FEW = 3

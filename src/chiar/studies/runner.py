@@ -26,8 +26,7 @@ from chiar.evaluation.compare import REPORT
 from chiar.files import aside_of, hold, write_whole
 from chiar.studies.study import Plan, Run, require
 from chiar.training import checkpoint
-from chiar.training.opening import MAY_CHANGE
-from chiar.training.run_folder import RUN, RunFolder, read_records
+from chiar.training.run_folder import MAY_CHANGE, RUN, RunFolder, read_records
 
 FORMAT = "chiar-study/1"
 STUDY, ADDED, TIMES, LOCK, VALIDATION = "study.json", "added.json", "times.json", ".lock", "validation.json"

@@ -15,8 +15,8 @@ from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus
 from chiar.errors import InputError, first_line, unknown_name
 from chiar.files import check_file
-from chiar.training.cli import check_types, configuration
-from chiar.training.opening import check_run
+from chiar.training.cli import configuration
+from chiar.training.loop import check_run
 from chiar.training.settings import TrainSettings
 from chiar.training.trainer import open_rows
 
@@ -220,7 +220,6 @@ def common_settings(study: Study) -> TrainSettings:
 
 def checked(given: dict[str, Any]) -> TrainSettings:
     settings = TrainSettings.from_dict(given)
-    check_types(settings)
     settings.validate()
     return settings
 

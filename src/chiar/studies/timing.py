@@ -20,7 +20,7 @@ from chiar.studies.runner import TIMES, StudyFolder, read_json
 from chiar.studies.study import Plan, Run, require
 from chiar.training.compiling import clear_device
 from chiar.training.distributed import Processes, start
-from chiar.training.precision import settle
+from chiar.training.loop import settle
 from chiar.training.run_folder import versions
 from chiar.training.trainer import Trainer
 

@@ -4,14 +4,15 @@ A step has batch / micro_batch slots. Slot k of a step belongs to process k mod 
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from chiar.data import Corpus, Split
 from chiar.errors import InputError
 from chiar.evaluation.harness import choose_documents
 from chiar.training.settings import TrainSettings
@@ -25,11 +26,13 @@ def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
 
 def row_numbers(seed: int, first: int, size: int, count: int) -> list[int]:
     """Which of `count` rows are the `first`-th to be read and those after: each once an epoch, in its own order."""
-    epochs, places = np.divmod(np.arange(first, first + size), count)
-    numbers = np.empty_like(places)
-    for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-        numbers[epochs == epoch] = shuffled(seed, epoch, count)[places[epochs == epoch]]
-    return numbers.tolist()
+    places = (divmod(place, count) for place in range(first, first + size))
+    return [int(shuffled(seed, epoch, count)[place]) for epoch, place in places]
+
+
+def slot_seed(seed: int, step: int, slot: int) -> int:
+    """Seed of dropout for one slot, whatever process runs it."""
+    return int(np.random.SeedSequence([seed, step, slot]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 @dataclass
@@ -46,24 +49,18 @@ class Batch:
         """Real ones; asked before the batch moves to a device."""
         return self.ids.numel() if self.mask is None else int(self.mask.sum())
 
-    def to(self, device: torch.device) -> "Batch":
-        return self._each(lambda value: value.to(device, non_blocking=True))
-
-    def pinned(self) -> "Batch":
-        """In memory a GPU copies from while the program goes on."""
-        return self._each(Tensor.pin_memory)
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         mask = None if self.mask is None else change(self.mask)
         return Batch(self.corpus, change(self.ids), change(self.targets), mask)
+
+    def to(self, device: torch.device) -> "Batch":
+        return self.each(lambda value: value.to(device, non_blocking=True))
 
 
 class LanguageRows:
     """Consecutive blocks of `length` tokens and the token after each."""
 
-    task = "language"
-
-    def __init__(self, split: Any, length: int) -> None:
+    def __init__(self, split: Split, length: int) -> None:
         self.split, self.length = split, length
         self.count = (split.tokens - 1) // length
         if self.count < 1:
@@ -73,35 +70,34 @@ class LanguageRows:
         return list(range(min(limit or self.count, self.count)))
 
     def batch(self, corpus: int, rows: list[int]) -> Batch:
-        T = self.length
-        ids = torch.from_numpy(self.split.rows(np.array(rows) * T, T + 1))
+        ids = torch.from_numpy(self.split.rows(np.array(rows) * self.length, self.length + 1))
         return Batch(corpus, ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
 
 
 class ClassificationRows:
     """Whole documents, cut to `length` tokens and padded on the right, with their labels."""
 
-    task = "classification"
-
-    def __init__(self, split: Any, length: int) -> None:
-        self.split, self.length = split, length
-        self.count = split.documents
+    def __init__(self, split: Split, length: int) -> None:
+        self.split, self.length, self.count = split, length, split.documents
 
     def evaluated(self, limit: int) -> list[int]:
         return choose_documents(self.split, limit or None)
 
     def batch(self, corpus: int, rows: list[int]) -> Batch:
-        documents = [self.split.document(row)[: self.length] for row in rows]
-        longest = max(len(document) for document in documents)
-        ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for i, document in enumerate(documents):
-            ids[i, : len(document)] = torch.from_numpy(document.astype(np.int64))
-            mask[i, : len(document)] = 1
+        documents = [torch.from_numpy(self.split.document(row)[: self.length].astype(np.int64)) for row in rows]
+        ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+        lengths = torch.tensor([len(document) for document in documents])
+        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        assert self.split.labels is not None
         return Batch(corpus, ids, torch.from_numpy(self.split.labels[rows].astype(np.int64)), mask)
 
 
 Rows = LanguageRows | ClassificationRows
+
+
+def open_rows(corpus: Corpus, split: str, length: int) -> Rows:
+    kind = ClassificationRows if corpus.kind == "classification" else LanguageRows
+    return kind(corpus.split(split), length)
 
 
 class Schedule:
@@ -114,22 +110,17 @@ class Schedule:
     def __init__(self, settings: TrainSettings, corpora: list[Rows]) -> None:
         self.settings, self.corpora = settings, corpora
         self.slots = settings.batch // settings.micro_batch
-        total = settings.steps * self.slots
-        count = len(corpora)
+        total, count = settings.steps * self.slots, len(corpora)
         weights = np.array(settings.weights or [1.0] * count, dtype=np.float64)
         draws = np.random.Generator(np.random.Philox(key=[settings.seed, 1 << 40])).random((total, 2))
-        uses = np.zeros((total, count), dtype=bool)
-        if settings.mixing == "weights" or count == 1:
-            edges = np.cumsum(weights / weights.sum())
-            uses[np.arange(total), np.minimum(np.searchsorted(edges, draws[:, 0], side="right"), count - 1)] = True
-        else:
-            uses[:, 0] = True
-            edges = np.cumsum(weights[1:] / weights[1:].sum())
-            other = 1 + np.minimum(np.searchsorted(edges, draws[:, 0], side="right"), count - 2)
-            added = draws[:, 1] < settings.added_share
-            uses[np.flatnonzero(added), other[added]] = True
-        self.uses = uses
-        self.before = np.cumsum(uses, axis=0) - uses
+        self.uses = np.zeros((total, count), dtype=bool)
+        first = int(settings.mixing == "added" and count > 1)
+        edges = np.cumsum(weights[first:] / weights[first:].sum())
+        drawn = first + np.minimum(np.searchsorted(edges, draws[:, 0], side="right"), count - first - 1)
+        used = draws[:, 1] < settings.added_share if first else np.ones(total, dtype=bool)
+        self.uses[np.flatnonzero(used), drawn[used]] = True
+        self.uses[:, :first] = True
+        self.before = np.cumsum(self.uses, axis=0) - self.uses
 
     def passes(self, step: int, slot: int) -> int:
         """How many micro-batches a slot has."""
@@ -137,16 +128,33 @@ class Schedule:
 
     def batches(self, step: int, slot: int) -> list[Batch]:
         """The micro-batches of one slot: one, or two where another corpus is added."""
-        place = step * self.slots + slot
-        used = [int(corpus) for corpus in np.flatnonzero(self.uses[place])]
-        return [self._batch(corpus, int(self.before[place, corpus])) for corpus in used]
+        place, size = step * self.slots + slot, self.settings.micro_batch
+        found = []
+        for corpus in np.flatnonzero(self.uses[place]).tolist():
+            rows, first = self.corpora[corpus], int(self.before[place, corpus]) * size
+            numbers = row_numbers(self.settings.seed * 1_000_003 + corpus, first, size, rows.count)
+            found.append(rows.batch(corpus, numbers))
+        return found
 
-    def _batch(self, corpus: int, used: int) -> Batch:
-        rows, size = self.corpora[corpus], self.settings.micro_batch
-        seed = self.settings.seed * 1_000_003 + corpus
-        return rows.batch(corpus, row_numbers(seed, used * size, size, rows.count))
 
+class Prefetch:
+    """Batches of a step by slot, the next step's made while the device works on this one's. They are a pure function of
+    the step, so making them early changes nothing."""
 
-def slot_seed(seed: int, step: int, slot: int) -> int:
-    """Seed of dropout for one slot, whatever process runs it."""
-    return int(np.random.SeedSequence([seed, step, slot]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    def __init__(self, schedule: Schedule, slots: list[int], device: torch.device) -> None:
+        self.schedule, self.slots, self.pins = schedule, slots, device.type == "cuda"
+        # A thread has a current GPU of its own.
+        self.thread = ThreadPoolExecutor(1, "batches", *((torch.cuda.set_device, (device,)) if self.pins else ()))
+        self.next: tuple[int, Future[list[list[Batch]]]] | None = None
+
+    def batches(self, step: int) -> list[list[Batch]]:
+        """The micro-batches of each slot of `step`; asks for those of the step after."""
+        ready = self.next[1].result() if self.next and self.next[0] == step else self.make(step)
+        more = step + 1 < self.schedule.settings.steps
+        self.next = (step + 1, self.thread.submit(self.make, step + 1)) if more else None
+        return ready
+
+    def make(self, step: int) -> list[list[Batch]]:
+        made = [self.schedule.batches(step, slot) for slot in self.slots]
+        # A GPU copies from pinned memory while the program goes on.
+        return [[batch.each(Tensor.pin_memory) for batch in batches] for batches in made] if self.pins else made

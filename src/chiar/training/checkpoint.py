@@ -1,10 +1,9 @@
-"""Checkpoints: written aside, hashed, switched by a rename.
+"""A format of our own, since torch's distributed one pickles its index and has no hashes to tell what is damaged.
 
 A checkpoint is a folder with `state.json` (plain values), a `tensors-R.safetensors` for each process that holds a part
 of the state (weights, optimiser, average) and `manifest.json` (the SHA-256 of all, written last). Sharded tensors are
-split by rows and each file says which rows it has, so any number of processes can read what any other number wrote.
-Nothing is pickled. A process killed at any moment leaves the previous checkpoints as they were and at most a hidden
-partial folder.
+split by rows and each file says which rows it has, so any number of processes can read what any other number wrote. It
+is written aside and switched by a rename.
 """
 
 import hashlib
@@ -27,10 +26,21 @@ from chiar.errors import InputError
 from chiar.training.distributed import Processes, local_rows
 
 MANIFEST, STATE = "manifest.json", "state.json"
+GONE = {f"model.language.model.router_state.{name}" for name in ("spread_L", "progress")}
+"""Buffers that models had in older checkpoints."""
 
 
 class NotWrittenError(Exception):
     """A checkpoint could not be written; the earlier ones are untouched."""
+
+
+@dataclass
+class Found:
+    """A checkpoint that passed its check, and what was said about newer ones that did not."""
+
+    folder: Path
+    state: dict[str, Any]
+    complaints: list[str]
 
 
 def step_name(step: int) -> str:
@@ -42,11 +52,6 @@ def steps(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*") if path.is_dir()), reverse=True)
 
 
-def partials(folder: Path) -> Iterator[Path]:
-    """What a killed process left half-written."""
-    return folder.glob(".step-*.partial")
-
-
 def state_tensors(model: Any, optimizer: torch.optim.Optimizer, average: dict[str, Tensor]) -> dict[str, Tensor]:
     """Everything a run has learned: weights, saved buffers, the optimiser's state of every parameter, the average."""
     parameters = dict(model.named_parameters())  # tied ones once
@@ -56,14 +61,13 @@ def state_tensors(model: Any, optimizer: torch.optim.Optimizer, average: dict[st
     for name, parameter in parameters.items():
         for key, value in sorted(optimizer.state[parameter].items()):
             tensors[f"optimizer.{name}.{key}"] = value
-    tensors.update({f"average.{name}": value for name, value in average.items()})
-    return tensors
+    return tensors | {f"average.{name}": value for name, value in average.items()}
 
 
 def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], processes: Processes) -> None:
     """Write the checkpoint of one step. Each process writes the rows it holds; what all hold, the main one writes."""
     aside = folder.parent / f".{folder.name}.partial"
-    mine = {name: t for name, t in tensors.items() if processes.main or isinstance(t, DTensor)}
+    mine = {name: local_rows(t) for name, t in tensors.items() if processes.main or isinstance(t, DTensor)}
     hashes: dict[str, str] = {}
     try:
         with agreed(processes):
@@ -73,15 +77,17 @@ def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], proces
         with agreed(processes):
             if mine:
                 file = aside / f"tensors-{processes.rank}.safetensors"
-                write_tensors(file, mine)
-                hashes[file.name] = file_hash(file)
+                starts = json.dumps({name: start for name, (start, _) in mine.items() if start})
+                save_file({n: rows.cpu().contiguous() for n, (_, rows) in mine.items()}, file, {"starts": starts})
+                hashes[file.name] = synced_hash(file)
         for other in processes.all(hashes):
             hashes |= other
         with agreed(processes):
             if processes.main:
-                write_synced(aside / STATE, json.dumps(state, indent=1))
-                hashes[STATE] = file_hash(aside / STATE)
-                write_synced(aside / MANIFEST, json.dumps({"files": hashes}, indent=1))
+                (aside / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+                hashes[STATE] = synced_hash(aside / STATE)
+                (aside / MANIFEST).write_text(json.dumps({"files": hashes}, indent=1), encoding="utf-8")
+                sync(aside / MANIFEST)
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(aside, folder)
                 sync(folder.parent)
@@ -104,17 +110,6 @@ def agreed(processes: Processes) -> Iterator[None]:
         raise NotWrittenError(reasons[0]) from failure
 
 
-def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    rows = {name: local_rows(tensor) for name, tensor in tensors.items()}
-    starts = json.dumps({name: start for name, (start, _) in rows.items() if start})
-    save_file({name: value.cpu().contiguous() for name, (_, value) in rows.items()}, file, {"starts": starts})
-
-
-def write_synced(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    sync(path)
-
-
 def sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -123,7 +118,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def file_hash(path: Path) -> str:
+def synced_hash(path: Path) -> str:
     sync(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -138,24 +133,15 @@ def problem(folder: Path) -> str | None:
     try:
         hashes = read_manifest(folder)
     except (OSError, ValueError, KeyError, TypeError):
-        return "its manifest is missing or damaged"
+        hashes = {}
     if STATE not in hashes or len(hashes) < 2:
         return "its manifest is missing or damaged"
     for name, expected in hashes.items():
         if Path(name).name != name or not (folder / name).is_file():
             return f"{name} is missing"
-        if file_hash(folder / name) != expected:
+        if synced_hash(folder / name) != expected:
             return f"{name} does not have its hash"
     return None
-
-
-@dataclass
-class Found:
-    """A checkpoint that passed its check, and what was said about newer ones that did not."""
-
-    folder: Path
-    state: dict[str, Any]
-    complaints: list[str]
 
 
 def find(folder: Path) -> Found | None:
@@ -175,14 +161,13 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place, each with the rows this process holds."""
     with ExitStack() as opened, torch.no_grad():
         pieces: dict[str, list[tuple[int, Any]]] = {}
-        for name in read_manifest(folder):
-            if name.endswith(".safetensors"):
-                file = opened.enter_context(safe_open(folder / name, framework="pt"))
-                starts = json.loads((file.metadata() or {}).get("starts", "{}"))
-                for key in file.keys():  # noqa: SIM118 (it is not a dictionary)
-                    pieces.setdefault(key, []).append((starts.get(key, 0), file.get_slice(key)))
-        if set(pieces) != set(tensors):
-            odd = sorted(set(pieces) ^ set(tensors))
+        for name in read_manifest(folder).keys() - {STATE}:
+            file = opened.enter_context(safe_open(folder / name, framework="pt"))
+            starts = json.loads((file.metadata() or {}).get("starts", "{}"))
+            for key in file.keys():  # noqa: SIM118 (it is not a dictionary)
+                pieces.setdefault(key, []).append((starts.get(key, 0), file.get_slice(key)))
+        odd = sorted((set(pieces) - GONE - set(tensors)) | (set(tensors) - set(pieces)))
+        if odd:
             raise InputError(f"the checkpoint and the model do not hold the same tensors: {', '.join(odd[:3])} …")
         for name, tensor in tensors.items():
             first, rows = local_rows(tensor)

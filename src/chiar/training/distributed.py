@@ -32,18 +32,17 @@ class Processes:
     def main(self) -> bool:
         return self.rank == 0
 
-    def barrier(self) -> None:
-        if self.count > 1:
-            dist.barrier()
-
-    def mean(self, values: Tensor) -> Tensor:
-        """The average over processes."""
-        return self.total(values) / self.count
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device.type == "cuda" else "gloo"
 
     def total(self, values: Tensor) -> Tensor:
         if self.count > 1:
             dist.all_reduce(values)
         return values
+
+    def mean(self, values: Tensor) -> Tensor:
+        return self.total(values) / self.count
 
     def all(self, value: Any) -> list[Any]:
         """What each process has, in order of rank."""
@@ -80,17 +79,16 @@ def start(device: str) -> Processes:
         raise InputError("device cuda was asked for, but torch sees no GPU: use --device cpu or auto.")
     if device not in ("cpu", "cuda"):
         raise InputError(f"device must be auto, cpu or cuda, got {device!r}.")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    chosen = torch.device("cuda", local) if device == "cuda" else torch.device("cpu")
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    processes = Processes(rank, count, torch.device(device))
+    if device == "cuda":
+        processes.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(processes.device)
     if count > 1:
         # torchrun may keep its store when it starts the processes again: without a prefix they find dead addresses.
         store, _, _ = next(dist.rendezvous("env://", rank, count))
         store = dist.PrefixStore(f"attempt-{attempt()}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=count)
-    return Processes(rank, count, chosen)
+        dist.init_process_group(processes.backend, store=store, rank=rank, world_size=count)
+    return processes
 
 
 def attempt() -> int:
@@ -112,10 +110,8 @@ def average_state(state: nn.Module | None, processes: Processes) -> None:
     """Buffers that each process has moved by its own tokens become the mean over processes, in all of them."""
     if state is None or processes.count == 1:
         return
-    buffers = [buffer for name, buffer in state.named_buffers() if name in state.state_dict()]
-    values = processes.mean(torch.cat([buffer.flatten() for buffer in buffers]))
-    for buffer, value in zip(buffers, values.split([buffer.numel() for buffer in buffers]), strict=True):
-        buffer.copy_(value.view(buffer.shape))
+    for buffer in state.state_dict().values():
+        buffer.copy_(processes.mean(buffer.clone()))
 
 
 @cache
@@ -138,14 +134,12 @@ def shard(model: Any, processes: Processes) -> None:
     Weights are gathered in fp32, so the numbers are DDP's.
     """
     if not dist.is_initialized():  # alone, without torchrun
-        backend = "nccl" if processes.device.type == "cuda" else "gloo"
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        dist.init_process_group(processes.backend, store=store, rank=0, world_size=1)
     register_outputs()
     mesh = dist.init_device_mesh(processes.device.type, (processes.count,))
-    for layer in model.language.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for part in (*model.language.model.layers, model):
+        fully_shard(part, mesh=mesh)
 
 
 def local_rows(tensor: Tensor) -> tuple[int, Tensor]:

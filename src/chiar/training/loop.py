@@ -1,9 +1,12 @@
-"""A run from beginning to end: open the folder, resume or start, step, measure, save."""
+"""A run from beginning to end: check, open the folder, resume or start, step, measure, save."""
 
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +15,28 @@ from safetensors.torch import save_file
 from transformers.utils import logging
 
 from chiar.config import ChiarConfig
+from chiar.data import Corpus
+from chiar.errors import InputError
+from chiar.model.load import check_tokenizer
 from chiar.training import checkpoint
-from chiar.training.display import Display
+from chiar.training.batches import open_rows
+from chiar.training.compiling import computes_bf16
 from chiar.training.distributed import Processes, start
-from chiar.training.events import Events
-from chiar.training.export import export
-from chiar.training.interruption import explained
-from chiar.training.opening import check_rows, check_run, describe, goes_on, open_run
-from chiar.training.precision import settle
-from chiar.training.run_folder import Metrics, RunFolder
+from chiar.training.reporting import Display, Events, Utilisation, require_tensorboard
+from chiar.training.run_folder import RUN, Metrics, RunFolder, describe, told
 from chiar.training.settings import TrainSettings
+from chiar.training.tasks import whole
 from chiar.training.trainer import Trainer
-from chiar.training.utilisation import Utilisation
 
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says why and what is kept."""
 
 
-@explained
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C; the message says how to go on."""
+
+
 def train(
     config: ChiarConfig,
     settings: TrainSettings,
@@ -42,54 +48,127 @@ def train(
     """Train to `settings.steps`, writing to the run folder `out`. Returns the last record."""
     settings.validate()
     logging.disable_progress_bar()  # ours is enough
-    processes = start(device)
+    folder = RunFolder(out)
     try:
-        return train_among(processes, config, settings, out, resume, quiet)
-    finally:
-        processes.close()
+        with closing(start(device)) as processes:
+            return train_among(processes, config, settings, folder, resume, quiet)
+    except KeyboardInterrupt:
+        raise Interrupted(how_to_resume(folder)) from None
+    except torch.OutOfMemoryError as error:
+        raise InputError(f"the GPU's memory does not suffice: {what_to_reduce(settings)}, with a new --out.") from error
+
+
+def how_to_resume(folder: RunFolder) -> str:
+    saved = checkpoint.steps(folder.checkpoints)
+    if saved:
+        return f"the same command with --resume goes on after {saved[0].name}."
+    if (folder.path / RUN).is_file():
+        return "no checkpoint was saved yet: the same command with --resume starts again."
+    return "nothing was written yet."
+
+
+def what_to_reduce(settings: TrainSettings) -> str:
+    smaller = f"make --micro-batch smaller than {settings.micro_batch} (the batch stays, accumulated)"
+    ways = [smaller] if settings.micro_batch > 1 else []
+    ways += [] if settings.gradient_checkpointing else ["add --set gradient_checkpointing=true"]
+    return ", or ".join([*ways, f"make --length smaller than {settings.length}"])
+
+
+def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus]) -> list[str]:
+    """InputError where the run cannot be; otherwise what a reader of its figures must know."""
+    texts = [corpus.name for corpus in corpora if corpus.kind == "language"]
+    if texts and corpora[0].kind != "language":
+        raise InputError(f"{texts[0]} is a language corpus: name it first, before {corpora[0].name}.")
+    if not texts and settings.sample:
+        raise InputError("sample continues a text, and the run has no language corpus: leave it out.")
+    for corpus in corpora:
+        for split in ("train", "valid"):
+            if split not in corpus.splits:
+                raise InputError(
+                    f"{corpus.folder} has no {split} split (only {', '.join(corpus.splits)}): prepare it with one."
+                )
+    for corpus in corpora[1:]:
+        corpora[0].require_same_tokenizer(corpus)
+    names = [corpus.name for corpus in corpora]
+    if len(set(names)) < len(names):
+        raise InputError(
+            f"two corpora have the same name ({', '.join(names)}): their metrics could not be told apart; "
+            "chiar data prepare --name gives one another."
+        )
+    notes = [remark for corpus in corpora for remark in corpus.remarks]
+    notes += check_tokenizer(settings.initial, config, corpora[0]) if settings.initial else []
+    if (warmup := settings.warmup) >= settings.steps and (rate := settings.learning_rate):
+        notes.append(f"all {settings.steps} steps are warm-up (warmup={warmup}): the rate never gets to {rate:g}.")
+    needed = corpora[0].vocab_size
+    if needed > config.vocab_size:
+        raise InputError(f"the corpus has {needed} token ids, the model only {config.vocab_size}: set vocab_size.")
+    if settings.recalibrate_every and (config.router != "entropy" or not config.routed_layers):
+        raise InputError("recalibrate_every needs routed layers with the entropy router.")
+    if settings.recalibrate_every and config.target_fraction is not None:
+        raise InputError("target_fraction already moves the thresholds in training: leave recalibrate_every at 0.")
+    if settings.tensorboard:
+        require_tensorboard()
+    if config.positions == "learned" and settings.length > config.max_position_embeddings:
+        raise InputError(f"length {settings.length} exceeds the {config.max_position_embeddings} learned positions.")
+    return notes
+
+
+def settle(settings: TrainSettings, processes: Processes, resumed: RunFolder | None) -> TrainSettings:
+    """Precision `auto` as what it means on the main process's device, or as what a resumed run was begun with."""
+    if settings.precision != "auto":
+        return settings
+    if resumed is not None:
+        precision = processes.from_main(lambda: told(resumed.read(), "settings", resumed.path.name)["precision"])
+    else:
+        precision = processes.from_main(lambda: "bf16" if computes_bf16(processes.device) else "fp32")
+    return replace(settings, precision=precision)
 
 
 def train_among(
-    processes: Processes, config: ChiarConfig, settings: TrainSettings, out: Path, resume: bool, quiet: bool
+    processes: Processes, config: ChiarConfig, settings: TrainSettings, folder: RunFolder, resume: bool, quiet: bool
 ) -> dict[str, Any] | None:
-    from chiar.data import Corpus
-
     corpora = [Corpus.open(Path(path)) for path in settings.data]
     if config.positions == "rope":
         config = deepcopy(config)
         config.max_position_embeddings = settings.length  # the trained length, which evaluation takes as its own
     notes = check_run(config, settings, corpora)
-    check_rows(settings, corpora, processes)
+    for corpus in corpora:
+        open_rows(corpus, "valid", settings.length)
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
-    folder = RunFolder(out)
-    resume = processes.from_main(lambda: goes_on(folder, resume))
+    resume = processes.from_main(lambda: folder.goes_on(resume))
     settings = settle(settings, processes, folder if resume else None)
     torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
-    trainer, metrics = Trainer(config, settings, corpora, processes), None  # what cannot be built leaves no folder
-    record = describe(config, settings, corpora, processes)
-    found = processes.from_main(lambda: open_run(folder, record, resume))
-    display = Display(settings.steps, found.state["step"] if found else 0, quiet or not processes.main)
-    try:
+    trainer = Trainer(config, settings, corpora, processes)  # what cannot be built leaves no folder
+    record = describe(config, settings, corpora, processes.count)
+    found = processes.from_main(lambda: folder.open(record, resume))
+    begun = found.state["step"] if found else 0
+    with closing(Display(settings.steps, begun, quiet or not processes.main)) as display:
         for note in notes:
             display.say(f"note: {note}")
         if found is not None:
             trainer.restore(found)
             for complaint in found.complaints:
                 display.say(f"warning: {complaint}")
-            left = "" if trainer.step < settings.steps else ": nothing is left to train"
-            display.say(f"resuming after step {trainer.step} of {settings.steps}{left}")
-        if settings.compile and trainer.step < settings.steps:
+            left = "" if begun < settings.steps else ": nothing is left to train"
+            display.say(f"resuming after step {begun} of {settings.steps}{left}")
+        if settings.compile and begun < settings.steps:
             display.say("compiling: the first step takes a minute or two (--no-compile starts at once)")
-        if processes.main:
-            events = Events(out / "tensorboard", trainer.step, config) if settings.tensorboard else None
-            metrics = Metrics(folder.metrics_path, found.state["metrics_bytes"] if found else 0, events)
-        return Run(trainer, folder, metrics, display).go()
-    finally:
-        display.close()
-        if metrics is not None:
-            metrics.close()
+        if not processes.main:
+            return Run(trainer, folder, None, display).go()
+        events = Events(folder.path / "tensorboard", begun, config) if settings.tensorboard else None
+        kept = found.state["metrics_bytes"] if found else 0
+        with closing(Metrics(folder.metrics_path, kept, events)) as metrics:
+            return Run(trainer, folder, metrics, display).go()
+
+
+@contextmanager
+def stopping(what: str, kept: str) -> Iterator[None]:
+    try:
+        yield
+    except checkpoint.NotWrittenError as error:
+        raise TrainingStopped(f"{what} could not be written ({error}): {kept} are kept.") from error
 
 
 def is_better(now: dict[str, float], best: dict[str, float]) -> bool:
@@ -104,11 +183,8 @@ class Run:
     def __init__(self, trainer: Trainer, folder: RunFolder, metrics: Metrics | None, display: Display) -> None:
         self.trainer, self.folder, self.metrics, self.display = trainer, folder, metrics, display
         self.settings = trainer.settings
-        processes = trainer.processes
-        self.utilisation = Utilisation(
-            trainer.config, trainer.settings, trainer.corpora, processes.count, processes.device
-        )
-        self.told_graphs = False
+        self.utilisation = Utilisation(trainer.config, trainer.settings, trainer.corpora, trainer.processes)
+        self.warnings: set[str] = set()
         self.compiled = metrics.last.get("compiled") if metrics is not None else None
         """Whether the steps before were compiled; None before the first."""
 
@@ -137,18 +213,20 @@ class Run:
 
     def tell_compiling(self) -> None:
         """Say where compiling failed, and where steps are computed otherwise than those before them."""
-        forward = self.trainer.forward
-        if forward.failure and not forward.told:
-            forward.told = True
-            self.display.say(f"warning: torch.compile failed, so the run goes on without it: {forward.failure}")
-        graphs = self.trainer.graphs
-        if graphs is not None and graphs.failure and not self.told_graphs:
-            self.told_graphs = True
-            self.display.say(f"warning: passes cannot be recorded as CUDA graphs and run plainly: {graphs.failure}")
+        forward, graphs = self.trainer.forward, self.trainer.graphs
+        if forward.failure:
+            self.warn(f"torch.compile failed, so the run goes on without it: {forward.failure}")
+        if graphs is not None and graphs.failure:
+            self.warn(f"passes cannot be recorded as CUDA graphs and run plainly: {graphs.failure}")
         if self.compiled is not None and self.compiled != forward.compiled:
             before, now = ("", "not ") if self.compiled else ("not ", "")
-            self.display.say(f"warning: the steps before were {before}compiled, from here on they are {now}compiled.")
+            self.warn(f"the steps before were {before}compiled, from here on they are {now}compiled.")
         self.compiled = forward.compiled
+
+    def warn(self, text: str) -> None:
+        if text not in self.warnings:
+            self.warnings.add(text)
+            self.display.say(f"warning: {text}")
 
     def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
         record = self.trainer.summary(measured)
@@ -156,11 +234,10 @@ class Run:
         if bad >= 0 or not math.isfinite(record["loss"]):
             self.stop_at(bad if bad >= 0 else self.trainer.step - 1)
         now = time.perf_counter()
-        tokens = self.trainer.take_tokens()
-        record["tokens_per_second"] = round(tokens / (now - self.marked_time), 1)
+        tokens, self.trainer.tokens = self.trainer.processes.all(self.trainer.tokens), 0
+        record["tokens_per_second"] = round(sum(tokens) / (now - self.marked_time), 1)
         self.marked_step, self.marked_time = self.trainer.step, now
-        mfu = self.utilisation.of(record["tokens_per_second"], record["use"])
-        if mfu is not None:
+        if (mfu := self.utilisation.of(record["tokens_per_second"], record["use"])) is not None:
             record["mfu"] = mfu
         record["compiled"] = self.compiled
         if self.trainer.processes.device.type == "cuda":
@@ -170,13 +247,11 @@ class Run:
     def evaluate(self, record: dict[str, Any]) -> None:
         trainer = self.trainer
         found = trainer.evaluate()
-        record["validation"] = found.losses
-        if found.accuracies:
-            record["accuracy"] = found.accuracies
+        record |= found
         first = trainer.names[0]
-        now = {"step": trainer.step, "loss": found.losses[first]}
-        if first in found.accuracies:
-            now["accuracy"] = found.accuracies[first]
+        now = {"step": trainer.step, "loss": found["validation"][first]}
+        if first in found.get("accuracy", {}):
+            now["accuracy"] = found["accuracy"][first]
         if trainer.best is None or is_better(now, trainer.best):
             trainer.best = now
             self.export(self.folder.best)
@@ -190,46 +265,37 @@ class Run:
             self.stop_at(int(trainer.first_bad_step))
         target = self.folder.checkpoints / checkpoint.step_name(trainer.step)
         written = self.metrics.bytes if self.metrics is not None else 0
-        try:
+        with stopping(f"the checkpoint of step {trainer.step}", "earlier ones"):
             checkpoint.save(target, trainer.tensors(), trainer.state(written), trainer.processes)
-        except checkpoint.NotWrittenError as error:
-            raise TrainingStopped(
-                f"the checkpoint of step {trainer.step} could not be written ({error}): earlier ones are kept."
-            ) from error
         if trainer.processes.main:
             checkpoint.point(self.folder.checkpoints / "latest", target)
             best = int(trainer.best["step"]) if trainer.best else None
             checkpoint.retain(self.folder.checkpoints, self.settings.keep, best)
 
     def export(self, link: Path) -> None:
-        """The weights of this step as a folder from_pretrained opens, with tokenizer and thresholds: best or final."""
+        """All processes take part; the main one gets the model in one piece, averaged where an average is kept."""
         trainer = self.trainer
-        model = trainer.whole()
-        try:
-            with checkpoint.agreed(trainer.processes):
-                if model is not None:
-                    export(model, trainer.corpora[0], self.folder, link, trainer.step)
-        except checkpoint.NotWrittenError as error:
-            raise TrainingStopped(
-                f"the {link.name} model, of step {trainer.step}, could not be written ({error}): checkpoints are kept."
-            ) from error
+        with trainer.averaged():
+            model = whole(trainer.model, wanted=trainer.processes.main)
+        what = f"the {link.name} model, of step {trainer.step},"
+        with stopping(what, "checkpoints"), checkpoint.agreed(trainer.processes):
+            if model is not None:
+                self.folder.export(model, trainer.corpora[0], link, trainer.step)
 
     def sample(self, new_tokens: int = 48) -> str:
         """The prompt continued greedily. A gate that sees the future is frozen at the prompt for this."""
-        with self.trainer.language() as language:
-            return self.continued(language, new_tokens)
+        from chiar.generation.stream import Sampling, room_for
 
-    def continued(self, language: Any, new_tokens: int) -> str:
         tokenizer = self.trainer.corpora[0].tokenizer()
-        ids = torch.tensor([tokenizer.encode_batch([self.settings.sample])[0].tolist()], device=language.device)
-        before, language.config.gate_generation = language.config.gate_generation, "prefill"
-        language.eval()
-        room = new_tokens
-        if language.config.positions == "learned":
-            room = min(room, language.config.max_position_embeddings - ids.shape[1])
-        out = language.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, do_sample=False)
-        language.config.gate_generation = before
-        language.train()
+        with self.trainer.language() as language:
+            ids = torch.tensor([tokenizer.encode_batch([self.settings.sample])[0].tolist()], device=language.device)
+            before, language.config.gate_generation = language.config.gate_generation, "prefill"
+            room = room_for(language.config, ids.shape[1], new_tokens, lambda note: None)
+            chosen = Sampling(new_tokens).configuration(language, room)
+            language.eval()
+            out = language.generate(ids, attention_mask=torch.ones_like(ids), generation_config=chosen)
+            language.train()
+            language.config.gate_generation = before
         return tokenizer.decode(out[0].cpu().numpy())
 
     def stop_at(self, step: int) -> None:

@@ -1,40 +1,77 @@
-"""A run on disk: what it was told, what it measured, what it learned."""
+"""A run on disk: what it was told, what it measured, what it learned; and whether a folder is the same run's."""
 
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
+import chiar
+from chiar.config import ChiarConfig
+from chiar.data import Corpus
 from chiar.errors import InputError, first_line
+from chiar.model.heads import export_model
+from chiar.training import checkpoint
+from chiar.training.distributed import attempt
+from chiar.training.settings import TrainSettings
+from chiar.training.tasks import TaskModel
 
 RUN, METRICS = "run.json", "metrics.jsonl"
+# What may differ when a run is resumed: how long it is, how it is spread, and how it is shown.
+MAY_CHANGE = (
+    *("steps", "compile", "cuda_graphs", "parallel", "execution", "keep", "log_every", "tensorboard", "peak_tflops"),
+    *("compile_layers", "transformers_version"),
+)
 
 
 def versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    import chiar
-
     found = {"chiar": chiar.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
     found |= {"python": platform.python_version(), "system": platform.platform()}
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+    return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
 def commit() -> str | None:
     """The commit of the source tree chiar runs from, with a + if it was changed; None outside a repository."""
-    here = Path(__file__).parent
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10)
-        changed = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, timeout=10)
+        head, changed = (
+            subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "") if head.returncode == 0 else None
+
+
+def command_line() -> str:
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def launch() -> str | None:
+    """What all attempts of one torchrun have in common; None without torchrun."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"{name}-{os.getppid()}" if name else None
+
+
+def describe(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus], processes: int) -> dict[str, Any]:
+    """What run.json says."""
+    return {
+        "command": command_line(),
+        "launch": launch(),
+        "config": config.to_dict(),
+        "settings": settings.to_dict(),
+        "versions": versions(),
+        "commit": commit(),
+        "data": {corpus.name: corpus.fingerprint for corpus in corpora},
+        "remarks": {corpus.name: corpus.remarks for corpus in corpora},
+        "processes": processes,
+    }
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -64,21 +101,9 @@ class RunFolder:
     """RUN/run.json, metrics.jsonl, checkpoints/step-*, best → exports/best-step-*, final alike."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoints = path / "checkpoints"
-        self.exports = path / "exports"
-        self.best = path / "best"
-        self.final = path / "final"
-        self.metrics_path = path / METRICS
-
-    def check_free(self) -> None:
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise InputError(f"{self.path} exists already: add --resume to continue it, or choose another folder.")
-
-    def create(self, record: dict[str, Any]) -> None:
-        self.check_free()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.write(record)
+        self.path, self.metrics_path = path, path / METRICS
+        self.checkpoints, self.exports = path / "checkpoints", path / "exports"
+        self.best, self.final = path / "best", path / "final"
 
     def write(self, record: dict[str, Any]) -> None:
         aside = self.path / f".{RUN}.new"
@@ -97,6 +122,63 @@ class RunFolder:
         if not self.metrics_path.is_file():
             raise InputError(f"{self.path} has no {METRICS}.")
         return read_records(self.metrics_path)
+
+    def goes_on(self, resume: bool) -> bool:
+        """Whether a run in the folder is continued: asked for, or torchrun started this very run again. Otherwise the
+        folder must be free."""
+        if not resume and attempt() > 0 and (self.path / RUN).is_file():
+            resume = self.read().get("launch") == launch()
+        if not resume and self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise InputError(f"{self.path} exists already: add --resume to continue it, or choose another folder.")
+        return resume
+
+    def open(self, record: dict[str, Any], resume: bool) -> checkpoint.Found | None:
+        """Create the folder, or check that it is the same run and find its newest sound checkpoint."""
+        if not resume:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.write(record)
+            return None
+        stored = self.read()
+        self.check_same(stored, record)
+        for leftover in self.checkpoints.glob(".step-*.partial"):
+            shutil.rmtree(leftover)
+        found = checkpoint.find(self.checkpoints)
+        now = {part: record[part] for part in ("command", "launch", "versions", "commit", "processes")}
+        now["settings"] = {key: value for key, value in record["settings"].items() if key in MAY_CHANGE}
+        resumed = {"step": found.state["step"] if found else 0, **now}
+        self.write({**stored, "launch": record["launch"], "resumed": [*stored.get("resumed", []), resumed]})
+        return found
+
+    def check_same(self, stored: dict[str, Any], record: dict[str, Any]) -> None:
+        """A run may be older than a field, which then had its default, or younger than one that is gone."""
+        before = {part: told(stored, part, self.path.name) for part in ("config", "settings", "data")}
+        before["config"] = ChiarConfig.from_dict(before["config"]).to_dict()
+        before["settings"] = TrainSettings().to_dict() | before["settings"]
+        for part in before:
+            was, now = (json.loads(json.dumps(fields[part])) for fields in (before, record))
+            for key in sorted((was.keys() | now.keys()) - set(MAY_CHANGE)):
+                if was.get(key) != now.get(key):
+                    raise InputError(
+                        f"{self.path} was started with {part} {key} = {was.get(key)!r}, "
+                        f"not {now.get(key)!r}: resume it with the same."
+                    )
+
+    def export(self, model: TaskModel, corpus: Corpus, link: Path, step: int) -> None:
+        """The weights as a folder from_pretrained opens, with tokenizer and thresholds; `link` is best or final, and
+        points to the folder it pointed to before until all is written."""
+        name = f"{link.name}-{checkpoint.step_name(step)}"
+        aside = self.exports / f".{name}.partial"
+        shutil.rmtree(aside, ignore_errors=True)
+        export_model(model, corpus, aside)
+        shutil.copytree(corpus.folder / "tokenizer", aside, dirs_exist_ok=True)
+        # A step that is done again after a resume was exported before: that one stays until the link has moved.
+        names = (self.exports / (f"{name}-again-{again}" if again else name) for again in count())
+        target = next(path for path in names if not path.exists())
+        os.replace(aside, target)
+        checkpoint.point(link, target)
+        for other in (*self.exports.glob(f"{link.name}-*"), *self.exports.glob(f".{link.name}-*.partial")):
+            if other != target:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 class Metrics:
@@ -126,8 +208,4 @@ class Metrics:
     def close(self) -> None:
         self.file.close()
         if self.events is not None:
-            self.events.close()
-
-
-def command_line() -> str:
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+            self.events.writer.close()

@@ -1,14 +1,23 @@
-"""One model for every task of a run: the language model, and a linear head for each classification corpus."""
+"""One model for every task of a run: the language model, and a linear head for each classification corpus.
 
+First weights come from a seed of each module's own, so that no process needs the whole model to draw its share.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from chiar.config import ChiarConfig
 from chiar.kernels.linear_cross_entropy import linear_cross_entropy
 from chiar.layers.routers import mean_over_tokens, one_hot
+from chiar.model.load import load_weights
 from chiar.model.modeling import ChiarForCausalLM, pool_states
+from chiar.training.distributed import local_rows
 
 
 @dataclass
@@ -27,11 +36,13 @@ class TaskResult:
 class TaskModel(nn.Module):
     """Classification goes through the whole decoder; a head is the `score` of ChiarForSequenceClassification."""
 
-    def __init__(self, language: ChiarForCausalLM, labels: dict[str, int]) -> None:
+    def __init__(self, config: ChiarConfig, labels: dict[str, int]) -> None:
         super().__init__()
-        self.language = language
-        width = language.config.hidden_size
-        self.heads = nn.ModuleDict({name: nn.Linear(width, count) for name, count in labels.items()})
+        self.labels = labels
+        """Classes by corpus."""
+        self.language = ChiarForCausalLM(config)
+        heads = {name: nn.Linear(config.hidden_size, count) for name, count in labels.items()}
+        self.heads = nn.ModuleDict(heads)
 
     def forward(self, ids_BT: Tensor, targets: Tensor, mask_BT: Tensor | None, head: str | None) -> TaskResult:
         decoded = self.language.model(ids_BT, attention_mask=mask_BT, output_routes=True)
@@ -62,3 +73,66 @@ class TaskModel(nn.Module):
         if head is not None and not self.language.config.tie_word_embeddings:
             parameters += list(self.language.lm_head.parameters())
         return 0.0 * sum((p.sum() for p in parameters), torch.zeros((), device=self.language.device))
+
+
+def outline(config: ChiarConfig, labels: dict[str, int]) -> TaskModel:
+    """The model on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        return TaskModel(config, labels)
+
+
+def build(config: ChiarConfig, labels: dict[str, int], seed: int, device: str = "cpu", initial: str = "") -> TaskModel:
+    """A whole model with the weights of `seed`."""
+    model = outline(config, labels)
+    materialise(model, seed, torch.device(device), initial)
+    return model
+
+
+def materialise(model: TaskModel, seed: int, device: torch.device, initial: str = "") -> None:
+    """Give an outline memory and the weights of `seed`: the same ones whether it is whole or sharded.
+
+    With `initial`, a folder, the language model has its weights instead.
+    """
+    model.to_empty(device=device)
+    model.language.tie_weights()
+    places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    stored = load_weights(initial, model.language.config).state_dict() if initial else {}
+    for name, value in drawn(outline(model.language.config, model.labels), seed):
+        start, rows = local_rows(places[name])
+        value = stored.get(name.removeprefix("language."), value)
+        with torch.no_grad():
+            rows.copy_(value[start : start + len(rows)] if value.ndim else value)
+
+
+def drawn(source: TaskModel, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Every saved tensor by name, one module in memory at a time. Drawn on the CPU: any device gets the same."""
+    saved = set(source.state_dict())
+    seen: set[int] = set()
+    for prefix, module in source.named_modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        fresh = [name for name, value in own if f"{prefix}.{name}" in saved and id(value) not in seen]
+        seen.update(id(value) for _, value in own)
+        if not fresh:
+            continue
+        module.to_empty(device="cpu", recurse=False)
+        sequence = np.random.SeedSequence([seed, *prefix.encode()])
+        torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+        source.language._init_weights(module)
+        for name in fresh:
+            yield f"{prefix}.{name}", getattr(module, name).detach()
+        module.to_empty(device="meta", recurse=False)
+
+
+def whole(model: TaskModel, wanted: bool) -> TaskModel | None:
+    """A copy in one piece on the CPU, where it is wanted. Every process must take part, one tensor at a time."""
+    state = {}
+    for name, value in model.state_dict().items():
+        complete = value.full_tensor() if isinstance(value, DTensor) else value
+        if wanted:
+            state[name] = complete.cpu()
+    if not wanted:
+        return None
+    copy = outline(model.language.config, model.labels).to_empty(device="cpu")
+    copy.language.tie_weights()
+    copy.load_state_dict(state)
+    return copy

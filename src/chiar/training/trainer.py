@@ -3,49 +3,64 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from chiar.config import ChiarConfig
+from chiar.data import Corpus
 from chiar.routing.calibration import calibrate
 from chiar.training import checkpoint
-from chiar.training.batches import Batch, ClassificationRows, LanguageRows, Rows, Schedule, slot_seed
-from chiar.training.compiling import Forward, miscompiled, uncompiled
+from chiar.training.batches import Batch, ClassificationRows, Prefetch, Rows, Schedule, open_rows, slot_seed
+from chiar.training.compiling import Forward, GraphedPasses, miscompiled, uncompiled
 from chiar.training.distributed import Processes, average_state, replicate, shard
-from chiar.training.graphs import GraphedPasses
-from chiar.training.optim import learning_rate, make_optimizer, set_learning_rate
-from chiar.training.prefetch import Prefetch
 from chiar.training.settings import TrainSettings
-from chiar.training.tasks import TaskModel, TaskResult
-from chiar.training.weights import materialise, outline, whole
+from chiar.training.tasks import TaskResult, materialise, outline
 
 
-def open_rows(corpus: Any, split: str, length: int) -> Rows:
-    kind = ClassificationRows if corpus.kind == "classification" else LanguageRows
-    return kind(corpus.split(split), length)
+def make_optimizer(model: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.AdamW:
+    """Matrices and embeddings decay; biases, norms and the filters, spectral and temporal, do not."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decaying = {name for name, p in named if p.ndim >= 2 and not name.endswith("coefficients_KD")}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named if name in decaying], "weight_decay": settings.weight_decay},
+        {"params": [p for name, p in named if name not in decaying], "weight_decay": 0.0},
+    ]
+    fused = device.type == "cuda"
+    betas = (settings.beta1, settings.beta2)
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, fused=fused or None)
+    # AdamW makes its state on the first step; made now, so that a checkpoint can be read into it.
+    for _, parameter in named:
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": step, **moments}
+    return optimizer
 
 
-class Validation(NamedTuple):
-    """By corpus; accuracies of classification corpora only."""
-
-    losses: dict[str, float]
-    accuracies: dict[str, float]
+def learning_rate(settings: TrainSettings, step: int) -> float:
+    """Linear warm-up, then a cosine down to the final rate at the last step."""
+    if step < settings.warmup:
+        return settings.learning_rate * (step + 1) / settings.warmup
+    progress = min((step - settings.warmup) / max(settings.steps - settings.warmup, 1), 1.0)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return settings.final_learning_rate + (settings.learning_rate - settings.final_learning_rate) * cosine
 
 
 class Trainer:
     """Model, optimiser and data of a run. `step` counts finished optimiser steps."""
 
-    def __init__(self, config: ChiarConfig, settings: TrainSettings, corpora: list[Any], processes: Processes) -> None:
+    def __init__(
+        self, config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus], processes: Processes
+    ) -> None:
         self.config, self.settings, self.corpora, self.processes = config, settings, corpora, processes
         self.names = [corpus.name for corpus in corpora]
-        self.rows = [open_rows(corpus, "train", settings.length) for corpus in corpora]
-        self.schedule = Schedule(settings, self.rows)
+        self.schedule = Schedule(settings, [open_rows(corpus, "train", settings.length) for corpus in corpora])
         self.accumulation = settings.accumulation(processes.count)
-        labels = {c.name: len(c.labels) for c in corpora if c.kind == "classification"}
-        self.model = outline(config, labels)
+        self.slots = [turn * processes.count + processes.rank for turn in range(self.accumulation)]
+        self.prefetch = Prefetch(self.schedule, self.slots, processes.device)
+        self.model = outline(config, {c.name: len(c.labels) for c in corpora if c.kind == "classification"})
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.sharded = settings.shards(parameters, processes.count)
         if self.sharded:
@@ -58,20 +73,18 @@ class Trainer:
         self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()} if settings.ema else {}
         self.step = 0
         self.tokens = 0
-        """Real tokens this process has read since the loop last looked."""
+        """Real tokens this process has read since the loop last took them."""
         self.best: dict[str, float] | None = None
         self.first_bad_step = torch.full((), -1, device=processes.device)
         """The first step whose gradient was not finite; kept on the device so that no step waits for it."""
         self.parallel = self.model if self.sharded else replicate(self.model, processes)
-        by_layers = self.sharded or settings.compile_layers
-        parts = list(self.model.language.model.layers) if by_layers else None
+        parts = list(self.model.language.model.layers) if self.sharded or settings.compile_layers else []
         obstacle = miscompiled(config, processes.device, settings.precision)
         self.forward = Forward(self.parallel, settings.compile, parts, company=self.sharded, obstacle=obstacle)
         self.graphs: GraphedPasses | None = None
-        if self._may_be_recorded():
+        alone = processes.count == 1 and not self.sharded and processes.device.type == "cuda"
+        if alone and settings.cuda_graphs and not settings.deterministic:
             self.graphs = GraphedPasses(self._language_pass, self.model.parameters())
-        self.slots = [turn * processes.count + processes.rank for turn in range(self.accumulation)]
-        self.prefetch = Prefetch(self.schedule, self.slots, processes.device)
 
     def train_step(self) -> dict[str, Any]:
         """One optimiser step. Where compiling fails in it, the whole step is run again without; where memory runs out
@@ -93,21 +106,15 @@ class Trainer:
         """Accumulate, clip, update. Returns what was measured, still on the device."""
         settings = self.settings
         rate = learning_rate(settings, self.step)
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         self.parallel.train()
-        self.model.language.model.set_progress(self.step / settings.steps)
-        losses: dict[int, list[Tensor]] = {}
-        gates: dict[int, list[Tensor]] = {}
-        use: list[Tensor] = []
+        done: list[tuple[int, TaskResult]] = []
         for slot, batches in zip(self.slots, self.prefetch.batches(self.step), strict=True):
             torch.manual_seed(slot_seed(settings.seed, self.step, slot))
             for number, batch in enumerate(batches):
                 last = slot == self.slots[-1] and number == len(batches) - 1
-                result = self._backward(batch, sync=last)
-                losses.setdefault(batch.corpus, []).append(result.loss.detach())
-                if self.config.meta_router:
-                    gates.setdefault(batch.corpus, []).append(result.gate)
-                use.append(result.use_LK)
+                done.append((batch.corpus, self._backward(batch, sync=last)))
             for _ in range(self._company(slot) - len(batches)):
                 self._backward(batches[-1], sync=True, share=0.0)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip or math.inf)
@@ -121,20 +128,14 @@ class Trainer:
         for name, parameter in self.model.named_parameters() if self.average else ():
             self.average[name].lerp_(parameter.detach(), 1 - settings.ema)
         self.step += 1
-        return {"losses": losses, "gates": gates, "use": torch.stack(use).mean(0), "norm": norm, "rate": rate}
+        return {"done": done, "norm": norm, "rate": rate}
 
     def _company(self, slot: int) -> int:
         """Passes every process makes in this turn: sharded, none can do without the others, though where corpora are
         added one may have two batches and another one."""
-        if not self.sharded:
-            return 0
         first = slot - self.processes.rank
-        return max(self.schedule.passes(self.step, first + rank) for rank in range(self.processes.count))
-
-    def _may_be_recorded(self) -> bool:
-        """Whether passes can be CUDA graphs: one process, whose kernels nobody waits for."""
-        settings, alone = self.settings, self.processes.count == 1 and not self.sharded
-        return settings.cuda_graphs and not settings.deterministic and alone and self.processes.device.type == "cuda"
+        turn = range(first, first + self.processes.count) if self.sharded else ()
+        return max((self.schedule.passes(self.step, other) for other in turn), default=0)
 
     def _language_pass(self, ids_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, ...]:
         with self.autocast():
@@ -142,19 +143,23 @@ class Trainer:
         (result.loss / self.accumulation).backward()
         return result.loss.detach(), result.use_LK, result.gate, result.correct
 
-    def _backward(self, batch: Batch, sync: bool, share: float = 1.0) -> Any:
+    def _backward(self, batch: Batch, sync: bool, share: float = 1.0) -> TaskResult:
         """One micro-batch. With a share of 0 it is only there for the other processes."""
         self.tokens += batch.tokens if share else 0
         batch = batch.to(self.processes.device)
-        head = self.names[batch.corpus] if isinstance(self.rows[batch.corpus], ClassificationRows) else None
-        if self.graphs is not None and head is None and batch.mask is None:
+        head = self._head(batch.corpus)
+        if self.graphs is not None and head is None:
             return TaskResult(*self.graphs(batch.ids, batch.targets))
         waits = sync or self.processes.count == 1 or self.sharded  # whole gradients would not fit where it shards
         with nullcontext() if waits else self.parallel.no_sync():  # type: ignore[operator]
             with self.autocast():
                 result = self.forward(batch.ids, batch.targets, batch.mask, head)
             (share * result.loss / self.accumulation).backward()
+        result.loss = result.loss.detach()
         return result
+
+    def _head(self, corpus: int) -> str | None:
+        return self.names[corpus] if self.corpora[corpus].kind == "classification" else None
 
     def autocast(self) -> Any:
         enabled = self.settings.precision == "bf16"
@@ -162,44 +167,36 @@ class Trainer:
 
     def summary(self, measured: dict[str, Any]) -> dict[str, Any]:
         """A step's measurements over all processes as plain numbers. This waits for the device."""
-        device, count = self.processes.device, len(self.corpora)
-        table = torch.zeros(count, 4, device=device, dtype=torch.float64)
-        for column, values in ((0, measured["losses"]), (2, measured["gates"])):
-            for corpus, tensors in values.items():
-                table[corpus, column] = torch.stack(tensors).double().sum()
-                table[corpus, column + 1] = len(tensors)
-        table = self.processes.total(table)
-        use = self.processes.mean(measured["use"].clone())
-        present = [i for i in range(count) if table[i, 1] > 0]
+        table_C3 = torch.zeros(len(self.corpora), 3, device=self.processes.device, dtype=torch.float64)
+        for corpus, result in measured["done"]:
+            table_C3[corpus] += torch.stack([result.loss.double(), result.gate.double(), table_C3.new_ones(())])
+        losses, gates, counts = self.processes.total(table_C3).T.tolist()
+        use = self.processes.mean(torch.stack([result.use_LK for _, result in measured["done"]]).mean(0))
+        present = [i for i, count in enumerate(counts) if count > 0]
         record: dict[str, Any] = {
             "step": self.step,
-            "loss": float(table[:, 0].sum() / table[:, 1].sum()),
+            "loss": sum(losses) / sum(counts),
             "rate": measured["rate"],
             "gradient_norm": float(measured["norm"]),
             "use": [[round(value, 6) for value in row] for row in use.tolist()],
         }
-        if count > 1:
-            record["loss_by_corpus"] = {self.names[i]: float(table[i, 0] / table[i, 1]) for i in present}
-        if measured["gates"]:
-            record["gate"] = {self.names[i]: float(table[i, 2] / table[i, 3]) for i in present}
+        if len(self.corpora) > 1:
+            record["loss_by_corpus"] = {self.names[i]: losses[i] / counts[i] for i in present}
+        if self.config.meta_router:
+            record["gate"] = {self.names[i]: gates[i] / counts[i] for i in present}
         return record
 
-    def take_tokens(self) -> int:
-        """Real tokens all processes have read since the last call."""
-        taken, self.tokens = torch.tensor(self.tokens, device=self.processes.device), 0
-        return int(self.processes.total(taken))
-
     @torch.no_grad()
-    def evaluate(self) -> Validation:
-        """Validation loss of each corpus, and the accuracy where it has classes, on the same rows every time."""
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Validation loss of each corpus, and the accuracy of those with classes, on the same rows every time."""
+        found: dict[str, dict[str, float]] = {"validation": {}}
         self.parallel.eval()
-        found = Validation({}, {})
         with self.averaged(), uncompiled():
             for number, corpus in enumerate(self.corpora):
                 rows = open_rows(corpus, "valid", self.settings.length)
-                found.losses[corpus.name], accuracy = self._evaluate_rows(rows, number)
+                found["validation"][corpus.name], accuracy = self._evaluate_rows(rows, number)
                 if isinstance(rows, ClassificationRows):
-                    found.accuracies[corpus.name] = accuracy
+                    found.setdefault("accuracy", {})[corpus.name] = accuracy
             self.reshard()
         self.parallel.train()
         return found
@@ -207,34 +204,33 @@ class Trainer:
     def _evaluate_rows(self, rows: Rows, number: int) -> tuple[float, float]:
         size, total = self.settings.micro_batch, torch.zeros(3, device=self.processes.device, dtype=torch.float64)
         wanted = rows.evaluated(self.settings.evaluate_rows)
-        head = self.names[number] if isinstance(rows, ClassificationRows) else None
         firsts = range(0, len(wanted), size)
         for turn in range(0, len(firsts), self.processes.count):
             mine = turn + self.processes.rank < len(firsts)  # a process without rows keeps the others company
             first = firsts[turn + self.processes.rank if mine else 0]
             batch = rows.batch(number, wanted[first : first + size]).to(self.processes.device)
             with self.autocast():
-                result = self.model(batch.ids, batch.targets, batch.mask, head)
+                result = self.model(batch.ids, batch.targets, batch.mask, self._head(number))
             if mine:
-                total[0] += result.loss.double() * len(batch.ids)
-                total[1] += result.correct
-                total[2] += len(batch.ids)
-        total = self.processes.total(total)
-        return float(total[0] / total[2]), float(total[1] / total[2])
+                count = len(batch.ids)
+                total += torch.stack([result.loss.double() * count, result.correct.double(), total.new_tensor(count)])
+        loss, correct, count = self.processes.total(total).tolist()
+        return loss / count, correct / count
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The exponential average in place of the weights, where one is kept."""
-        kept = [(p, p.detach().clone(), self.average[n]) for n, p in self.model.named_parameters() if self.average]
-        with torch.no_grad():
-            for parameter, _, average in kept:
-                parameter.copy_(average)
+        kept = {n: p.detach().clone() for n, p in self.model.named_parameters() if self.average}
         try:
+            self._set_weights(self.average)
             yield
         finally:
-            with torch.no_grad():
-                for parameter, own, _ in kept:
-                    parameter.copy_(own)
+            self._set_weights(kept)
+
+    @torch.no_grad()
+    def _set_weights(self, weights: dict[str, Tensor]) -> None:
+        for name, parameter in self.model.named_parameters() if weights else ():
+            parameter.copy_(weights[name])
 
     @contextmanager
     def language(self) -> Iterator[Any]:
@@ -252,22 +248,13 @@ class Trainer:
         if self.sharded:
             self.model.reshard()  # type: ignore[operator]
 
-    def whole(self) -> TaskModel | None:
-        """The main process gets the model in one piece on the CPU, averaged where an average is kept; all take part."""
-        with self.averaged():
-            return whole(self.model, wanted=self.processes.main)
-
     def recalibrate(self) -> list:
         """Per-layer thresholds from rows of the step just done, the same in every process."""
-        slots = range(min(self.schedule.slots, 4))
-        batches = [self.schedule.batches(self.step - 1, slot)[0] for slot in slots]
-        texts = [batch for batch in batches if batch.mask is None] or batches
-        stream = [
-            {"input_ids": batch.ids} | ({} if batch.mask is None else {"attention_mask": batch.mask}) for batch in texts
-        ]
+        batches = [self.schedule.batches(self.step - 1, slot)[0] for slot in range(min(self.schedule.slots, 4))]
+        stream: list[dict[str, Any]] = [{"input_ids": batch.ids} for batch in batches if batch.mask is None]
+        stream = stream or [{"input_ids": batch.ids, "attention_mask": batch.mask} for batch in batches]
         with self.language() as language:
-            found = calibrate(language, stream)
-        thresholds = found.thresholds(len(self.config.routed_layers))
+            thresholds = calibrate(language, stream).thresholds(len(self.config.routed_layers))
         self.model.language.model.set_thresholds(thresholds)
         return thresholds
 

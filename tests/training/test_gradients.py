@@ -25,8 +25,6 @@ FORMS = {
     "equation": {"spectral_form": "equation"},
     "pre": {"norm_position": "pre"},
     "pre-light-ffn-off": {"norm_position": "pre", "light_ffn": False},
-    "post-own-ffn": {"own_ffn": True},
-    "pre-own-ffn": {"norm_position": "pre", "own_ffn": True},
 }
 
 
@@ -43,19 +41,14 @@ def gradients(config, forced=True, model=None, **inputs):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def later_entropy_has_a_gradient(config, layer):
-    return config.router == "learned" and any(routed > layer for routed in config.routed_layers)
-
-
 def constant_shift_is_invisible(config, layer):
     """Whether adding a constant to all features of a layer's operator output changes nothing.
 
     LayerNorm removes it. In post-norm it comes straight after. In pre-norm it stands before every reader of the
     residual stream, and the only one without it is the entropy of later routed layers, which a learned router reads.
     """
-    if config.norm != "layernorm":
-        return False
-    return config.norm_position == "post" or not later_entropy_has_a_gradient(config, layer)
+    later_entropy = config.router == "learned" and any(routed > layer for routed in config.routed_layers)
+    return config.norm == "layernorm" and (config.norm_position == "post" or not later_entropy)
 
 
 def zero_by_mathematics(config, name, gradient):
@@ -79,7 +72,26 @@ def zero_by_mathematics(config, name, gradient):
     return zero
 
 
-def check_every_gradient(config):
+ALONG = {"operators": ["temporal", "attention"], "temporal_everywhere": True, "temporal_window": 5}
+PRE = {"norm_position": "pre"}
+CHANGES = {
+    **{preset: {"preset": preset} for preset in PRESETS},
+    **{f"{r}-{o}-keys-routed": {**ROUTINGS[r], **OPERATORS[o], "keys": "routed"} for r in ROUTINGS for o in OPERATORS},
+    **{f"{r}-{f}-three": {**ROUTINGS[r], **FORMS[f], **OPERATORS["three"]} for r in ROUTINGS for f in FORMS},
+    **{f"{f}-keys-routed": {**FORMS[f], "keys": "routed"} for f in FORMS},
+    **{f"along-time-{r}": {**ALONG, **ROUTINGS[r]} for r in ROUTINGS},
+    **{f"along-time-pre-{r}": {**ALONG, **PRE, **ROUTINGS[r]} for r in ROUTINGS},
+    **{f"gate-{pool}": {"meta_router": True, "gate_pool": pool} for pool in ("batch", "sequence", "causal")},
+    **{f"gate-{pool}-learned": {"gate_pool": pool, "positions": "learned"} for pool in ("batch", "causal")},
+    **{f"{basis}-pre": {"basis": basis, **PRE} for basis in ("dct", "identity", "random")},
+    **{f"{basis}-rmsnorm": {"basis": basis, "norm": "rmsnorm"} for basis in ("dct", "identity", "random")},
+    **{f"learned-{norm}-pre": {"positions": "learned", "norm": norm, **PRE} for norm in ("layernorm", "rmsnorm")},
+}
+
+
+@pytest.mark.parametrize("changes", **named(CHANGES))
+def test_every_weight_that_can_have_a_gradient_has_one(changes):
+    config = small_config(**changes)
     for name, gradient in gradients(config).items():
         assert gradient is not None, f"{name} has no gradient"
         assert torch.isfinite(gradient).all(), name
@@ -88,41 +100,6 @@ def check_every_gradient(config):
         assert (gradient[zero].abs() < 1e-13).all(), f"{name} should be zero: {gradient[zero].abs().max()}"
         assert (gradient[~zero].abs() > 1e-12).all(), f"{name} has zeros: {(gradient.abs() <= 1e-12).nonzero()}"
         assert zero.all() or gradient.abs().max() > 1e-4, f"{name} has next to no gradient"
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_gradients_of_presets(preset):
-    check_every_gradient(small_config(preset))
-
-
-@pytest.mark.parametrize("keys", ["all", "routed"], ids=["keys-all", "keys-routed"])
-@pytest.mark.parametrize("form", **named(FORMS))
-@pytest.mark.parametrize("operators", **named(OPERATORS))
-@pytest.mark.parametrize("routing", **named(ROUTINGS))
-def test_gradients_of_routings_and_forms(routing, operators, form, keys):
-    check_every_gradient(small_config(keys=keys, **routing, **operators, **form))
-
-
-@pytest.mark.parametrize("routing", **named(ROUTINGS))
-@pytest.mark.parametrize("norm_position", ["post", "pre"])
-@pytest.mark.parametrize("signal", ["features", "temporal"])
-def test_gradients_along_time(signal, norm_position, routing):
-    along = {"operators": ["temporal", "attention"], "temporal_everywhere": True, "temporal_window": 5}
-    check_every_gradient(small_config(signal=signal, norm_position=norm_position, **along, **routing))
-
-
-@pytest.mark.parametrize("norm_position", ["post", "pre"])
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("basis", ["dct", "identity", "random"])
-@pytest.mark.parametrize("positions", ["rope", "learned"])
-def test_gradients_of_norms_bases_and_positions(positions, basis, norm, norm_position):
-    check_every_gradient(small_config(positions=positions, basis=basis, norm=norm, norm_position=norm_position))
-
-
-@pytest.mark.parametrize("positions", ["rope", "learned"])
-@pytest.mark.parametrize("gate_pool", ["batch", "sequence", "causal"])
-def test_gradients_of_gate_pools(gate_pool, positions):
-    check_every_gradient(small_config(gate_pool=gate_pool, positions=positions, meta_router=True))
 
 
 @pytest.mark.parametrize("routing", **named(ROUTINGS))
@@ -162,14 +139,10 @@ def test_gradient_is_the_derivative_of_the_loss(form, keys):
 
 LEARNERS = {
     **{preset.removesuffix("-tiny"): (preset, {}) for preset in PRESETS},
-    "hard-both": ("v3-tiny", ROUTINGS["hard-both"]),
     "hard-selected": ("v3-tiny", ROUTINGS["hard-selected"]),
     "soft-three": ("v3-tiny", {**ROUTINGS["soft"], **OPERATORS["three"]}),
     "random": ("v3-tiny", {"router": "random"}),
-    "static": ("v3-tiny", {"router": "static"}),
     "keys-routed-light-ffn-off": ("v3-tiny", {"keys": "routed", "light_ffn": False}),
-    "equation": ("v3-tiny", FORMS["equation"]),
-    "pre-rmsnorm": ("v3-tiny", {"norm_position": "pre", "norm": "rmsnorm"}),
 }
 
 
@@ -183,54 +156,39 @@ def bigram_entropy(ids):
 @pytest.mark.parametrize(("preset", "fields"), **named(LEARNERS))
 def test_overfits_one_batch(preset, fields):
     torch.manual_seed(0)
-    model = ChiarForCausalLM(presets.get(preset, dropout=0.0, **fields)).train()
+    model = ChiarForCausalLM(presets.get(preset, dropout=0.0, hidden_size=32, **fields)).train()
     ids = token_ids(2, 12, seed=2, vocabulary=8)
     ids[:, 0] = torch.tensor([0, 1])  # otherwise nothing could tell the rows apart at first
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     losses = []
-    for _ in range(150):
+    for _ in range(100):
         loss = model(ids, labels=ids).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    # Five times what the slowest of these reaches, and far below what can be learned without looking back.
-    assert losses[-1] < 0.03 * losses[0]
-    assert losses[-1] < 0.3 * bigram_entropy(ids)
+    # Several times what the slowest of these reaches, and far below what can be learned without looking back.
+    assert min(losses[-10:]) < 0.03 * losses[0]
+    assert min(losses[-10:]) < 0.3 * bigram_entropy(ids)
 
 
-@pytest.mark.parametrize("operators", **named(OPERATORS))
-@pytest.mark.parametrize("routing", **named({name: ROUTINGS[name] for name in ("hard-both", "hard-selected", "soft")}))
-def test_a_step_moves_the_learned_routers(routing, operators):
-    torch.manual_seed(0)
-    model = ChiarForCausalLM(small_config(**routing, **operators)).train()
-    routers = {name: weight for name, weight in model.named_parameters() if ".router." in name}
-    assert len(routers) == 4, "a weight and a bias for each of two routed layers"
-    before = {name: weight.detach().clone() for name, weight in routers.items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model(token_ids(), labels=token_ids()).loss.backward()
-    optimizer.step()
-    for name, weight in routers.items():
-        assert not torch.equal(weight, before[name]), name
-
-
-@pytest.mark.parametrize("operators", **named(OPERATORS))
 @pytest.mark.parametrize("form", **named(FORMS))
-def test_threshold_routing_has_no_gradient_through_the_choice(form, operators):
+def test_threshold_routing_has_no_gradient_through_the_choice(form):
     """The gradients are those of a model whose router never computes an entropy and is told the same routes."""
-    config = small_config(**form, **operators)
+    config = small_config(**form, **OPERATORS["three"])
     model = random_model(config)
     trace = model(token_ids(ROWS, TOKENS), output_routing=True).routing
     assert not [name for name, _ in model.named_parameters() if ".router." in name]
 
-    told = random_model(small_config(router="random", **form, **operators)).train()
+    told = random_model(small_config(router="random", **form, **OPERATORS["three"])).train()
     told.load_state_dict(model.state_dict())
     routes = {layer: trace.layers[layer].choice_BT for layer in config.routed_layers}
     ids = token_ids(ROWS, TOKENS)
     told(ids, labels=ids, forced_routes=routes).loss.backward()
     free = gradients(config, forced=False, model=model)
     for name, parameter in told.named_parameters():
-        assert torch.equal(free[name], parameter.grad), name
+        # float64 through another router's code, which may add zeros in another order.
+        torch.testing.assert_close(free[name], parameter.grad, atol=1e-12, rtol=0, msg=name)
 
 
 def test_selected_differs_from_both_only_through_the_routers():
@@ -258,7 +216,7 @@ def entropy_of_mean_use(use_BTK, real_BT):
     return total
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"], ids=["no-padding", "left", "right"])
+@pytest.mark.parametrize("padding", [None, "left"], ids=["no-padding", "left"])
 @pytest.mark.parametrize("operators", **named(OPERATORS))
 @pytest.mark.parametrize("routing", **named(ROUTINGS))
 def test_regulariser_is_minus_the_entropy_of_mean_use(routing, operators, padding):
@@ -304,8 +262,9 @@ def test_regulariser_ignores_padding(padding, gate_pool, routing):
     model, mask, ids = random_model(config), padding_mask(padding, ROWS, TOKENS), token_ids(ROWS, TOKENS)
     other = torch.where(mask == 1, ids, (ids + 7) % config.vocab_size)
     first, second = (model(tokens, attention_mask=mask).routing_loss for tokens in (ids, other))
-    assert torch.equal(first, second)
-    assert not torch.equal(first, model(other).routing_loss), "counted as tokens, the padding would matter"
+    # fp32 means over the same tokens.
+    torch.testing.assert_close(first, second, atol=1e-7, rtol=0)
+    assert (first - model(other).routing_loss).abs() > 1e-6, "counted as tokens, the padding would matter"
 
 
 def test_regulariser_works_against_collapse():

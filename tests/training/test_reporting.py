@@ -1,0 +1,168 @@
+"""What a run tells: in a real pseudo-terminal and in plain lines, to TensorBoard (which reads it back), as MFU."""
+
+import os
+import pty
+import re
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from chiar import presets
+from chiar.errors import InputError
+from chiar.routing.flops import count_dense_execution, count_flops, operator_shares
+from chiar.training import reporting
+from chiar.training.distributed import Processes
+from chiar.training.reporting import Display, Utilisation, known_peak, training_flops
+from chiar.training.run_folder import RunFolder
+from runs import interrupted
+
+CPU = torch.device("cpu")
+
+
+def in_a_terminal(monkeypatch, call):
+    """Everything `call` showed where standard output and error are a terminal."""
+    ours, theirs = pty.openpty()
+    shown = []
+
+    def read():
+        try:
+            while part := os.read(ours, 65536):
+                shown.append(part)
+        except OSError:  # Linux says so when the last program has left the terminal
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with monkeypatch.context() as patch, os.fdopen(theirs, "w") as screen:
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", "150")
+        patch.setattr(sys, "stdout", screen)
+        patch.setattr(sys, "stderr", screen)
+        call()
+    reader.join()
+    os.close(ours)
+    return b"".join(shown).decode()
+
+
+def test_a_terminal_shows_bar_time_left_and_records(go, monkeypatch):
+    shown = in_a_terminal(monkeypatch, lambda: go("run", quiet=False, steps=30, log_every=15))
+    assert "━" in shown
+    assert re.search(r"\b\d+/30", shown)
+    assert re.search(r"\d:\d\d:\d\d", shown)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+    for step in (1, 15, 30):
+        assert re.search(rf"step {step}/30  loss \d+\.\d{{4}}", plain)
+    # The bar is gone at the end, and the cursor back.
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+    assert "━" not in shown[shown.rindex("\x1b[?25h") :]
+
+
+def test_the_time_left_knows_only_the_steps_of_this_process(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(reporting.time, "perf_counter", lambda: now[0])
+    shown = Display(steps=100, first=90)
+    now[0] = 1000.0  # resuming, and compiling in the first step
+    shown.advance(91)
+    shown.record({"step": 91, "loss": 1.0, "rate": 1e-3})
+    assert "left" not in capsys.readouterr().out
+    now[0] = 1004.0
+    shown.advance(93)
+    shown.record({"step": 93, "loss": 1.0, "rate": 1e-3})
+    assert "0:00:14 left" in capsys.readouterr().out
+
+
+def scalars(out):
+    events = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_events_hold_what_metrics_hold_and_those_behind_the_checkpoint_are_dropped(go, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(interrupted(patch, 7)):
+        go("run", tensorboard=True, sample="light")
+    assert [step for step, _ in scalars(tmp_path / "run")["loss"]] == list(range(1, 8))
+    go("run", resume=True, tensorboard=True, sample="light")
+    found, records = scalars(tmp_path / "run"), RunFolder(tmp_path / "run").read_metrics()
+    assert len(records) == 12
+    for name in ("loss", "rate", "gradient_norm", "tokens_per_second"):
+        assert found[name] == [(r["step"], pytest.approx(r[name])) for r in records]
+    assert found["validation/text"] == [(r["step"], pytest.approx(r["validation"]["text"])) for r in records[5::6]]
+    assert found["use/routed 2 attention"] == [(r["step"], pytest.approx(r["use"][1][1])) for r in records]
+    assert len(found["gate/text"]) == 12
+
+
+def test_without_the_package_nothing_is_begun(go, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # cannot be imported: as if it were not installed
+    with pytest.raises(InputError, match=r"pip install 'chiar\[tensorboard\]'"):
+        go("run", tensorboard=True)
+    assert not (tmp_path / "run").exists()
+
+
+PEAKS = {
+    "NVIDIA H200": 989,
+    "NVIDIA GH200 480GB": 989,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H100 NVL": 835,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA L40S": 362,
+    "NVIDIA L4": 121,
+    "NVIDIA GeForce RTX 4090": 165,
+    "NVIDIA GeForce RTX 4090 D": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
+    "NVIDIA H2000": None,
+    "Tesla V100-SXM2-32GB": None,
+}
+
+
+def test_peaks_by_name():
+    assert {name: known_peak(name) for name in PEAKS} == PEAKS
+
+
+def test_training_takes_three_times_the_forward_pass_and_the_entropy_router_has_no_backward_one():
+    config, T = presets.get("baseline-tiny"), 64
+    D, V, layers = config.hidden_size, config.vocab_size, len(config.layer_types)
+    assert training_flops(config, T) == 3 * (layers * (8 * D * D + 16 * D * D + 4 * D * T) + 2 * D * V)
+    config = presets.get("v3-tiny")
+    routers = len(config.routed_layers) * config.hidden_size**2  # the DCT by halves
+    assert training_flops(config, T) == 3 * (count_dense_execution(config, T).total - routers) + routers
+    learned = presets.get("v3-tiny", routing="hard")
+    assert training_flops(learned, T) == 3 * count_dense_execution(learned, T).total
+
+
+def test_mfu_is_in_the_metrics_where_the_peak_is_known(config, go, tmp_path, capsys):
+    go("run", quiet=False, steps=2, peak_tflops=0.5)
+    for record in RunFolder(tmp_path / "run").read_metrics():
+        assert record["mfu"] == round(record["tokens_per_second"] * training_flops(config(), 16) / 0.5e12, 4)
+    assert "MFU" in capsys.readouterr().out
+    go("unknown", quiet=False, steps=2)
+    assert all("mfu" not in record for record in RunFolder(tmp_path / "unknown").read_metrics())
+    assert "MFU" not in capsys.readouterr().out
+    with pytest.raises(InputError, match="peak_tflops must not be negative"):
+        go("other", peak_tflops=-1.0)
+
+
+def test_more_devices_have_a_higher_peak_and_uncounted_tokens_no_mfu(config, settings):
+    def mfu(*kinds, count=1, mixing="weights"):
+        corpora, chosen = [SimpleNamespace(kind=kind) for kind in kinds], settings(peak_tflops=1.0, mixing=mixing)
+        return Utilisation(config(), chosen, corpora, Processes(0, count, CPU)).of(1e7, [])
+
+    assert mfu("language") == pytest.approx(2 * mfu("language", count=2), abs=1e-4)
+    assert mfu("language") > 0
+    assert mfu("language", "classification") is None
+    assert mfu("language", "language", mixing="added") is None
+
+
+def test_sparse_execution_counts_what_was_chosen(config, settings):
+    chosen, corpora, alone = settings(peak_tflops=1.0), [SimpleNamespace(kind="language")], Processes(0, 1, CPU)
+    model = config(dropout=0.0, execution="sparse", keys="routed")
+    shares = operator_shares(model, 0.25)
+    use = [[row[name] for name in model.operators] for row in shares]
+    found = Utilisation(model, chosen, corpora, alone).of(1e6, use)
+    count = count_flops(model, chosen.length, shares)
+    assert found == round(1e6 * (3 * count.total - 2 * count.part("router")) / 1e12, 4)
+    assert found < Utilisation(config(dropout=0.0, keys="routed"), chosen, corpora, alone).of(1e6, use)
