@@ -13,7 +13,7 @@ from chiar.analysis.theorem_cli import theorem
 from chiar.data.cli import data_app
 from chiar.errors import InputError
 from chiar.evaluation.cli import compare, evaluate
-from chiar.explore.cli import explore, report
+from chiar.explore.cli import explore
 from chiar.figures.cli import curves, figures_app
 from chiar.generation.cli import generate
 from chiar.nulltest.cli import nulltest
@@ -46,7 +46,6 @@ app.command("theorem")(theorem)
 app.add_typer(figures_app, name="figures")
 app.command("curves")(curves)
 app.command("explore")(explore)
-app.command("report")(report)
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
 Keys = Annotated[

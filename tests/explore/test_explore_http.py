@@ -13,18 +13,17 @@ import torch
 from page_server import save_model, serving
 
 from chiar.analysis.trace_view import route_text
-from chiar.explore.continuing import Continuation, Wish
-from chiar.explore.limits import MOST_BYTES
-from chiar.explore.pieces import PART
-from chiar.explore.server import FILES, HEADERS
-from chiar.explore.steering import Steering
+from chiar.explore.server import MOST_BYTES
+from chiar.explore.view import PART
+from chiar.web import HEADERS
 
+FILES = ["/", *(f"/{name}" for name in ("style.css", "theme.js", "marks.js", "view.js", "app.js"))]
 TEXT = "light and dark tokens, side by side"
 
 
 def refused(response, status):
     assert response.status_code == status, response.text
-    sentence = response.json()["error"]
+    sentence = response.json()["error"]["message"]
     assert sentence and "Traceback" not in sentence and len(sentence) < 250
     return sentence
 
@@ -49,7 +48,7 @@ class TestFiles:
     def test_errors_have_the_headers_too(self, served):
         assert served.get("/nothing").headers["x-content-type-options"] == "nosniff"
         assert served.get("/../../etc/passwd").status_code == 404
-        assert "Not Found" in served.get("/api/nope").json()["error"]
+        assert "Not Found" in served.get("/api/nope").json()["error"]["message"]
         assert served.get("/static/..%2f..%2fserver.py").status_code == 404
 
     def test_no_outside_host_is_named(self, served):
@@ -243,7 +242,7 @@ class TestContinuing:
         tokens = lines_of(served.post("/api/continue", wish))[1:-1]
         model = served.explorer.models[0].model
         chosen = [layer["choice"] for token in tokens for layer in token["layers"]]
-        continuation = TEXT.encode() + bytes_written(served, wish)
+        continuation = TEXT.encode() + bytes(token["id"] for token in tokens)
         cut = 0.8 + (steer["value"] if steer else 0.0)
         model.model.set_thresholds(cut)
         try:
@@ -299,18 +298,6 @@ class TestContinuing:
             assert server.room.streaming == 1
 
 
-def bytes_written(served, wish):
-    """The same continuation token by token, as ids."""
-    steering = Steering(**wish["steer"]) if wish["steer"] else None
-    again = Continuation(
-        served.explorer.models[0], wish["text"], Wish(wish["tokens"], wish["temperature"], wish["seed"]), steering, 256
-    )
-    again.begin()
-    while again.step():
-        pass
-    return bytes(again.ids)
-
-
 class TestCrowds:
     def test_fifty_clients_are_served_or_told_to_wait(self, served):
         def ask(number):
@@ -325,7 +312,7 @@ class TestCrowds:
         for answer in answers:
             if answer.status_code == 429:
                 assert int(answer.headers["retry-after"]) >= 1
-                assert "try again" in answer.json()["error"]
+                assert "try again" in answer.json()["error"]["message"]
         wait_until(lambda: served.room.waiting == served.room.streaming == 0)
         assert served.post("/api/route", {"text": TEXT}).status_code == 200
 
@@ -385,12 +372,7 @@ KINDS = {
     "v2": {"preset": "v2-tiny"},
     "batch-gate": {"gate_pool": "batch"},
     "temporal": {"operators": ["temporal", "attention"], "layer_types": ["temporal", "routed", "attention"]},
-    "skip-sparse": {
-        "operators": ["skip", "attention"],
-        "norm_position": "pre",
-        "keys": "routed",
-        "execution": "sparse",
-    },
+    "sparse": {"norm_position": "pre", "keys": "routed", "execution": "sparse"},
 }
 
 
@@ -420,7 +402,7 @@ class TestKindsOfModels:
 
     def test_a_gate_that_sees_the_future_is_explained(self, zoo):
         notes = zoo.get("/api/models").json()["models"][list(KINDS).index("batch-gate")]["notes"]
-        assert any("the gate stays as the text set it" in note for note in notes)
+        assert any("it stays as the prompt set it" in note for note in notes)
 
 
 class TestWithoutARun:
@@ -429,7 +411,7 @@ class TestWithoutARun:
         with serving([]) as server:
             record = server.get("/api/models").json()
             assert record["models"] == [] and record["demo"] == []
-            assert any(step["command"] == "make demo" for step in record["advice"])
+            assert "<pre>make demo</pre>" in server.get("/").text
             refused(server.post("/api/route", {"text": TEXT}), 400)
             assert "no demo run" in refused(server.post("/api/demo", {}), 409)
 

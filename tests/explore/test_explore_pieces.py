@@ -4,7 +4,8 @@ import pytest
 
 from chiar.data.tokenizers import Tokenizer
 from chiar.data.tokens import TextCodec
-from chiar.explore.pieces import BROKEN, PART, Pieces
+from chiar.explore.view import PART, Pieces
+from chiar.generation.writer import BROKEN
 
 
 def shown(codec, ids):
@@ -17,9 +18,9 @@ def shown(codec, ids):
     [
         (b"ab", ["a", "b"]),
         ("é漢🎨".encode(), [PART, "é", PART, PART, "漢", PART, PART, PART, "🎨"]),
-        (b"\xe6a", [PART, "a"]),
-        (b"\xf0\x9f\x8ea", [PART, PART, PART, "a"]),
-        (b"\xff\xff\xff\xffa", [PART, PART, PART, BROKEN * 4, "a"]),
+        (b"\xe6a", [PART, BROKEN + "a"]),
+        (b"\xf0\x9f\x8ea", [PART, PART, PART, BROKEN + "a"]),
+        (b"\xff\xff\xff\xffa", [PART, BROKEN, BROKEN, BROKEN, BROKEN + "a"]),
         (b"\x1b\n\t", ["\\x1b", "\n", "\t"]),
     ],
     ids=["plain", "whole", "broken", "cut", "never", "controls"],

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 from chiar.cli import app
 from chiar.data.tokenizers import Tokenizer
 from chiar.data.tokens import TextCodec
-from chiar.generation.routes import SHADES
-from chiar.generation.stream import TokenStreamer
+from chiar.generation.cli import SHADES
+from chiar.generation.writer import Characters
 from chiar.model.decoding import FastDecoder
 from chiar.model.modeling import ChiarForCausalLM
 from chiar.visible import visible
@@ -63,7 +63,7 @@ def test_fast_decoding_writes_the_same(folder, monkeypatch, routes):
     slow = generate(*arguments)
     assert not steps and slow == generate(*arguments, "--no-fast")
     assert generate(*arguments, "--fast") == slow
-    assert len(steps) == 29
+    assert len(steps) == (0 if routes else 29)  # a traced pass is no fixed step
 
 
 def test_a_trained_vocabulary(tmp_path):
@@ -116,13 +116,10 @@ def test_a_prompt_cannot_command_the_terminal(folder):
 
 
 def test_characters_appear_whole():
-    seen = []
-    streamer = TokenStreamer(TextCodec(None, None), None, lambda text, dark: seen.append(text))
-    for byte in "a漢é".encode() + b"\xe6":
-        streamer.put(torch.tensor([byte]))
-    assert seen == ["a", "漢", "é"]
-    streamer.end()
-    assert seen[3:] == ["\N{REPLACEMENT CHARACTER}"]
+    characters = Characters(TextCodec(None, None))
+    seen = [characters.add(byte)[1] for byte in "a漢é".encode() + b"\xe6"]
+    assert [text for text in seen if text] == ["a", "漢", "é"]
+    assert characters.end() == (1, "\N{REPLACEMENT CHARACTER}")
 
 
 def test_a_gate_that_sees_the_future_is_frozen_with_a_note(tmp_path):

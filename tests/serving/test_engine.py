@@ -2,34 +2,24 @@
 
 import asyncio
 import math
-import threading
-from collections import deque
 
 import pytest
 import torch
 
 from chiar.data.tokens import TextCodec
+from chiar.generation.writer import SCORED, Piece
 from chiar.model.load import load_model
-from chiar.serving.app import Watch
-from chiar.serving.batch import SCORED
-from chiar.serving.engine import Engine
-from chiar.serving.job import Job
-from chiar.serving.limits import Limits
-from chiar.serving.metrics import Metrics
-from chiar.serving.pieces import Piece
-from chiar.serving.problems import ApiError, stopping
-from chiar.serving.requests import CompletionRequest, Prompt
+from chiar.serving.app import Service
+from chiar.serving.engine import Engine, Job, Metrics, stopping
+from chiar.serving.protocol import CompletionRequest, Limits, Prompt
+from chiar.web import Refused
 
 
 @pytest.fixture
 def engine(folder):
     model = load_model(str(folder))[0]
     model.config.gate_generation = "prefill"
-    made = Engine(model, TextCodec(None, None), Limits(length=64, rows=2, waiting=2), Metrics(model.config.operators))
-    made.start()
-    yield made
-    made.end(10)
-    assert not made.thread.is_alive()
+    return Engine(model, TextCodec(None, None), Limits(length=64, rows=2, waiting=2), Metrics(model.config.operators))
 
 
 def request(text="abc", **fields):
@@ -37,7 +27,7 @@ def request(text="abc", **fields):
 
 
 async def answer(job):
-    return "".join([piece.text async for piece in job.pieces()])
+    return "".join([piece.text async for _, piece in job.pieces()])
 
 
 def test_a_prompt_that_fails_harms_nobody_else(engine, capfd):
@@ -45,7 +35,7 @@ def test_a_prompt_that_fails_harms_nobody_else(engine, capfd):
         good, bad = Job(request(max_tokens=20)), Job(CompletionRequest([Prompt([999], "")], max_tokens=20))
         engine.submit(good)
         engine.submit(bad)
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(Refused) as caught:
             await answer(bad)
         assert caught.value.status == 500
         assert await answer(good)
@@ -55,14 +45,14 @@ def test_a_prompt_that_fails_harms_nobody_else(engine, capfd):
 
 
 def test_a_step_that_fails_ends_its_texts_and_the_next_are_served(engine, monkeypatch, capfd):
-    step, faults = engine.batch.model.forward, [RuntimeError("no memory left")]
+    step, faults = engine.model.forward, [RuntimeError("no memory left")]
 
     def fail_once(*arguments, **keywords):
         if faults:
             raise faults.pop()
         return step(*arguments, **keywords)
 
-    monkeypatch.setattr(engine.batch.model, "forward", fail_once)
+    monkeypatch.setattr(engine.model, "forward", fail_once)
 
     async def run():
         for works in (False, True):
@@ -70,14 +60,13 @@ def test_a_step_that_fails_ends_its_texts_and_the_next_are_served(engine, monkey
             if works:
                 assert await answer(job)
             else:
-                with pytest.raises(ApiError):
+                with pytest.raises(Refused):
                     await answer(job)
 
     asyncio.run(run())
     assert "no memory left" in capfd.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nobody_waits_for_a_thread_that_died(engine, monkeypatch):
     def die():
         raise SystemError("a fault nobody thought of")
@@ -86,9 +75,9 @@ def test_nobody_waits_for_a_thread_that_died(engine, monkeypatch):
 
     async def run():
         engine.submit(job := Job(request()))
-        with pytest.raises(ApiError, match="stopping"):
+        with pytest.raises(Refused, match="stopping"):
             await answer(job)
-        with pytest.raises(ApiError, match="stopping"):
+        with pytest.raises(Refused, match="stopping"):
             engine.submit(Job(request()))
 
     asyncio.run(run())
@@ -99,24 +88,23 @@ def test_who_waits_and_leaves_makes_room(engine):
         long = [Job(request(max_tokens=10_000)) for _ in range(2)]
         for job in long:
             engine.submit(job)
-        while engine.count_running() < 2:
+        while engine.count(engine.running) < 2:
             await asyncio.sleep(0.01)
         waiting = [Job(request(max_tokens=3)) for _ in range(2)]
         for job in waiting:
             engine.submit(job)
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(Refused) as caught:
             engine.submit(Job(request()))
         assert (caught.value.status, caught.value.retry_after) == (429, 1)
-        waiting[0].cancel()
+        waiting[0].cancelled = True
         engine.submit(last := Job(request(max_tokens=3)))
-        long[0].cancel()
+        long[0].cancelled = True
         assert await answer(waiting[1]) == await answer(last) != ""
-        assert await answer(waiting[0]) == ""
-        engine.close()
-        with pytest.raises(ApiError, match="stopping"):
+        engine.closed = True
+        with pytest.raises(Refused, match="stopping"):
             engine.submit(Job(request()))
-        await asyncio.to_thread(engine.end, 10)
-        with pytest.raises(ApiError, match="stopping"):
+        await engine.end()
+        with pytest.raises(Refused, match="stopping"):
             await answer(long[1])
 
     asyncio.run(run())
@@ -126,13 +114,13 @@ def test_the_end_of_text_ends_a_text(engine):
     async def run():
         plain = Job(request(max_tokens=8))
         engine.submit(plain)
-        pieces = [piece async for piece in plain.pieces()]
+        pieces = [piece async for _, piece in plain.pieces()]
         text = "".join(piece.text for piece in pieces)
-        engine.batch.ends = {text.encode()[0]}
+        engine.ends = {text.encode()[0]}
         ended = Job(request(max_tokens=8))
         engine.submit(ended)
-        last = [piece async for piece in ended.pieces()][-1]
-        assert (last.finish, ended.completion_tokens) == ("stop", 1)
+        last = [piece async for _, piece in ended.pieces()][-1]
+        assert (last.finish, ended.written) == ("stop", 1)
 
     asyncio.run(run())
 
@@ -152,10 +140,10 @@ def test_a_temperature_of_nearly_zero_is_greedy(engine, temperature):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_without_a_next_token_fails_alone(engine, capfd, temperature):
     """Its logits become NaN behind its own third token."""
-    head, expected = engine.batch.model.lm_head, []
+    head, expected = engine.model.lm_head, []
 
     def spoil(module, arguments, logits):
-        for number, row in enumerate(engine.batch.rows if len(logits.shape) == 3 else []):
+        for number, row in enumerate(engine.rows if len(logits.shape) == 3 else []):
             if row.job.request.seed == 7 and row.stored == 6:
                 logits[number] = math.nan
         return logits
@@ -168,7 +156,7 @@ def test_a_row_without_a_next_token_fails_alone(engine, capfd, temperature):
         good, bad = Job(request(max_tokens=30)), Job(request(max_tokens=30, seed=7, temperature=temperature))
         for job in (bad, good):
             engine.submit(job)
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(Refused) as caught:
             await answer(bad)
         assert caught.value.status == 500
         assert await answer(good) == expected[0]
@@ -189,14 +177,14 @@ def test_rows_that_cannot_be_dropped_do_not_harm_a_newcomer(engine, monkeypatch,
         jobs = [Job(request(max_tokens=10_000)) for _ in range(3)]
         for job in jobs:
             engine.submit(job)
-        while len(engine.batch.rows) < 3:
+        while len(engine.rows) < 3:
             await asyncio.sleep(0.01)
-        monkeypatch.setattr(engine.batch.cache.layers[-1], "batch_select_indices", fail)
-        jobs[0].cancel()
+        monkeypatch.setattr(engine.cache.layers[-1], "batch_select_indices", fail)
+        jobs[0].cancelled = True
         engine.submit(last := Job(request(max_tokens=3)))
         assert await answer(last)
         for job in jobs[1:]:
-            with pytest.raises(ApiError, match="failed"):
+            with pytest.raises(Refused, match="failed"):
                 await answer(job)
 
     asyncio.run(run())
@@ -205,16 +193,16 @@ def test_rows_that_cannot_be_dropped_do_not_harm_a_newcomer(engine, monkeypatch,
 
 def test_the_logits_of_a_long_prompt_are_made_in_parts(engine):
     rows = []
-    engine.batch.model.lm_head.register_forward_hook(lambda module, given, made: rows.append(len(given[0])))
+    engine.model.lm_head.register_forward_hook(lambda module, given, made: rows.append(len(given[0])))
 
     async def run():
         text = "light and dark " * 40
         engine.submit(job := Job(request(text, max_tokens=0, echo=True, logprobs=1)))
-        pieces = [piece async for piece in job.pieces()]
+        pieces = [piece async for _, piece in job.pieces()]
         scores = pieces[0].tokens
         ids = torch.tensor([list(text.encode())])
         with torch.no_grad():
-            expected = engine.batch.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            expected = engine.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         assert [token.id for token in scores] == ids[0].tolist()
         torch.testing.assert_close(torch.tensor([token.logprob for token in scores[1:]]), expected)
 
@@ -222,42 +210,16 @@ def test_the_logits_of_a_long_prompt_are_made_in_parts(engine):
     assert rows[:3] == [SCORED, SCORED, 600 - 1 - 2 * SCORED]
 
 
-def test_a_request_that_is_just_let_in_counts(folder):
-    """Whoever looks while it goes from waiting to running is made to wait."""
-    model = load_model(str(folder))[0]
-    engine = Engine(model, TextCodec(None, None), Limits(length=64), Metrics(model.config.operators))
-    seen: list[bool] = []
-    look = threading.Thread(target=lambda: seen.append(engine.is_idle))
-
-    class Watched(deque):
-        def popleft(self):
-            job = super().popleft()
-            look.start()
-            look.join(0.2)
-            return job
+def test_a_choice_that_ends_after_its_request_failed(engine):
+    service = Service("model", engine.model, engine.codec, engine.limits, None, None)
 
     async def run():
-        engine.waiting = Watched()
-        engine.submit(Job(request()))
-        assert engine.admit()
-
-    asyncio.run(run())
-    look.join()
-    assert seen == [False]
-
-
-def test_a_choice_that_ends_after_its_request_failed(folder):
-    async def run():
-        metrics, job = Metrics([]), Job(request())
-
-        async def stays():
-            await asyncio.sleep(60)
-
-        async with Watch(stays, job, metrics):
-            job.fail(stopping())
-            job.send(Piece(0, "", [], "length"))
+        job = Job(request())
+        job.fail(stopping())
+        job.put(0, Piece("", [], "length"))
+        service.settle(job)
         assert job.is_over and not job.cancelled
-        assert metrics.sums["clients_gone"] == 0
+        assert service.metrics.sums["clients_gone"] == 0
 
     asyncio.run(run())
 

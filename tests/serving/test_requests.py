@@ -3,9 +3,8 @@
 import pytest
 
 from chiar.data.tokens import TextCodec
-from chiar.serving.limits import Limits
-from chiar.serving.problems import ApiError
-from chiar.serving.requests import parse_request, read_json
+from chiar.serving.protocol import Limits, parse_request
+from chiar.web import Refused, parse_json
 
 BYTES = TextCodec(None, None)
 
@@ -66,7 +65,7 @@ def test_fields_that_ask_for_nothing():
 )
 def test_what_is_wrong_is_named(field, values):
     for value in values:
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(Refused) as caught:
             parse(**{field: value})
         assert caught.value.status == 400, value
         assert caught.value.param == field, value
@@ -74,34 +73,34 @@ def test_what_is_wrong_is_named(field, values):
 
 def test_a_prompt_that_is_too_long():
     parse(prompt="x" * 31, max_tokens=1)
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(Refused) as caught:
         parse(prompt="x" * 32)
     assert (caught.value.status, caught.value.code) == (413, "context_length_exceeded")
-    with pytest.raises(ApiError, match="at most 10") as caught:
+    with pytest.raises(Refused, match="at most 10") as caught:
         parse(prompt="x" * 22, max_tokens=11)
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
 
 def test_more_texts_than_a_request_may_ask_for():
     assert parse(prompt=["a", "b"], n=2).rows == 4
-    with pytest.raises(ApiError, match="more than the 4"):
+    with pytest.raises(Refused, match="more than the 4"):
         parse(prompt=["a", "b"], n=3)
 
 
 def test_texts_are_counted_before_they_are_read():
-    with pytest.raises(ApiError, match="more than the 4"):
+    with pytest.raises(Refused, match="more than the 4"):
         parse(prompt=["\ud800"] * 5)
 
 
 def test_another_model():
     assert parse(model="model") == parse()
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(Refused) as caught:
         parse(model="gpt")
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"5", b"[]", b"\xff", b'{"a": Infinity}', b"[" * 100_000, b"9" * 10_000])
 def test_bodies_that_are_no_objects(body):
-    with pytest.raises(ApiError) as caught:
-        read_json(body)
+    with pytest.raises(Refused) as caught:
+        parse_json(body)
     assert caught.value.status == 400

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from chiar.cli import app
 from chiar.model.load import load_model
-from chiar.serving.limits import Limits
+from chiar.serving.protocol import Limits
 from chiar.visible import visible
 
 PROMPTS = ["light and dark", "漢字 filter", "x"]

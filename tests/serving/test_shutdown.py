@@ -9,7 +9,7 @@ import openai
 import pytest
 from served import serving
 
-from chiar.serving.server import FAREWELL
+from chiar.serving.cli import FAREWELL
 
 KEY = {"authorization": "Bearer sesame"}
 GRACE = 3.0

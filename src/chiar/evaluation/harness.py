@@ -12,11 +12,10 @@ from chiar.evaluation.classification import choose_documents, measure_classifica
 from chiar.evaluation.perplexity import count_windows, measure_perplexity
 from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, RoutingUse
 from chiar.model.heads import open_classifier
-from chiar.model.load import check_tokenizer, load_config, load_model, resolve_model
+from chiar.model.load import check_tokenizer, choose_device, load_config, load_model, resolve_model
 from chiar.routing.flops import Shares, baseline_of, count_flops, operator_shares
 
 PRECISIONS = ("fp32", "bf16")
-DEVICES = ("auto", "cpu", "cuda")
 
 Progress = Callable[[int, int], None]
 """Told how many rows were done now, and how many there are."""
@@ -97,16 +96,6 @@ def evaluate(
         remarks=[*corpus.remarks, *remarks, *explain(config, corpus, length, stride, rows, batch_size)],
         **settings,
     )
-
-
-def choose_device(name: str) -> torch.device:
-    if name not in DEVICES:
-        raise unknown_name("device", name, DEVICES)
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("there is no CUDA device here: use --device cpu.")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
 
 
 def describe_device(device: torch.device) -> str:

@@ -5,16 +5,16 @@ Nothing stays moved after a pass.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from chiar.config import ChiarConfig
 from chiar.errors import InputError, unknown_name
 from chiar.layers.context import TokenContext
-from chiar.layers.groups import leads
 from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, Route
 from chiar.registry import ROUTERS
 from chiar.routing.trace import RoutingTrace
@@ -23,21 +23,19 @@ SHIFT, SHARE = "shift", "share"
 KINDS = (SHIFT, SHARE)
 
 
-def ways_to_steer(config: Any) -> list[str]:
+def ways_to_steer(config: ChiarConfig) -> list[str]:
     """What can be moved in models of this configuration; nothing where no token's route depends on a number."""
     if why_not(config) is not None:
         return []
     return [SHARE] if config.router == "random" else [SHIFT, SHARE]
 
 
-def why_not(config: Any) -> str | None:
+def why_not(config: ChiarConfig) -> str | None:
     """What to tell somebody who looks for a slider."""
     if not config.routed_layers:
         return "No layer of this model routes: every token takes the same path, so there is nothing to move."
     if config.router == "static":
         return "A static router: whole layers decide, whatever the token, so there is no threshold to move."
-    if config.turns:
-        return f"Layers take turns: every token has attention in one of {config.turns}, wherever a threshold lies."
     if config.router in ROUTERS:
         return f"{config.router}, a router of your own: the page knows no number of it that could be moved."
     return None
@@ -53,7 +51,7 @@ class Steering:
     cuts: dict[int, float] = field(default_factory=dict)
     """Of each routed layer, once a pass has found it."""
 
-    def check(self, config: Any) -> None:
+    def check(self, config: ChiarConfig) -> None:
         ways = ways_to_steer(config)
         if not ways:
             raise InputError(str(why_not(config)))
@@ -135,24 +133,16 @@ def steered(decoder: Any, steering: Steering | None) -> Iterator[None]:
         yield
         return
     steering.check(decoder.config)
-    config = decoder.config
-    layers = {index: decoder.layers[index] for index in config.routed_layers if leads(config, index)}
-    before = {index: layer.router for index, layer in layers.items()}
-    try:
+    layers = {index: decoder.layers[index] for index in decoder.config.routed_layers}
+    with ExitStack() as stack:
         for index, layer in layers.items():
-            layer.router = SteeredRouter(before[index], steering, index)
+            stack.enter_context(changed(layer, "router", SteeredRouter(layer.router, steering, index)))
         yield
-    finally:
-        for index, layer in layers.items():
-            layer.router = before[index]
 
 
-def moved_thresholds(config: Any, steering: Steering, trace: RoutingTrace) -> None:
-    """Write the cuts in force into a trace of a steered pass, which knows the entropy router alone."""
-    if config.router != "entropy":
-        return
-    for nth, index in enumerate(config.routed_layers):
-        if index not in steering.cuts:  # led by another layer
-            continue
-        own = list(config.layer_thresholds()[nth])
-        trace.layers[index].thresholds = moved_cuts(own, steering.cuts[index], steering.kind)
+def moved_thresholds(config: ChiarConfig, steering: Steering | None, trace: RoutingTrace) -> RoutingTrace:
+    """The trace of a steered pass with the cuts in force, which it knows of an entropy router alone."""
+    if steering is not None and config.router == "entropy":
+        for own, index in zip(config.layer_thresholds(), config.routed_layers, strict=True):
+            trace.layers[index].thresholds = moved_cuts(list(own), steering.cuts[index], steering.kind)
+    return trace

@@ -1,30 +1,134 @@
 """A routed text as the page and the report show it: plain data, made in one place for both."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from chiar.config import ChiarConfig
+from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
-from chiar.explore.loaded import LoadedModel
-from chiar.explore.pieces import Pieces
-from chiar.explore.steering import Steering, moved_thresholds, steered
+from chiar.explore.steering import Steering, moved_thresholds, steered, ways_to_steer, why_not
+from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, score_prompt
+from chiar.kernels.spectral_entropy import spectral_entropy
+from chiar.kernels.transform import Transform
+from chiar.kernels.white_noise import white_noise_entropy
+from chiar.model.load import count_parameters
+from chiar.model.modeling import ChiarForCausalLM
 from chiar.routing.flops import compare_flops
 from chiar.routing.trace import LayerTrace, RoutingTrace
+from chiar.visible import visible
 
 BINS = 30
-CHUNK = 128
-"""Tokens whose logits are held at a time: a vocabulary of 50,257 takes 26 MB for them."""
+NOISE = 8192
+"""White Gaussian vectors in the null."""
+PART = "◦"
+"""A token whose character is not whole yet."""
 
 
 class TooLong(InputError):
-    """A text over a limit; over HTTP 413."""
+    """A text over a limit."""
+
+    status = 413
 
 
-def encode_text(loaded: LoadedModel, text: str, most: int | None = None) -> list[int]:
-    """Token ids, at least one and at most `most` or as many as the model has positions for."""
+@dataclass
+class LoadedModel:
+    """A model to look at, with what a reader should know of it."""
+
+    name: str
+    model: ChiarForCausalLM
+    codec: TextCodec
+    notes: list[str]
+
+    @classmethod
+    def open(cls, name: str, tokenizer: Path | None = None, seed: int = 0) -> "LoadedModel":
+        notes: list[str] = []
+        model, codec, found = open_writer(name, "prefill", False, tokenizer, "cpu", seed, notes.append)
+        config = model.config
+        if found is not None:
+            notes.append(f"trained on {config.max_position_embeddings:,} tokens in a row: beyond that it guesses.")
+        if config.routing == "soft":
+            notes.append("soft routing: both paths run for every token and are blended; the darker one is marked.")
+        if config.target_fraction is not None:
+            notes.append("its thresholds were found in training, to hold a share; moving them here changes no file.")
+        capital = [note[0].upper() + note[1:] for note in notes]
+        return cls(visible(Path(name).as_posix(), keep=""), model, codec, capital)
+
+    @property
+    def config(self) -> ChiarConfig:
+        return self.model.config
+
+    @cached_property
+    def noise_N(self) -> Tensor:
+        """H of white noise for this model. Any orthonormal basis leaves it white, so no transform is needed."""
+        noise_ND = torch.randn(NOISE, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        return spectral_entropy(noise_ND, Transform(), self.config.entropy_eps, self.config.entropy_dc_weight)
+
+    @cached_property
+    def noise(self) -> tuple[float, float]:
+        """Mean and deviation of that: exact where they are known."""
+        if self.config.entropy_eps == 0.0 and self.config.entropy_dc_weight == 1.0:
+            return white_noise_entropy(self.config.hidden_size)
+        return float(self.noise_N.mean()), float(self.noise_N.std())
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What the page says of it before any text is routed."""
+        config = self.config
+        return {
+            "name": self.name,
+            "parameters": count_parameters(config),
+            "width": config.hidden_size,
+            "kinds": list(config.layer_types or []),
+            "router": describe_router(config),
+            "notes": self.notes,
+            "steer": ways_to_steer(config),
+            "unsteerable": why_not(config),
+        }
+
+
+def describe_router(config: ChiarConfig) -> str:
+    """How a token's path is chosen, in a few words."""
+    if not config.routed_layers:
+        return "no routing"
+    how = {
+        "entropy": "routed by spectral entropy, H\u00a0>\u00a0τ",
+        "learned": f"routed by a learned router ({config.routing})",
+        "random": f"routed by a random hash of the {config.random_key}",
+        "static": "routed by layer, whatever the token",
+    }
+    return how.get(str(config.router), f"routed by {config.router}")
+
+
+def open_models(names: list[str], tokenizer: Path | None = None, seed: int = 0) -> list[LoadedModel]:
+    if len(set(names)) < len(names):
+        raise InputError(f"{names[0]} is named twice: two different models are compared.")
+    models = [LoadedModel.open(name, tokenizer, seed) for name in names]
+    for loaded in models:
+        _ = loaded.noise, loaded.about  # before anybody waits for them
+    return models
+
+
+class Pieces:
+    """What to show of each token: a character that several tokens make up stands where it is whole."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self.codec, self.characters = codec, Characters(codec)
+
+    def next(self, token: int) -> str:
+        """Safe to show; line breaks and tabs are kept."""
+        count, text = self.characters.add(token)
+        return (visible(text) or self.codec.pieces([token])[0]) if count else PART
+
+
+def encode_text(loaded: LoadedModel, text: str, most: int) -> list[int]:
+    """Token ids, at least one and at most `most`."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -32,33 +136,45 @@ def encode_text(loaded: LoadedModel, text: str, most: int | None = None) -> list
     ids = loaded.codec.encode(text)
     if not ids:
         raise InputError("the text is empty: type something to route.")
-    bounds = [bound for bound in (most, loaded.most_tokens) if bound is not None]
-    if bounds and len(ids) > min(bounds):
-        raise TooLong(f"the text has {len(ids):,} tokens and {min(bounds):,} are the most here: shorten it.")
+    if len(ids) > most:
+        raise TooLong(f"the text has {len(ids):,} tokens and {most:,} are the most here: shorten it.")
     return ids
 
 
-@torch.no_grad()
-def route_view(loaded: LoadedModel, text: str, steering: Steering | None = None, most: int | None = None) -> dict:
-    """Route a text and describe everything the page shows of it."""
+def views(
+    loaded: LoadedModel,
+    text: str,
+    steering: Steering | None = None,
+    most: int = 2**31,
+    sampling: Sampling | None = None,
+) -> Iterator[dict[str, Any]]:
+    """All the page shows of a text, then, with `sampling`, each token that continues it: itself, its route in every
+    layer, all that was written. Each is one pass of the model, so others get their turn in between."""
+    model, config = loaded.model, loaded.config
+    most = min(most, config.max_position_embeddings) if config.positions == "learned" else most
     ids = encode_text(loaded, text, most)
-    ids_BT = torch.tensor([ids])
-    with steered(loaded.model.model, steering):
-        output = loaded.model.model(ids_BT, output_routing=True)
-    if steering is not None:
-        moved_thresholds(loaded.config, steering, output.routing)
-    pieces, nats = Pieces(loaded.codec), token_nats(loaded.model, output.last_hidden_state, ids_BT)
-    return describe_view(loaded, [pieces.next(token) for token in ids], output.routing, nats)
+    if sampling is not None and len(ids) == most:
+        raise InputError(f"the text fills all {most:,} tokens there is room for: shorten it.")
+    writer, pieces = Writer(model, traced=True, around=partial(steered, model.model, steering)), Pieces(loaded.codec)
 
+    def trace() -> RoutingTrace:
+        assert writer.trace is not None
+        return moved_thresholds(config, steering, writer.trace)
 
-def token_nats(model: Any, states_BTD: Tensor, ids_BT: Tensor) -> list[float | None]:
-    """−ln p of each token given those before it; the first has none before it."""
-    found: list[float | None] = [None]
-    for start in range(0, ids_BT.shape[1] - 1, CHUNK):
-        targets = ids_BT[0, start + 1 : start + 1 + CHUNK]
-        logits = model.lm_head(states_BTD[0, start : start + len(targets)]).float()
-        found += F.cross_entropy(logits, targets, reduction="none").tolist()
-    return found
+    read = writer.read_prompt(ids)
+    nats = [score.logprob and -score.logprob for score in score_prompt(model, ids, read)]
+    yield describe_view(loaded, [pieces.next(token) for token in ids], trace(), nats)
+    if sampling is None:
+        return
+    room = min(sampling.max_new_tokens, most - len(ids))
+    row = Row(loaded.codec, replace(sampling, max_new_tokens=room, logprobs=0))
+    writer.begin(read, [row])
+    written = []
+    for score in writer.follow(row):
+        written.append(score.id)
+        token = describe_tokens([pieces.next(score.id)], trace(), [-(score.logprob or 0.0)])[0]
+        layers = [describe_layer(trace(), layer) for layer in trace().layers]
+        yield {"token": token, "id": score.id, "layers": layers, "text": loaded.codec.decode(written)}
 
 
 def describe_view(
@@ -81,19 +197,6 @@ def describe_view(
 def describe_tokens(pieces: list[str], trace: RoutingTrace, nats: list[float | None]) -> list[dict[str, Any]]:
     columns = zip(pieces, darkness(trace), nats, strict=True)
     return [{"piece": piece, "dark": short(dark), "nats": short(value)} for piece, dark, value in columns]
-
-
-def darkness(trace: RoutingTrace) -> list[float]:
-    """For each token the weight of attention, averaged over the routed layers; over all layers where none routes."""
-    indices = trace.routed_layers or range(len(trace.layers))
-    return torch.stack([attention_weight(trace.layers[index]) for index in indices]).mean(0).tolist()
-
-
-def attention_weight(layer: LayerTrace) -> Tensor:
-    """Of each token; what multiplies a chosen operator's output for its gradient's sake counts as 1."""
-    if "attention" not in layer.operators:
-        return torch.zeros(layer.choice_BT.shape[1])
-    return layer.weights_BTK[0, :, layer.operators.index("attention")].float().clamp(max=1.0).cpu()
 
 
 def describe_layer(trace: RoutingTrace, layer: LayerTrace) -> dict[str, Any]:
@@ -123,9 +226,9 @@ def reach(trace: RoutingTrace) -> float | None:
     return max(gaps) or None
 
 
-def describe_flops(config: Any, trace: RoutingTrace) -> dict[str, float]:
+def describe_flops(config: ChiarConfig, trace: RoutingTrace) -> dict[str, float]:
     """Counted, forward, per token, for these routes; the baseline has attention in every layer."""
-    every = dict.fromkeys(config.operators, 1.0)
+    every = dict.fromkeys(config.operators or [], 1.0)
     shares = [every if config.routing == "soft" else trace.operator_use(index) for index in trace.routed_layers]
     savings = compare_flops(config, trace.real_BT.shape[1], shares)
     return {"model": savings.chiar.total, "baseline": savings.baseline.total, "saved": savings.total}
@@ -133,24 +236,23 @@ def describe_flops(config: Any, trace: RoutingTrace) -> dict[str, float]:
 
 def describe_histogram(loaded: LoadedModel, trace: RoutingTrace) -> dict[str, Any] | None:
     """H of every layer's input, and of white noise, as densities over the same bins."""
-    seen = [(layer.index + 1, layer.entropy_BT[0]) for layer in trace.layers if layer.entropy_BT is not None]
+    seen = [(layer.index + 1, layer.entropy_BT[0].float()) for layer in trace.layers if layer.entropy_BT is not None]
     if not seen:
         return None
-    null = loaded.null
-    everything = torch.cat([null.sample_N.float(), *(values.float().cpu() for _, values in seen)])
+    everything = torch.cat([loaded.noise_N, *(values for _, values in seen)])
     low, high = float(everything.min()), float(everything.max())
     high = max(high, low + 1e-6)
 
     def density(values: Tensor) -> list[float | None]:
-        counts = torch.histc(values.float().cpu(), BINS, low, high)
+        counts = torch.histc(values, BINS, low, high)
         return numbers(counts / counts.sum().clamp_min(1) * BINS)
 
     return {
         "low": low,
         "high": high,
-        "null": density(null.sample_N),
-        "null_mean": null.mean,
-        "null_deviation": null.deviation,
+        "null": density(loaded.noise_N),
+        "null_mean": loaded.noise[0],
+        "null_deviation": loaded.noise[1],
         "layers": [{"number": number, "density": density(values)} for number, values in seen],
     }
 

@@ -8,6 +8,8 @@ from chiar import presets
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, first_line, unknown_name
 
+DEVICES = ("auto", "cpu", "cuda")
+
 
 def resolve_model(name: str) -> tuple[str, str | None]:
     """The folder to load, and the training run it belongs to if one was named."""
@@ -122,3 +124,16 @@ def count_parameters(config: ChiarConfig) -> int:
 
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in ChiarForCausalLM(config).parameters())
+
+
+def choose_device(name: str) -> Any:
+    """A torch.device; auto takes a GPU."""
+    import torch
+
+    if name not in DEVICES:
+        raise unknown_name("device", name, DEVICES)
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("there is no CUDA device here: use --device cpu.")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
