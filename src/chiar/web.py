@@ -97,12 +97,8 @@ async def read_json(request: Request, most: int, too_long: str) -> dict[str, Any
         raise Refused(408, f"the request did not arrive within {BODY_SECONDS:g} seconds.") from None
     if size > most:
         raise Refused(413, too_long)
-    return parse_json(bytes(body))
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
     try:
-        asked = json.loads(body, parse_constant=int)  # int("NaN") raises: it is no JSON
+        asked = json.loads(bytes(body), parse_constant=int)  # int("NaN") raises: it is no JSON
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(asked, dict):

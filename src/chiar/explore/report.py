@@ -44,14 +44,10 @@ def write_report(
     models = open_models(names, tokenizer, seed)
     data = [[next(views(loaded, prompt)) for loaded in models] for prompt in prompts]
     pair = " pair" if len(models) > 1 else ""
-    parts = [
-        (
-            f"Prompt {number}",
-            f'<blockquote dir="auto">{shown(prompt, keep=chr(10))}</blockquote>'
-            f'<div class="panels{pair}" id="prompt-{number}"></div>',
-        )
-        for number, prompt in enumerate(prompts, start=1)
-    ]
+    parts = []
+    for number, prompt in enumerate(prompts, start=1):
+        place = f'<div class="panels{pair}" id="prompt-{number}"></div>'
+        parts.append((f"Prompt {number}", f'<blockquote dir="auto">{shown(prompt, keep=chr(10))}</blockquote>{place}'))
     parts += [("Models", config_table(models)), ("Training", training(names)), ("Evaluation", evaluation(measured))]
     parts.append(("Counted FLOPs", flop_table(models, measured)))
     write_new(out, page("Routing of " + " and ".join(loaded.name for loaded in models), parts, data), overwrite)
@@ -59,21 +55,13 @@ def write_report(
 
 def page(title: str, parts: list[tuple[str, str]], data: list[list[dict[str, Any]]]) -> str:
     """`parts`: headings and their HTML; empty ones are left out."""
-    style, first, *last = (
-        (STATIC / name).read_text(encoding="utf-8")
-        for name in ("style.css", "theme.js", "marks.js", "view.js", "report.js")
-    )
+    names = ("report.html", "style.css", "theme.js", "marks.js", "view.js", "report.js")
+    frame, style, first, *rest = ((STATIC / name).read_text(encoding="utf-8") for name in names)
+    last = "".join(rest)
     sections = (f'<section><h2 class="section">{head}</h2>{body}</section>\n' for head, body in parts if body)
-    return Template((STATIC / "report.html").read_text(encoding="utf-8")).substitute(
-        policy=POLICY.format(digest(style), digest(first), digest("".join(last))),
-        title=shown(title),
-        style=style,
-        first=first,
-        last="".join(last),
-        sections="".join(sections),
-        version=__version__,
-        views=as_data(data),
-    )
+    inside = {"style": style, "first": first, "last": last, "sections": "".join(sections), "views": as_data(data)}
+    policy = POLICY.format(digest(style), digest(first), digest(last))
+    return Template(frame).substitute(inside, policy=policy, title=shown(title), version=__version__)
 
 
 def draw_training(runs: list[Path]) -> str:
@@ -147,11 +135,9 @@ def evaluation(measured: list[EvaluationReport]) -> str:
         return ""
     columns = [dict((*score_rows(report.scores), *cost_rows(report))) for report in measured]
     rows = [[name, *(column.get(name) for column in columns)] for name in dict.fromkeys(n for c in columns for n in c)]
-    notes = [
-        f"{report.run or report.model} on {report.corpus} {report.split}, {report.precision} on {report.device}."
-        for report in measured
-    ]
-    return table(["", *(Path(report.run or report.model).name for report in measured)], rows, notes)
+    names = [report.run or report.model for report in measured]
+    where = [f"on {report.corpus} {report.split}, {report.precision} on {report.device}." for report in measured]
+    return table(["", *(Path(name).name for name in names)], rows, list(map(" ".join, zip(names, where, strict=True))))
 
 
 def flop_table(models: list[LoadedModel], measured: list[EvaluationReport]) -> str:

@@ -81,29 +81,24 @@ class LoadedModel:
     def about(self) -> dict[str, Any]:
         """What the page says of it before any text is routed."""
         config = self.config
+        routers = {
+            "entropy": "routed by spectral entropy, H\u00a0>\u00a0τ",
+            "learned": f"routed by a learned router ({config.routing})",
+            "random": f"routed by a random hash of the {config.random_key}",
+            "static": "routed by layer, whatever the token",
+        }
         return {
             "name": self.name,
             "parameters": count_parameters(config),
             "width": config.hidden_size,
             "kinds": list(config.layer_types or []),
-            "router": describe_router(config),
+            "router": routers.get(str(config.router), f"routed by {config.router}")
+            if config.routed_layers
+            else "no routing",
             "notes": self.notes,
             "steer": ways_to_steer(config),
             "unsteerable": why_not(config),
         }
-
-
-def describe_router(config: ChiarConfig) -> str:
-    """How a token's path is chosen, in a few words."""
-    if not config.routed_layers:
-        return "no routing"
-    how = {
-        "entropy": "routed by spectral entropy, H\u00a0>\u00a0τ",
-        "learned": f"routed by a learned router ({config.routing})",
-        "random": f"routed by a random hash of the {config.random_key}",
-        "static": "routed by layer, whatever the token",
-    }
-    return how.get(str(config.router), f"routed by {config.router}")
 
 
 def open_models(names: list[str], tokenizer: Path | None = None, seed: int = 0) -> list[LoadedModel]:

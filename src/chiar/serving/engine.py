@@ -83,7 +83,7 @@ class JobRow(Row):
     """One choice of a request."""
 
     def __init__(self, job: Job, choice: int, codec: TextCodec, device: Any) -> None:
-        super().__init__(codec, job.request.sampling(choice), device, partial(job.put, choice))
+        super().__init__(codec, job.request.sampling_of(choice), device, partial(job.put, choice))
         self.job = job
         job.rows.append(self)
 
@@ -234,11 +234,11 @@ class Engine(Writer):
         choices = range(number * request.n, (number + 1) * request.n)
         rows = [JobRow(job, choice, self.codec, self.model.device) for choice in choices]
         if request.echo:
-            count = request.logprobs
+            count = request.sampling.logprobs
             scores = [] if count is None else score_prompt(self.model, prompt.ids, read, count)
             for choice in choices:
                 job.put(choice, Piece(prompt.text, scores))
-        if request.max_tokens:
+        if request.sampling.max_new_tokens:
             self.begin(read, rows)
         else:
             for row in rows:
