@@ -13,8 +13,11 @@ import torch
 from page_server import save_model, serving
 
 from chiar.analysis.trace_view import route_text
+from chiar.data.tokenizers import Tokenizer
+from chiar.data.tokens import TextCodec
 from chiar.explore.server import MOST_BYTES
-from chiar.explore.view import PART
+from chiar.explore.view import PART, Pieces
+from chiar.generation.writer import BROKEN
 from chiar.web import HEADERS
 
 FILES = ["/", *(f"/{name}" for name in ("style.css", "theme.js", "marks.js", "view.js", "app.js"))]
@@ -111,21 +114,46 @@ class TestRouting:
         assert view["flops"]["saved"] == 0.0 and view["reach"] is None
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"ab", ["a", "b"]),
+        ("é漢🎨".encode(), [PART, "é", PART, PART, "漢", PART, PART, PART, "🎨"]),
+        (b"\xe6a", [PART, BROKEN + "a"]),
+        (b"\xf0\x9f\x8ea", [PART, PART, PART, BROKEN + "a"]),
+        (b"\xff\xff\xffa", [PART, BROKEN, BROKEN, BROKEN + "a"]),
+        ("\x1b\n\t\u202e".encode(), ["\\x1b", "\n", "\t", PART, PART, "\\u202e"]),
+    ],
+    ids=["plain", "whole", "broken", "cut", "never", "controls"],
+)
+def test_characters_of_several_tokens_are_whole(text, expected):
+    pieces = Pieces(TextCodec(None, None))
+    assert [pieces.next(token) for token in text] == expected
+
+
+def test_pieces_of_a_trained_vocabulary_add_up_to_the_text(tmp_path):
+    text = "light 漢 and naïve tokens 🎨 漢漢"
+    Tokenizer.train(["light and dark 漢 naïve tokens " * 20], 300).save(tmp_path)
+    codec = TextCodec.open(None, tmp_path)
+    pieces = Pieces(codec)
+    assert "".join(pieces.next(token) for token in codec.encode(text)).replace(PART, "") == text
+
+
 class TestHostileText:
     @pytest.mark.parametrize(
         "text",
         [
-            "<script>alert(1)</script>",
-            "</textarea><img src=x onerror=alert(1)>",
-            "\x00\x01\x1b[31mred\x07\x7f",
-            "👩‍👩‍👧 emoji 🎨",
-            "\u202eevil\u202c שלום مرحبا",
-            "\u2028\u2029\ufeff",
-            "ends badly \ufffd",
-            " ",
-            "\n\n\n",
+            *("<script>alert(1)</script>", "</textarea><img src=x onerror=alert(1)>", "\x00\x01\x1b[31mred\x07\x7f"),
+            *(
+                "👩‍👩‍👧 emoji 🎨",
+                "\u202eevil\u202c שלום مرحبا",
+                "\u2028\u2029\ufeff",
+                "ends badly \ufffd",
+                " ",
+                "\n\n\n",
+            ),
         ],
-        ids=["script", "markup", "controls", "emoji", "right-to-left", "separators", "replacement", "space", "lines"],
+        ids=ascii,
     )
     def test_it_is_shown_and_harmless(self, served, text):
         response = served.post("/api/route", {"text": text})
@@ -136,38 +164,26 @@ class TestHostileText:
         if text.isascii() and text.isprintable():
             assert pieces == text
 
-    def test_characters_of_several_tokens_are_whole(self, served):
-        pieces = [token["piece"] for token in served.post("/api/route", {"text": "a漢🎨"}).json()["tokens"]]
-        assert pieces == ["a", PART, PART, "漢", PART, PART, PART, "🎨"]
-
-    def test_controls_are_spelt_out(self, served):
-        pieces = [token["piece"] for token in served.post("/api/route", {"text": "\x1b\u202e"}).json()["tokens"]]
-        assert pieces == ["\\x1b", PART, PART, "\\u202e"]
-
-    def test_empty_text(self, served):
-        assert "empty" in refused(served.post("/api/route", {"text": ""}), 400)
-        assert "empty" in refused(served.post("/api/continue", {"text": ""}), 400)
-
-    def test_half_a_surrogate_pair(self, served):
-        body = b'{"text": "\\ud800"}'
-        response = httpx.post(f"{served.url}/api/route", content=body, headers={"content-type": "application/json"})
-        assert "surrogate" in refused(response, 400)
-
     @pytest.mark.parametrize("path", ["/api/route", "/api/continue"])
-    def test_a_megabyte(self, served, path):
-        assert f"{MOST_BYTES:,} bytes" in refused(served.post(path, {"text": "x" * 1_000_000}), 413)
-
-    def test_bytes_are_counted_not_characters(self, served):
-        assert "bytes" in refused(served.post("/api/route", {"text": "漢" * (MOST_BYTES // 3 + 1)}), 413)
-
-    def test_too_many_tokens(self, served):
+    def test_limits(self, served, path):
+        assert "empty" in refused(served.post(path, {"text": ""}), 400)
+        for text in ("x" * 1_000_000, "漢" * (MOST_BYTES // 3 + 1)):  # bytes are counted, not characters
+            assert f"{MOST_BYTES:,} bytes" in refused(served.post(path, {"text": text}), 413)
+        assert "257 tokens and 256 are the most" in refused(served.post(path, {"text": "x" * 257}), 413)
         assert served.post("/api/route", {"text": "x" * 256}).status_code == 200
-        assert "257 tokens and 256 are the most" in refused(served.post("/api/route", {"text": "x" * 257}), 413)
 
-    @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 20_000], ids=range(6))
-    def test_what_is_not_json(self, served, body):
+    @pytest.mark.parametrize(
+        ("body", "message"),
+        [
+            *((body, "JSON") for body in (b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 20_000)),
+            (b'{"text": "a", "steer": {"kind": "shift", "value": NaN}}', "JSON"),
+            (b'{"text": "\\ud800"}', "surrogate"),
+        ],
+        ids=range(8),
+    )
+    def test_bodies(self, served, body, message):
         response = httpx.post(f"{served.url}/api/route", content=body, headers={"content-type": "application/json"})
-        assert "JSON" in refused(response, 400)
+        assert message in refused(response, 400)
 
     def test_another_content_type(self, served):
         response = httpx.post(f"{served.url}/api/route", content=b"{}", headers={"content-type": "text/plain"})
@@ -176,44 +192,33 @@ class TestHostileText:
     @pytest.mark.parametrize(
         "fields",
         [
-            {"text": 5},
-            {"text": None},
-            {"model": 2},
-            {"model": -1},
-            {"model": "0"},
-            {"model": True},
-            {"steer": 5},
+            *({"text": 5}, {"text": None}, {"model": 2}, {"model": -1}, {"model": "0"}, {"model": True}, {"steer": 5}),
             {"steer": {"kind": "up", "value": 1}},
             {"steer": {"kind": "share", "value": "x"}},
             {"steer": {"kind": "share", "value": 2}},
             {"model": 1, "steer": {"kind": "share", "value": 0.5}},
+            *(
+                {"tokens": 0},
+                {"tokens": 1000},
+                {"temperature": -1},
+                {"temperature": 10**400},
+                {"seed": -1},
+                {"more": 1},
+            ),
         ],
         ids=str,
     )
     def test_wrong_fields(self, served, fields):
-        refused(served.post("/api/route", {"text": TEXT, **fields}), 400)
-
-    @pytest.mark.parametrize(
-        "fields", [{"tokens": 0}, {"tokens": 1000}, {"temperature": -1}, {"temperature": 10**400}, {"seed": -1}]
-    )
-    def test_wrong_wishes(self, served, fields):
         refused(served.post("/api/continue", {"text": TEXT, **fields}), 400)
-
-    def test_a_value_that_is_no_number(self, served):
-        body = b'{"text": "a", "steer": {"kind": "shift", "value": NaN}}'
-        response = httpx.post(f"{served.url}/api/route", content=body, headers={"content-type": "application/json"})
-        refused(response, 400)
 
 
 class TestOtherSites:
-    @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[bad"])
-    def test_another_name_is_not_answered(self, served, host):
-        for path in ("/", "/api/models"):
-            refused(served.get(path, headers={"host": host}), 421)
-
-    @pytest.mark.parametrize("host", ["localhost", "localhost:99", "127.0.0.1", "[::1]:80", "192.168.0.7"])
-    def test_own_names_are(self, served, host):
-        assert served.get("/api/models", headers={"host": host}).status_code == 200
+    def test_other_names_are_not_answered(self, served):
+        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[bad"):
+            for path in ("/", "/api/models"):
+                refused(served.get(path, headers={"host": host}), 421)
+        for host in ("localhost", "localhost:99", "127.0.0.1", "[::1]:80", "192.168.0.7"):
+            assert served.get("/api/models", headers={"host": host}).status_code == 200
 
     def test_another_sites_page_may_not_ask(self, served):
         refused(served.post("/api/route", {"text": "a"}, headers={"origin": "http://evil.example"}), 403)
