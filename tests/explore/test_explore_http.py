@@ -341,13 +341,13 @@ class TestCrowds:
 
     def test_streams_are_few(self, served):
         for _ in range(served.room.streams):
-            served.room.take_stream()
+            served.room.stream(1)
         try:
             response = served.post("/api/continue", {"text": TEXT})
             assert "try again" in refused(response, 429) and response.headers["retry-after"] == "3"
         finally:
             for _ in range(served.room.streams):
-                served.room.give_stream()
+                served.room.stream(-1)
 
     def test_who_stops_waiting_is_not_computed_for(self, served):
         hold, begun = threading.Event(), []

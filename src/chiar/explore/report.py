@@ -14,7 +14,7 @@ from chiar.config import ChiarConfig
 from chiar.errors import InputError
 from chiar.evaluation.compare import REPORT
 from chiar.evaluation.report import EvaluationReport, cost_rows, score_rows
-from chiar.explore.view import LoadedModel, open_models, views
+from chiar.explore.view import LoadedModel, open_models, route_text
 from chiar.files import check_new, write_new
 from chiar.routing.flops import compare_flops, counted_parts, operator_shares
 from chiar.training.run_folder import METRICS, RunFolder
@@ -42,7 +42,7 @@ def write_report(
     saved = [Path(name) / REPORT for name in names if (Path(name) / REPORT).is_file()]
     measured = [EvaluationReport.read(path) for path in (*evaluations, *saved)]
     models = open_models(names, tokenizer, seed)
-    data = [[next(views(loaded, prompt)) for loaded in models] for prompt in prompts]
+    data = [[next(route_text(loaded, prompt)) for loaded in models] for prompt in prompts]
     pair = " pair" if len(models) > 1 else ""
     parts = []
     for number, prompt in enumerate(prompts, start=1):

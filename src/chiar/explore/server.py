@@ -1,7 +1,6 @@
 """The page's server: a few files, and a JSON interface to the models. Everything it sends is of this machine."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,26 +14,21 @@ from starlette.staticfiles import StaticFiles
 
 from chiar import web
 from chiar.explore.steering import KINDS, Steering
-from chiar.explore.view import LoadedModel, open_models, views
+from chiar.explore.view import LoadedModel, open_models, route_text
 from chiar.generation.writer import Sampling
 from chiar.web import Field, Refused
 
 STATIC = Path(__file__).parent / "static"
 DEMO = ("runs/demo/v3", "runs/demo/baseline")
-MOST_BYTES = 20_000
-"""Of a text, as UTF-8."""
-MOST_BODY = 6 * MOST_BYTES + 2_000
-"""JSON may spell a byte in six."""
+# Of a text as UTF-8, and of a request: JSON may spell a byte in six.
+MOST_BYTES, MOST_BODY = 20_000, 122_000
 TOO_LONG = f"the text is longer than {MOST_BYTES:,} bytes, the most here: shorten it."
-LARGEST = sys.float_info.max
-
 Made = TypeVar("Made")
 
 
 def is_steering(value: Any) -> bool:
-    """A kind and a number."""
     known = isinstance(value, dict) and set(value) == {"kind", "value"} and value["kind"] in KINDS
-    return known and web.is_number(value["value"], -LARGEST, LARGEST)
+    return known and web.is_number(value["value"], -1e300, 1e300)
 
 
 FIELDS = {
@@ -60,13 +54,10 @@ class Room:
         self.waiting = self.streaming = 0
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="model")
 
-    def take_stream(self) -> None:
-        if self.streaming >= self.streams:
+    def stream(self, change: int) -> None:
+        if change > 0 and self.streaming >= self.streams:
             raise Refused(429, f"{self.streaming} texts are being continued: try again in a while.", retry_after=3)
-        self.streaming += 1
-
-    def give_stream(self) -> None:
-        self.streaming -= 1
+        self.streaming += change
 
     async def run(self, work: Callable[[], Made]) -> Made:
         """In the model's thread. Whoever stops waiting takes the work back, unless it has begun."""
@@ -129,7 +120,7 @@ class Explorer(web.Site):
             raise Refused(400, f"there is no such model: there are {len(self.models)}, counted from 0.", "model")
         steering = None if asked["steer"] is None else Steering(**asked["steer"])
         sampling = Sampling(asked["tokens"], asked["temperature"], seed=asked["seed"]) if continues else None
-        return views(self.models[asked["model"]], asked["text"], steering, self.most_tokens, sampling)
+        return route_text(self.models[asked["model"]], asked["text"], steering, self.most_tokens, sampling)
 
     async def route(self, request: Request) -> Response:
         return web.json_response(await self.room.answer(request, partial(next, await self.asked(request, False))))
@@ -137,13 +128,13 @@ class Explorer(web.Site):
     async def carry_on(self, request: Request) -> Response:
         """Lines of JSON: the text's view, then a token each, then the end."""
         passes = await self.asked(request, True)
-        self.room.take_stream()
+        self.room.stream(1)
         try:
             first = await self.room.answer(request, partial(next, passes))
         except BaseException:
-            self.room.give_stream()
+            self.room.stream(-1)
             raise
-        return web.Stream(self.lines(passes, first), "application/x-ndjson", self.room.give_stream)
+        return web.Stream(self.lines(passes, first), "application/x-ndjson", partial(self.room.stream, -1))
 
     async def lines(self, passes: Iterator[dict[str, Any]], first: dict[str, Any]) -> AsyncIterator[bytes]:
         record: dict[str, Any] | None = {"view": first}

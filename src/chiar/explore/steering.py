@@ -19,8 +19,7 @@ from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, Rou
 from chiar.registry import ROUTERS
 from chiar.routing.trace import RoutingTrace
 
-SHIFT, SHARE = "shift", "share"
-KINDS = (SHIFT, SHARE)
+SHIFT, SHARE = KINDS = ("shift", "share")
 
 
 def ways_to_steer(config: ChiarConfig) -> list[str]:
@@ -44,12 +43,11 @@ def why_not(config: ChiarConfig) -> str | None:
 @dataclass
 class Steering:
     """`shift` is added to every cut. `share` puts each layer's cut where that share of the tokens of the first pass
-    lies above it, and leaves it there: tokens written later are compared with the same numbers."""
+    lies above it, and leaves it there, in `cuts`: tokens written later are compared with the same numbers."""
 
     kind: str
     value: float
     cuts: dict[int, float] = field(default_factory=dict)
-    """Of each routed layer, once a pass has found it."""
 
     def check(self, config: ChiarConfig) -> None:
         ways = ways_to_steer(config)
@@ -59,6 +57,10 @@ class Steering:
             raise unknown_name("way to steer this model", self.kind, ways)
         if self.kind == SHARE and not 0.0 <= self.value <= 1.0:
             raise InputError(f"a share lies between 0 and 1, got {self.value:g}.")
+
+    def moved(self, own: list[float], cut: float) -> list[float]:
+        """All cuts of a layer, given the one below attention: a shift moves both of two, a share only pushes one."""
+        return [*(t + cut - own[-1] if self.kind == SHIFT else min(t, cut) for t in own[:-1]), cut]
 
 
 class SteeredRouter(nn.Module):
@@ -71,23 +73,25 @@ class SteeredRouter(nn.Module):
     def forward(
         self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
     ) -> Route:
-        router, steering, state = self.router, self.steering, context.router_state
+        router, steering = self.router, self.steering
+        given = x_BTD, entropy_BT, context, forced_BT
         if isinstance(router, RandomRouter):
             with changed(router, "fraction", steering.value):
-                return router(x_BTD, entropy_BT, context, forced_BT)
+                return router(*given)
         assert isinstance(router, EntropyRouter | LearnedRouter)
-        followed = [float(state.threshold)] if router.follows and state is not None else None
         if isinstance(router, EntropyRouter):
             assert entropy_BT is not None
-            own, score_BT, ends = followed or list(router.values), entropy_BT, (0.0, 1.0)
+            own, score_BT, ends = list(router.values), entropy_BT, (0.0, 1.0)
         else:
             scores_BTK = router.scores(x_BTD, entropy_BT)
-            own, score_BT, ends = followed or [0.0], scores_BTK[..., -1] - scores_BTK[..., :-1].amax(-1), (-1e4, 1e4)
+            own, score_BT, ends = [0.0], scores_BTK[..., -1] - scores_BTK[..., :-1].amax(-1), (-1e4, 1e4)
+        state = context.router_state if router.follows else None
+        own = own if state is None else [float(state.threshold)]
         if self.layer not in steering.cuts:
             found = own[-1] + steering.value if steering.kind == SHIFT else cut_at(score_BT, steering.value, ends)
             steering.cuts[self.layer] = found
         cut = steering.cuts[self.layer]
-        if state is not None and router.follows:
+        if state is not None:
             near = replace(state, threshold=torch.full_like(state.threshold, cut))
             return router(x_BTD, entropy_BT, replace(context, router_state=near), forced_BT)
         if isinstance(router, LearnedRouter):
@@ -95,25 +99,19 @@ class SteeredRouter(nn.Module):
             bias_K = router.score.bias.detach().clone()
             bias_K[-1] -= cut
             with changed(router.score, "bias", nn.Parameter(bias_K)):
-                return router(x_BTD, entropy_BT, context, forced_BT)
-        values = torch.tensor(moved_cuts(own, cut, steering.kind), dtype=torch.float64, device=x_BTD.device)
+                return router(*given)
+        values = torch.tensor(steering.moved(own, cut), dtype=torch.float64, device=x_BTD.device)
         with changed(router, "thresholds", values):
-            return router(x_BTD, entropy_BT, context, forced_BT)
+            return router(*given)
 
 
 def cut_at(score_BT: Tensor, share: float, ends: tuple[float, float]) -> float:
     """The number that `share` of the scores, rounded to whole tokens, are above; `ends` are below and above any."""
     ordered = score_BT.double().flatten().sort().values
     light = len(ordered) - round(share * len(ordered))
-    if light == 0:
-        return ends[0]
-    return ends[1] if light == len(ordered) else float(ordered[light - 1] + ordered[light]) / 2
-
-
-def moved_cuts(own: list[float], cut: float, kind: str) -> list[float]:
-    """All cuts of a layer, given the one below attention: a shift moves both of two, a share only pushes the other."""
-    lower = [t + cut - own[-1] if kind == SHIFT else min(t, cut) for t in own[:-1]]
-    return [*lower, cut]
+    if light in (0, len(ordered)):
+        return ends[light > 0]
+    return float(ordered[light - 1] + ordered[light]) / 2
 
 
 @contextmanager
@@ -129,14 +127,12 @@ def changed(thing: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def steered(decoder: Any, steering: Steering | None) -> Iterator[None]:
     """Passes of `decoder` inside the block are steered. Not for two threads at a time."""
-    if steering is None:
-        yield
-        return
-    steering.check(decoder.config)
-    layers = {index: decoder.layers[index] for index in decoder.config.routed_layers}
     with ExitStack() as stack:
-        for index, layer in layers.items():
-            stack.enter_context(changed(layer, "router", SteeredRouter(layer.router, steering, index)))
+        if steering is not None:
+            steering.check(decoder.config)
+            for index in decoder.config.routed_layers:
+                layer = decoder.layers[index]
+                stack.enter_context(changed(layer, "router", SteeredRouter(layer.router, steering, index)))
         yield
 
 
@@ -144,5 +140,5 @@ def moved_thresholds(config: ChiarConfig, steering: Steering | None, trace: Rout
     """The trace of a steered pass with the cuts in force, which it knows of an entropy router alone."""
     if steering is not None and config.router == "entropy":
         for own, index in zip(config.layer_thresholds(), config.routed_layers, strict=True):
-            trace.layers[index].thresholds = moved_cuts(list(own), steering.cuts[index], steering.kind)
+            trace.layers[index].thresholds = steering.moved(list(own), steering.cuts[index])
     return trace

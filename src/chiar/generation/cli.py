@@ -100,25 +100,14 @@ def marked(text: str, dark: float, console: "Console") -> "Text":
     """The text on a background between yellow and blue, or behind a shade where there is no colour."""
     from rich.text import Text
 
-    if colourful(console):
-        return Text(text, style(dark))
-    return Text(SHADES[min(int(dark * len(SHADES)), len(SHADES) - 1)] + text)
+    if console.color_system is None or console.no_color:
+        return Text(SHADES[min(int(dark * len(SHADES)), len(SHADES) - 1)] + text)
+    red, green, blue = (round(a + (b - a) * dark) for a, b in zip(LIGHT, DARK, strict=True))
+    return Text(text, f"{'black' if dark < 0.5 else 'white'} on rgb({red},{green},{blue})")
 
 
 def legend(console: "Console") -> "Text":
     from rich.text import Text
 
-    meaning = "share of the routed layers that sent the token to attention"
-    if colourful(console):
-        steps = [Text(f" {share:.0%} ", style(share)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
-        return Text.assemble("light ", *steps, f" dark: {meaning}")
-    return Text(f"{SHADES[0]} light … {SHADES[-1]} dark, before each token: {meaning}")
-
-
-def colourful(console: "Console") -> bool:
-    return console.color_system is not None and not console.no_color
-
-
-def style(dark: float) -> str:
-    red, green, blue = (round(a + (b - a) * dark) for a, b in zip(LIGHT, DARK, strict=True))
-    return f"{'black' if dark < 0.5 else 'white'} on rgb({red},{green},{blue})"
+    steps = [marked(f" {share:.0%} ", share, console) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    return Text.assemble("light ", *steps, " dark: share of the routed layers that sent the token to attention")

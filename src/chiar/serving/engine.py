@@ -99,15 +99,13 @@ class Metrics:
         self.sums = dict.fromkeys(COUNTERS, 0.0)
         self.statuses: Counter[int] = Counter()
         self.routed = Counter(dict.fromkeys(operators, 0))
-        # Completions that were answered, and how long they took.
-        self.completions, self.completion_seconds = 0, 0.0
+        self.seconds: deque[float] = deque(maxlen=1000)  # that completions took
 
     def count_request(self, path: str, status: int, seconds: float) -> None:
         self.statuses[status] += 1
         self.sums["request_seconds"] += seconds
-        if path == COMPLETIONS and status == 200:
-            self.completions += 1
-            self.completion_seconds += seconds
+        if (path, status) == (COMPLETIONS, 200):
+            self.seconds.append(seconds)
 
     def count_routes(self, routes: Any) -> None:
         """Which operators the routed layers sent the tokens of a prompt to."""
@@ -117,7 +115,7 @@ class Metrics:
 
     def typical_seconds(self) -> int:
         """What a completion takes on average, for clients that are sent away: from one second to a minute."""
-        return min(60, max(1, math.ceil(self.completion_seconds / max(1, self.completions))))
+        return min(60, max(1, math.ceil(sum(self.seconds) / max(1, len(self.seconds)))))
 
     def text(self, gauges: Mapping[str, tuple[float, str]]) -> str:
         """`gauges`: what is now, with its meaning."""
