@@ -102,15 +102,12 @@ def open_models(names: list[str], tokenizer: Path | None = None, seed: int = 0) 
     return models
 
 
-class Pieces:
+class Pieces(Characters):
     """What to show of each token: a character that several tokens make up stands where it is whole."""
-
-    def __init__(self, codec: TextCodec) -> None:
-        self.codec, self.characters = codec, Characters(codec)
 
     def next(self, token: int) -> str:
         """Safe to show; line breaks and tabs are kept."""
-        count, text = self.characters.add(token)
+        count, text = self.add(token)
         return (visible(text) or self.codec.pieces([token])[0]) if count else PART
 
 

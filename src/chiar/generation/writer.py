@@ -188,11 +188,11 @@ class Writer:
         self.model, self.traced, self.around = model, traced, around
         ends = model.config.eos_token_id
         self.ends: set[int] = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
-        self.rows: list[Any] = []
+        self.rows: list[Row] = []
         self.cache: ChiarCache | None = None
         self.trace: RoutingTrace | None = None
 
-    def fail(self, rows: list[Any], error: Exception) -> None:
+    def fail(self, rows: list[Row], error: Exception) -> None:
         """These failed; a writer whose other rows go on does not raise."""
         raise error
 
@@ -209,7 +209,7 @@ class Writer:
         return read
 
     @torch.no_grad()
-    def begin(self, read: ChiarModelOutput, rows: list[Any]) -> None:
+    def begin(self, read: ChiarModelOutput, rows: list[Row]) -> None:
         """Write the first token of rows that continue a prompt; they join the others."""
         cache, states_1TD = read.past_key_values, read.last_hidden_state
         assert cache is not None and states_1TD is not None
@@ -247,7 +247,7 @@ class Writer:
             row.stored += not row.is_over  # positions may end where the row did
         return output.logits[:, -1]
 
-    def choose(self, rows: list[Any], logits_BV: Tensor) -> None:
+    def choose(self, rows: list[Row], logits_BV: Tensor) -> None:
         """The next token of each row; where there is none, that row fails alone. Rows are looked at together: each look
         waits for the device."""
         logits_BV = logits_BV.float()
@@ -274,7 +274,7 @@ class Writer:
             except Exception as error:
                 self.fail(self.clear(), error)
 
-    def clear(self) -> list[Any]:
+    def clear(self) -> list[Row]:
         """Forget everything; the rows that were being written."""
         rows, self.rows, self.cache = self.rows, [], None
         return rows

@@ -119,24 +119,24 @@ class Metrics:
 
     def text(self, gauges: Mapping[str, tuple[float, str]]) -> str:
         """`gauges`: what is now, with its meaning."""
+        lines: list[str] = []
+
+        def family(name: str, kind: str, meaning: str, values: Mapping[str, float]) -> None:
+            lines.extend((f"# HELP chiar_{name} {meaning}", f"# TYPE chiar_{name} {kind}"))
+            lines.extend(f"chiar_{name}{labels} {value:.10g}" for labels, value in values.items())
+
         statuses = {f'{{status="{code}"}}': n for code, n in sorted(self.statuses.items())}
-        lines = family("requests_total", "counter", "Requests to /v1 by the status of their answer.", statuses)
+        family("requests_total", "counter", "Requests to /v1 by the status of their answer.", statuses)
         for name, meaning in COUNTERS.items():
-            lines += family(f"{name}_total", "counter", meaning, {"": self.sums[name]})
+            family(f"{name}_total", "counter", meaning, {"": self.sums[name]})
         if total := self.routed.total():
-            meaning = "Prompt tokens that routed layers sent to each operator, by layer."
             operators = {f'{{operator="{name}"}}': n for name, n in self.routed.items()}
-            lines += family("routed_tokens_total", "counter", meaning, operators)
-            share = self.routed["attention"] / total
-            gauges = {**gauges, "attention_fraction": (share, "f: the share of these that went to attention.")}
+            family("routed_tokens_total", "counter", "Prompt tokens sent to each operator, by layer.", operators)
+            meaning = "f: the share of these that went to attention."
+            gauges = {**gauges, "attention_fraction": (self.routed["attention"] / total, meaning)}
         for name, (value, meaning) in gauges.items():
-            lines += family(name, "gauge", meaning, {"": value})
+            family(name, "gauge", meaning, {"": value})
         return "\n".join(lines) + "\n"
-
-
-def family(name: str, kind: str, meaning: str, values: Mapping[str, float]) -> list[str]:
-    rows = [f"chiar_{name}{labels} {value:.10g}" for labels, value in values.items()]
-    return [f"# HELP chiar_{name} {meaning}", f"# TYPE chiar_{name} {kind}", *rows]
 
 
 class Engine(Writer):
@@ -230,7 +230,7 @@ class Engine(Writer):
         read = self.read_prompt(prompt.ids)
         self.metrics.count_routes(read.routes)
         choices = range(number * request.n, (number + 1) * request.n)
-        rows = [JobRow(job, choice, self.codec, self.model.device) for choice in choices]
+        rows: list[Row] = [JobRow(job, choice, self.codec, self.model.device) for choice in choices]
         if request.echo:
             count = request.sampling.logprobs
             scores = [] if count is None else score_prompt(self.model, prompt.ids, read, count)
