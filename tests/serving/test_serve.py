@@ -282,35 +282,22 @@ def test_a_second_signal_waits_for_no_client(folder):
         connection.close()
 
 
-@pytest.mark.parametrize("package", ["starlette", "uvicorn"])
-def test_packages_that_are_not_there(folder, monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    code, output = run("serve", folder)
-    assert code == 2 and f"needs the package {package}: pip install 'chiar[serve]'" in output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gate", "open"], "unknown gate"),
-        (["--gate", "refuse"], "generation is not defined"),
-        (["--device", "tpu"], "unknown device"),
-        (["--host", "no.such.host.invalid", "--port", "0"], "cannot listen"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_input(folder, arguments, message):
-    code, output = run("serve", folder, *arguments)
-    assert code == 2 and message in output
-
-
-def test_what_cannot_be_served(folder, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, output = run("serve", folder, "--port", taken.getsockname()[1])
-    assert code == 2 and "choose others with --host and --port" in output
+def test_what_cannot_be_served(folder, tmp_path, monkeypatch):
     ChiarForCausalLM(small_config("v2-tiny", vocab_size=257)).save_pretrained(tmp_path / "model")
     Tokenizer.of_bytes().save(tmp_path / "model")
-    code, output = run("serve", tmp_path / "model", "--max-length", 17)
-    assert code == 2 and "16 learned positions" in output
-    code, output = run("serve", "nowhere/model")
-    assert code == 2 and "there is no folder" in output
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for arguments, message in {
+            (folder, "--gate", "open"): "unknown gate",
+            (folder, "--gate", "refuse"): "generation is not defined",
+            (folder, "--device", "tpu"): "unknown device",
+            (folder, "--host", "no.such.host.invalid", "--port", "0"): "cannot listen",
+            (folder, "--port", taken.getsockname()[1]): "choose others with --host and --port",
+            (tmp_path / "model", "--max-length", 17): "16 learned positions",
+            ("nowhere/model",): "there is no folder",
+        }.items():
+            code, output = run("serve", *arguments)
+            assert code == 2 and message in output
+    for package in ("uvicorn", "starlette"):
+        monkeypatch.setitem(sys.modules, package, None)
+        code, output = run("serve", folder)
+        assert code == 2 and f"needs the package {package}: pip install 'chiar[serve]'" in output
