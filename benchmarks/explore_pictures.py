@@ -7,14 +7,33 @@ Needs Chromium and playwright. Pictures that are there are replaced.
 
 import argparse
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from chiar.explore.report import write_report
-from chromium import NoBrowser, Watched, chromium, served
+from chiar.explore.server import Explorer
+from chiar.explore.view import open_models
+from chiar.web import Server, bind
+from chromium import NoBrowser, Watched, chromium
 
 TEXT = "Return the number of items in the list, or raise ValueError if it is empty."
 LONG = f"{TEXT} If the optional argument is given, the object is compared with each element in turn until one is equal."
+
+
+@contextmanager
+def served(names: list[str]) -> Iterator[str]:
+    server, listening = Server(Explorer(open_models(names), 1024)), bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+    server.should_exit = True
+    thread.join()
 
 
 def settle(page: Any) -> None:
@@ -73,7 +92,7 @@ def draw(browser: Any, runs: list[str], out: Path) -> None:
         show(phone, TEXT)
         take(phone, out / "explore-phone.png")
     report = out / "report.html"
-    write_report(runs[:1], [TEXT], report, [], None, 0)
+    write_report(runs[:1], [TEXT], report, [])
     try:
         take(Watched(browser, 1000, 1250).open(report.resolve().as_uri()), out / "explore-report.png")
     finally:

@@ -17,6 +17,7 @@ from chiar.layers.routers import ChoiceRouter
 from chiar.model.coordinates import to_spectral_coordinates
 from chiar.routing.flops import count_flops, operator_shares
 from chiar.routing.tables import flop_records
+from chiar.training import tasks
 from commands import run
 
 ROOT = Path(__file__).parents[1]
@@ -147,7 +148,7 @@ def test_the_page_shows_them_and_has_nothing_to_move(files):
     registry.add_plugins(["words.py", "scale.py"])
     model = build(256, router="frequent", operators=["scale", "attention"], gate_pool="causal").float()
     model.save_pretrained("model")
-    code, output = run("report", "model", "--prompt", "abc", "--out", "report.html")
+    code, output = run("explore", "model", "--prompt", "abc", "--export", "report.html")
     assert code == 0, output
     page = (files / "report.html").read_text()
     assert '"scale"' in page
@@ -157,7 +158,7 @@ def test_the_page_shows_them_and_has_nothing_to_move(files):
 def test_training_begins_with_the_weights_it_sets_and_loading_brings_back_others(files, tmp_path):
     registry.add_plugins(["scale.py"])
     config = presets.get("v3-tiny", vocab_size=61, dropout=0.0, operators=["scale", "attention"], gate_pool="causal")
-    model = weights.build(config, {}, 0).language
+    model = tasks.build(config, {}, 0).language
     scales = [layer.operators["scale"].weight for layer in model.model.layers if "scale" in layer.operators]
     assert len(scales) == 2 and all(torch.equal(w, torch.full_like(w, 0.5)) for w in scales)
     with torch.no_grad():

@@ -7,7 +7,7 @@ import typer
 from chiar.console import guarded
 from chiar.data.cli import data_app
 from chiar.evaluation.cli import evaluate
-from chiar.explore.cli import explore, report
+from chiar.explore.cli import explore
 from chiar.generation.cli import generate
 from chiar.model.cli import convert, models
 from chiar.plots_cli import plot
@@ -34,7 +34,6 @@ app.command("generate")(generate)
 app.command("serve")(serve)
 app.command("plot")(plot)
 app.command("explore")(explore)
-app.command("report")(report)
 app.command("models")(models)
 app.command("flops")(flops)
 app.command("calibrate")(calibrate)

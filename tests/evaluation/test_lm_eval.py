@@ -14,7 +14,7 @@ from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.evaluation.cli import OFFLINE, stay_offline
 from chiar.evaluation.harness import Reading
-from chiar.generation.stream import Sampling
+from chiar.generation.writer import Sampling
 from commands import run
 
 END = 256

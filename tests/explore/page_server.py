@@ -7,10 +7,10 @@ from contextlib import contextmanager
 import httpx
 
 from chiar.data.tokenizers import Tokenizer
-from chiar.explore.loaded import open_models
-from chiar.explore.server import Explorer, make_app
-from chiar.explore.start import listen, make_server
+from chiar.explore.server import Explorer
+from chiar.explore.view import open_models
 from chiar.model.modeling import ChiarForCausalLM
+from chiar.web import Server, bind
 from helpers import randomise, small_config
 
 
@@ -39,7 +39,7 @@ class Served:
 @contextmanager
 def serving(names, most_tokens=256):
     explorer = Explorer(open_models(names), most_tokens)
-    server, listening = make_server(make_app(explorer)), listen("127.0.0.1", 0)
+    server, listening = Server(explorer), bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     while not server.started:

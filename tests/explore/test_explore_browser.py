@@ -128,7 +128,7 @@ def test_a_stream_that_breaks_off_is_noticed(watched, served, monkeypatch):
         raise RuntimeError("on purpose")
 
     page = watched.open(served.url)
-    monkeypatch.setattr("chiar.explore.continuing.Continuation.step", broken)
+    monkeypatch.setattr("chiar.generation.writer.Writer.read", broken)
     panel(page).get_by_role("button", name="Continue").click()
     page.wait_for_selector("#error:visible")
     until(page, "!document.getElementById('text').readOnly && !document.querySelector('.stale')")
@@ -251,7 +251,7 @@ def test_without_a_run_the_demo_is_offered(watched, tmp_path, monkeypatch):
 def test_a_report_asks_for_nothing(watched, folders, tmp_path):
     out = tmp_path / "report.html"
     prompts = ("--prompt", "light and dark", "--prompt", "</script><script>alert(1)</script>")
-    run("report", folders[0], "--beside", folders[1], *prompts, "--out", out)
+    run("explore", folders[0], "--beside", folders[1], *prompts, "--export", out)
     page = watched.open(f"file://{out}")
     assert page.locator("article.panel").count() == 4
     assert "".join(pieces(page)) == "light and dark"

@@ -1,180 +1,149 @@
-"""The engine's thread goes on, whatever happens to a request."""
+"""The engine goes on, whatever happens to a request."""
 
 import asyncio
 import math
-import threading
-from collections import deque
 
 import pytest
 import torch
 
 from chiar.data.tokens import TextCodec
+from chiar.generation.writer import SCORED, Piece, Sampling
 from chiar.model.load import load_model
-from chiar.serving.app import Watch
-from chiar.serving.batch import SCORED
-from chiar.serving.engine import Engine
-from chiar.serving.job import Job
-from chiar.serving.limits import Limits
-from chiar.serving.metrics import Metrics
-from chiar.serving.pieces import Piece
-from chiar.serving.problems import ApiError, stopping
-from chiar.serving.requests import CompletionRequest, Prompt
+from chiar.serving.app import Service
+from chiar.serving.engine import Engine, Job, Metrics, stopping
+from chiar.serving.protocol import CompletionRequest, Limits, Prompt
+from chiar.web import Refused
 
 
 @pytest.fixture
 def engine(folder):
     model = load_model(str(folder))[0]
     model.config.gate_generation = "prefill"
-    made = Engine(model, TextCodec(None, None), Limits(length=64, rows=2, waiting=2), Metrics(model.config.operators))
-    made.start()
-    yield made
-    made.end(10)
-    assert not made.thread.is_alive()
+    return again(model)
 
 
-def request(text="abc", **fields):
-    return CompletionRequest([Prompt(list(text.encode()), text)], **{"temperature": 0.0, **fields})
+def again(model):
+    """An engine belongs to the loop it began on."""
+    return Engine(model, TextCodec(None, None), Limits(length=64, rows=2, waiting=2), Metrics(model.config.operators))
 
 
-async def answer(job):
-    return "".join([piece.text async for piece in job.pieces()])
+def job(tokens=20, temperature=0.0, text="abc", ids=None, echo=False, **fields):
+    sampling = Sampling(tokens, temperature, **fields)
+    return Job(CompletionRequest([Prompt(ids or list(text.encode()), text)], sampling, echo=echo))
+
+
+async def text_of(job):
+    return "".join([piece.text async for _, piece in job.pieces()])
+
+
+def answers(engine, *jobs):
+    """Of jobs that are there together: a text each, or how it was refused."""
+
+    async def run():
+        for one in jobs:
+            engine.submit(one)
+        return await asyncio.gather(*map(text_of, jobs), return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def once(function, error):
+    """The function, but its first call fails."""
+    faults = [error]
+
+    def failing(*arguments, **keywords):
+        if faults:
+            raise faults.pop()
+        return function(*arguments, **keywords)
+
+    return failing
 
 
 def test_a_prompt_that_fails_harms_nobody_else(engine, capfd):
-    async def run():
-        good, bad = Job(request(max_tokens=20)), Job(CompletionRequest([Prompt([999], "")], max_tokens=20))
-        engine.submit(good)
-        engine.submit(bad)
-        with pytest.raises(ApiError) as caught:
-            await answer(bad)
-        assert caught.value.status == 500
-        assert await answer(good)
-
-    asyncio.run(run())
+    good, bad = answers(engine, job(), job(ids=[999]))
+    assert good and bad.status == 500
     assert "outside the vocabulary" in capfd.readouterr().err
 
 
 def test_a_step_that_fails_ends_its_texts_and_the_next_are_served(engine, monkeypatch, capfd):
-    step, faults = engine.batch.model.forward, [RuntimeError("no memory left")]
-
-    def fail_once(*arguments, **keywords):
-        if faults:
-            raise faults.pop()
-        return step(*arguments, **keywords)
-
-    monkeypatch.setattr(engine.batch.model, "forward", fail_once)
+    monkeypatch.setattr(engine.model, "forward", once(engine.model.forward, RuntimeError("no memory left")))
 
     async def run():
-        for works in (False, True):
-            engine.submit(job := Job(request(max_tokens=20)))
-            if works:
-                assert await answer(job)
-            else:
-                with pytest.raises(ApiError):
-                    await answer(job)
+        engine.submit(first := job())
+        with pytest.raises(Refused):
+            await text_of(first)
+        engine.submit(second := job())
+        assert await text_of(second)
 
     asyncio.run(run())
     assert "no memory left" in capfd.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_nobody_waits_for_a_thread_that_died(engine, monkeypatch):
-    def die():
-        raise SystemError("a fault nobody thought of")
-
-    monkeypatch.setattr(engine, "advance", die)
+def test_nobody_waits_for_an_engine_that_died(engine, monkeypatch):
+    monkeypatch.setattr(engine, "advance", once(engine.advance, SystemError("a fault nobody thought of")))
 
     async def run():
-        engine.submit(job := Job(request()))
-        with pytest.raises(ApiError, match="stopping"):
-            await answer(job)
-        with pytest.raises(ApiError, match="stopping"):
-            engine.submit(Job(request()))
+        engine.submit(one := job())
+        with pytest.raises(Refused, match="stopping"):
+            await text_of(one)
+        with pytest.raises(Refused, match="stopping"):
+            engine.submit(job())
 
     asyncio.run(run())
 
 
 def test_who_waits_and_leaves_makes_room(engine):
     async def run():
-        long = [Job(request(max_tokens=10_000)) for _ in range(2)]
-        for job in long:
-            engine.submit(job)
-        while engine.count_running() < 2:
+        long, waiting = [job(10_000) for _ in range(2)], [job(3) for _ in range(2)]
+        for one in long:
+            engine.submit(one)
+        while engine.count(engine.running) < 2:
             await asyncio.sleep(0.01)
-        waiting = [Job(request(max_tokens=3)) for _ in range(2)]
-        for job in waiting:
-            engine.submit(job)
-        with pytest.raises(ApiError) as caught:
-            engine.submit(Job(request()))
+        for one in waiting:
+            engine.submit(one)
+        with pytest.raises(Refused) as caught:
+            engine.submit(job())
         assert (caught.value.status, caught.value.retry_after) == (429, 1)
-        waiting[0].cancel()
-        engine.submit(last := Job(request(max_tokens=3)))
-        long[0].cancel()
-        assert await answer(waiting[1]) == await answer(last) != ""
-        assert await answer(waiting[0]) == ""
-        engine.close()
-        with pytest.raises(ApiError, match="stopping"):
-            engine.submit(Job(request()))
-        await asyncio.to_thread(engine.end, 10)
-        with pytest.raises(ApiError, match="stopping"):
-            await answer(long[1])
+        waiting[0].cancelled = True
+        engine.submit(last := job(3))
+        long[0].cancelled = True
+        assert await text_of(waiting[1]) == await text_of(last) != ""
+        engine.closed = True
+        with pytest.raises(Refused, match="stopping"):
+            engine.submit(job())
+        await engine.end()
+        with pytest.raises(Refused, match="stopping"):
+            await text_of(long[1])
 
     asyncio.run(run())
 
 
 def test_the_end_of_text_ends_a_text(engine):
-    async def run():
-        plain = Job(request(max_tokens=8))
-        engine.submit(plain)
-        pieces = [piece async for piece in plain.pieces()]
-        text = "".join(piece.text for piece in pieces)
-        engine.batch.ends = {text.encode()[0]}
-        ended = Job(request(max_tokens=8))
-        engine.submit(ended)
-        last = [piece async for piece in ended.pieces()][-1]
-        assert (last.finish, ended.completion_tokens) == ("stop", 1)
-
-    asyncio.run(run())
+    engine.ends, ended = {answers(again(engine.model), job(8))[0].encode()[0]}, job(8)
+    answers(engine, ended)
+    assert (ended.rows[0].finished, ended.written) == ("stop", 1)
 
 
-@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-30, 1e-6])
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-6])
 def test_a_temperature_of_nearly_zero_is_greedy(engine, temperature):
-    async def run():
-        jobs = [Job(request(max_tokens=6, temperature=t, top_p=p)) for t, p in [(0.0, 1.0), (temperature, 0.9)]]
-        for job in jobs:
-            engine.submit(job)
-        greedy, nearly = [await answer(job) for job in jobs]
-        assert greedy == nearly != ""
-
-    asyncio.run(run())
+    greedy, nearly = answers(engine, job(6), job(6, temperature, top_p=0.9))
+    assert greedy == nearly != ""
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_without_a_next_token_fails_alone(engine, capfd, temperature):
     """Its logits become NaN behind its own third token."""
-    head, expected = engine.batch.model.lm_head, []
 
     def spoil(module, arguments, logits):
-        for number, row in enumerate(engine.batch.rows if len(logits.shape) == 3 else []):
-            if row.job.request.seed == 7 and row.stored == 6:
+        for number, row in enumerate(engine.rows if len(logits.shape) == 3 else []):
+            if row.sampling.seed == 7 and row.stored == 6:
                 logits[number] = math.nan
         return logits
 
-    async def run():
-        good = Job(request(max_tokens=30))
-        engine.submit(good)
-        expected.append(await answer(good))
-        hook = head.register_forward_hook(spoil)
-        good, bad = Job(request(max_tokens=30)), Job(request(max_tokens=30, seed=7, temperature=temperature))
-        for job in (bad, good):
-            engine.submit(job)
-        with pytest.raises(ApiError) as caught:
-            await answer(bad)
-        assert caught.value.status == 500
-        assert await answer(good) == expected[0]
-        hook.remove()
-
-    asyncio.run(run())
+    expected = answers(again(engine.model), job(30))[0]
+    engine.model.lm_head.register_forward_hook(spoil)
+    bad, good = answers(engine, job(30, temperature, seed=7), job(30))
+    assert bad.status == 500 and good == expected
     assert "not finite" in capfd.readouterr().err
 
 
@@ -186,88 +155,54 @@ def test_rows_that_cannot_be_dropped_do_not_harm_a_newcomer(engine, monkeypatch,
         raise MemoryError("no memory left")
 
     async def run():
-        jobs = [Job(request(max_tokens=10_000)) for _ in range(3)]
-        for job in jobs:
-            engine.submit(job)
-        while len(engine.batch.rows) < 3:
+        jobs = [job(10_000) for _ in range(3)]
+        for one in jobs:
+            engine.submit(one)
+        while len(engine.rows) < 3:
             await asyncio.sleep(0.01)
-        monkeypatch.setattr(engine.batch.cache.layers[-1], "batch_select_indices", fail)
-        jobs[0].cancel()
-        engine.submit(last := Job(request(max_tokens=3)))
-        assert await answer(last)
-        for job in jobs[1:]:
-            with pytest.raises(ApiError, match="failed"):
-                await answer(job)
+        monkeypatch.setattr(engine.cache.layers[-1], "batch_select_indices", fail)
+        jobs[0].cancelled = True
+        engine.submit(last := job(3))
+        assert await text_of(last)
+        for one in jobs[1:]:
+            with pytest.raises(Refused, match="failed"):
+                await text_of(one)
 
     asyncio.run(run())
     assert "no memory left" in capfd.readouterr().err
 
 
 def test_the_logits_of_a_long_prompt_are_made_in_parts(engine):
-    rows = []
-    engine.batch.model.lm_head.register_forward_hook(lambda module, given, made: rows.append(len(given[0])))
+    rows, text = [], "light and dark " * 40
+    engine.model.lm_head.register_forward_hook(lambda module, given, made: rows.append(len(given[0])))
 
     async def run():
-        text = "light and dark " * 40
-        engine.submit(job := Job(request(text, max_tokens=0, echo=True, logprobs=1)))
-        pieces = [piece async for piece in job.pieces()]
-        scores = pieces[0].tokens
-        ids = torch.tensor([list(text.encode())])
-        with torch.no_grad():
-            expected = engine.batch.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        assert [token.id for token in scores] == ids[0].tolist()
-        torch.testing.assert_close(torch.tensor([token.logprob for token in scores[1:]]), expected)
+        engine.submit(one := job(0, text=text, echo=True, logprobs=1))
+        return [token async for _, piece in one.pieces() for token in piece.tokens]
 
-    asyncio.run(run())
-    assert rows[:3] == [SCORED, SCORED, 600 - 1 - 2 * SCORED]
+    scores, ids = asyncio.run(run()), torch.tensor([list(text.encode())])
+    assert rows == [SCORED, SCORED, 600 - 1 - 2 * SCORED]
+    with torch.no_grad():
+        expected = engine.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    assert [token.id for token in scores] == ids[0].tolist()
+    torch.testing.assert_close(torch.tensor([token.logprob for token in scores[1:]]), expected)
 
 
-def test_a_request_that_is_just_let_in_counts(folder):
-    """Whoever looks while it goes from waiting to running is made to wait."""
-    model = load_model(str(folder))[0]
-    engine = Engine(model, TextCodec(None, None), Limits(length=64), Metrics(model.config.operators))
-    seen: list[bool] = []
-    look = threading.Thread(target=lambda: seen.append(engine.is_idle))
-
-    class Watched(deque):
-        def popleft(self):
-            job = super().popleft()
-            look.start()
-            look.join(0.2)
-            return job
-
-    async def run():
-        engine.waiting = Watched()
-        engine.submit(Job(request()))
-        assert engine.admit()
-
-    asyncio.run(run())
-    look.join()
-    assert seen == [False]
-
-
-def test_a_choice_that_ends_after_its_request_failed(folder):
-    async def run():
-        metrics, job = Metrics([]), Job(request())
-
-        async def stays():
-            await asyncio.sleep(60)
-
-        async with Watch(stays, job, metrics):
-            job.fail(stopping())
-            job.send(Piece(0, "", [], "length"))
-        assert job.is_over and not job.cancelled
-        assert metrics.sums["clients_gone"] == 0
-
-    asyncio.run(run())
+def test_a_choice_that_ends_after_its_request_failed(engine):
+    service, one = Service("model", engine.model, engine.codec, engine.limits, None, None), job()
+    one.fail(stopping())
+    one.put(0, Piece("", [], "length"))
+    service.settle(one)
+    assert one.is_over and not one.cancelled
+    assert service.metrics.sums["clients_gone"] == 0
 
 
 def test_who_is_sent_away_is_told_how_long_a_completion_takes():
     metrics = Metrics([])
     assert metrics.typical_seconds() == 1
-    for _ in range(2):
-        metrics.count_request("/v1/completions", 200, 7.5)
-    for status in (200, 404):
-        metrics.count_request("/v1/models", status, 0.001)
-    metrics.count_request("/v1/completions", 429, 100.0)
+    for path, status, seconds in [
+        *[("/v1/completions", 200, 7.5)] * 2,
+        *(("/v1/models", 200, 0.001), ("/v1/models", 404, 0.001), ("/v1/completions", 429, 100.0)),
+    ]:
+        metrics.count_request(path, status, seconds)
     assert metrics.typical_seconds() == 8

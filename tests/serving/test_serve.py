@@ -1,7 +1,9 @@
-"""OpenAI's own client against a real server."""
+"""OpenAI's own client against a real server: what it writes, refuses and survives, and how it starts and stops."""
 
 import json
+import signal
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,42 +11,37 @@ import openai
 import pytest
 import torch
 from served import serving
-from typer.testing import CliRunner
 
-from chiar.cli import app
+from chiar.data.tokenizers import Tokenizer
 from chiar.model.load import load_model
-from chiar.serving.limits import Limits
+from chiar.model.modeling import ChiarForCausalLM
+from chiar.serving.protocol import Limits
 from chiar.visible import visible
+from commands import run
+from helpers import small_config
 
 PROMPTS = ["light and dark", "漢字 filter", "x"]
+KEY = {"authorization": "Bearer sesame"}
+GRACE = 4.0
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    return server.client()
+def write(server):
+    """Completions of the one server."""
+    client = server.client()
+    return lambda **fields: client.completions.create(**{"model": "model", "temperature": 0, **fields})
 
 
 def generated(folder, prompt, *options):
     """What `chiar generate` shows: bytes of all kinds, spelt out for terminals."""
-    result = CliRunner().invoke(app, ["generate", str(folder), "--prompt", prompt, *map(str, options)])
-    assert result.exit_code == 0
-    return result.stdout
+    return run("generate", folder, "--prompt", prompt, *options)[1].splitlines(keepends=True)
 
 
 def shown(prompt, text):
-    return visible(prompt + text) + "\n"
+    return (visible(prompt + text) + "\n").splitlines(keepends=True)
 
 
-def read_now(line):
-    """What the server has said so far, left to be read again."""
-    line.setblocking(False)
-    try:
-        return line.recv(1000, socket.MSG_PEEK)
-    except BlockingIOError:
-        return b""
-
-
-def wait_for(condition, seconds=20):
+def wait_for(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -52,29 +49,28 @@ def wait_for(condition, seconds=20):
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_text_is_that_of_chiar_generate(folder, client, prompt):
-    greedy = client.completions.create(model="model", prompt=prompt, max_tokens=30, temperature=0)
-    assert shown(prompt, greedy.choices[0].text) == generated(folder, prompt, "--max-new-tokens", 30)
+def test_the_text_is_that_of_chiar_generate(folder, write, prompt):
+    greedy = write(prompt=prompt, max_tokens=30)
+    said = generated(folder, prompt, "--max-new-tokens", 30)
+    assert said[-len(shown(prompt, greedy.choices[0].text)) :] == shown(prompt, greedy.choices[0].text)
     assert greedy.choices[0].finish_reason == "length"
     assert (greedy.usage.prompt_tokens, greedy.usage.completion_tokens) == (len(prompt.encode()), 30)
 
 
-def test_draws_are_those_of_chiar_generate(folder, client):
+def test_draws_are_those_of_chiar_generate(folder, write):
     def draw(seed):
-        return client.completions.create(
-            model="model", prompt="light", max_tokens=30, temperature=1.5, top_p=0.9, seed=seed
-        )
+        return write(prompt="light", max_tokens=30, temperature=1.5, top_p=0.9, seed=seed).choices[0].text
 
     options = ["--max-new-tokens", 30, "--temperature", 1.5, "--top-p", 0.9, "--seed", 3]
-    assert shown("light", draw(3).choices[0].text) == generated(folder, "light", *options)
-    assert draw(3).choices[0].text != draw(4).choices[0].text
+    said, expected = generated(folder, "light", *options), shown("light", draw(3))
+    assert said[-len(expected) :] == expected
+    assert draw(3) != draw(4)
 
 
-def test_a_stream_adds_up_to_the_whole(client):
-    fields = {"model": "model", "prompt": PROMPTS, "max_tokens": 25, "temperature": 0}
-    whole = client.completions.create(**fields)
-    texts, finished, usage = [""] * 3, {}, None
-    for chunk in client.completions.create(**fields, stream=True, stream_options={"include_usage": True}):
+def test_a_stream_adds_up_to_the_whole(write):
+    fields = {"prompt": PROMPTS, "max_tokens": 25}
+    whole, texts, finished, usage = write(**fields), [""] * 3, {}, None
+    for chunk in write(**fields, stream=True, stream_options={"include_usage": True}):
         usage = chunk.usage
         for choice in chunk.choices:
             texts[choice.index] += choice.text
@@ -84,33 +80,29 @@ def test_a_stream_adds_up_to_the_whole(client):
     assert usage == whole.usage
 
 
-def test_rows_of_a_batch_are_what_each_is_alone(client):
-    fields = {"model": "model", "max_tokens": 20, "temperature": 1.2, "seed": 5}
-    together = client.completions.create(prompt=PROMPTS[:2], n=2, **fields)
+def test_rows_of_a_batch_are_what_each_is_alone(write):
+    fields = {"max_tokens": 20, "temperature": 1.2, "seed": 5}
+    together = write(prompt=PROMPTS[:2], n=2, **fields)
     assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
     first, _, third, fourth = (choice.text for choice in together.choices)
-    assert first == client.completions.create(prompt=PROMPTS[0], **fields).choices[0].text
-    assert third == client.completions.create(prompt=list(PROMPTS[1].encode()), **fields).choices[0].text
+    assert first == write(prompt=PROMPTS[0], **fields).choices[0].text
+    assert third == write(prompt=list(PROMPTS[1].encode()), **fields).choices[0].text
     assert third != fourth
     assert together.usage.prompt_tokens == sum(len(prompt.encode()) for prompt in PROMPTS[:2])
 
 
-def test_a_stop_text_ends_it(client):
-    fields = {"model": "model", "prompt": "light", "max_tokens": 40, "temperature": 1.5, "seed": 1}
-    text = client.completions.create(**fields).choices[0].text
-    stop = text[10:12]
-    stopped = client.completions.create(**fields, stop=[stop, "never this"]).choices[0]
-    assert (stopped.text, stopped.finish_reason) == (text[: text.index(stop)], "stop")
+def test_a_stop_text_ends_it(write):
+    fields = {"prompt": "light", "max_tokens": 40, "temperature": 1.5, "seed": 1}
+    text = write(**fields).choices[0].text
+    stopped = write(**fields, stop=[text[10:12], "never this"]).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (text[: text.index(text[10:12])], "stop")
 
 
-def test_log_probabilities_are_the_models(folder, client):
-    answer = client.completions.create(model="model", prompt="dark", max_tokens=0, echo=True, logprobs=2).choices[0]
-    model = load_model(str(folder))[0]
-    ids = torch.tensor([list(b"dark")])
+def test_log_probabilities_are_the_models(folder, write):
+    answer, ids = write(prompt="dark", max_tokens=0, echo=True, logprobs=2).choices[0], torch.tensor([list(b"dark")])
     with torch.no_grad():
-        expected = model(ids).logits[0, :-1].log_softmax(-1)
-    assert answer.text == "dark"
-    assert answer.logprobs.tokens == list("dark")
+        expected = load_model(str(folder))[0](ids).logits[0, :-1].log_softmax(-1)
+    assert answer.text == "dark" and answer.logprobs.tokens == list("dark")
     assert answer.logprobs.token_logprobs[0] is None
     own = torch.tensor(answer.logprobs.token_logprobs[1:])
     torch.testing.assert_close(own, expected.gather(1, ids[0, 1:, None])[:, 0])
@@ -118,46 +110,38 @@ def test_log_probabilities_are_the_models(folder, client):
     torch.testing.assert_close(best, expected.max(-1).values)
 
 
-def test_the_model_has_a_name(client):
+def test_the_model_has_a_name_and_no_chat(server):
+    client = server.client()
     assert [model.id for model in client.models.list()] == ["model"]
     assert client.models.retrieve("model").owned_by == "chiar"
-
-
-@pytest.mark.parametrize(
-    ("fields", "kind", "status"),
-    [
-        ({"suffix": "end"}, openai.BadRequestError, 400),
-        ({"frequency_penalty": 0.5}, openai.BadRequestError, 400),
-        ({"extra_body": {"min_p": 0.1}}, openai.BadRequestError, 400),
-        ({"prompt": ""}, openai.BadRequestError, 400),
-        ({"prompt": ["a"] * 5}, openai.BadRequestError, 400),
-        ({"max_tokens": 10**7}, openai.BadRequestError, 400),
-        ({"model": "another"}, openai.NotFoundError, 404),
-        ({"prompt": "x" * 20_000}, openai.APIStatusError, 413),
-        ({"prompt": "x" * 600_000}, openai.APIStatusError, 413),
-    ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
-)
-def test_errors_are_openais(client, fields, kind, status):
-    with pytest.raises(kind) as caught:
-        client.completions.create(**{"model": "model", "prompt": "a", **fields})
-    assert caught.value.status_code == status
-    assert caught.value.type == "invalid_request_error"
-    assert caught.value.body["message"].endswith(".")
-
-
-def test_chat_is_refused_with_a_reason(client):
     with pytest.raises(openai.BadRequestError, match="base language model"):
         client.chat.completions.create(model="model", messages=[{"role": "user", "content": "hello"}])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status"),
+    ("fields", "status"),
     [
-        (("GET", "/nowhere"), 404),
-        (("GET", "/v1/completions"), 405),
-        (("POST", "/v1/completions", "{"), 415),
+        ({"suffix": "end"}, 400),
+        ({"extra_body": {"min_p": 0.1}}, 400),
+        ({"prompt": ["a"] * 5}, 400),
+        ({"max_tokens": 10**7}, 400),
+        ({"model": "another"}, 404),
+        ({"prompt": "x" * 20_000}, 413),
+        ({"prompt": "x" * 600_000}, 413),
     ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_errors_are_openais(write, fields, status):
+    with pytest.raises(openai.APIStatusError) as caught:
+        write(**{"prompt": "a", **fields})
+    assert caught.value.status_code == status
+    assert caught.value.type == "invalid_request_error"
+    assert caught.value.body["message"].endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(("GET", "/nowhere"), 404), (("GET", "/v1/completions"), 405), (("POST", "/v1/completions", "{"), 415)],
 )
 def test_other_ways_to_be_wrong(server, arguments, status):
     answered, _, text = server.ask(*arguments)
@@ -165,29 +149,26 @@ def test_other_ways_to_be_wrong(server, arguments, status):
     assert '"type": "invalid_request_error"' in text
 
 
-@pytest.mark.parametrize("body", ["{", "[]", "[" * 9000, '{"prompt": NaN}', '{"\\ud800": 1}', "\x00"])
+@pytest.mark.parametrize(
+    "body", ["", "{", "5", "[]", "[" * 9000, '{"prompt": NaN}', '{"\\ud800": 1}', "\x00", "9" * 5000]
+)
 def test_hostile_bodies(server, body):
     status, _, text = server.ask("POST", "/v1/completions", body, **{"content-type": "application/json"})
     assert status == 400
     assert '"message"' in text
 
 
-def test_fifty_clients_are_served_or_told_to_wait(server, client):
-    expected = client.completions.create(model="model", prompt="dark", max_tokens=60, temperature=0).choices[0].text
-
-    def ask(number):
-        fields = {"prompt": "dark", "max_tokens": 60, "temperature": 0, "stream": number % 2 == 0}
-        return server.post(fields)
-
+def test_fifty_clients_are_served_or_told_to_wait(server, write):
+    fields = {"prompt": "dark", "max_tokens": 60, "temperature": 0}
+    expected = write(**fields).choices[0].text
     with ThreadPoolExecutor(50) as clients:
-        answers = list(clients.map(ask, range(50)))
+        answers = list(clients.map(lambda n: server.post({**fields, "stream": n % 2 == 0}), range(50)))
     statuses = [status for status, _, _ in answers]
     assert set(statuses) == {200, 429}
     assert statuses.count(200) >= 8  # as many as may wait
     for number, (status, headers, text) in enumerate(answers):
         if status == 429:
-            assert int(headers["retry-after"]) >= 1
-            assert "rate_limit_exceeded" in text
+            assert int(headers["retry-after"]) >= 1 and "rate_limit_exceeded" in text
         elif number % 2:
             assert json.loads(text)["choices"][0]["text"] == expected
         else:
@@ -195,13 +176,11 @@ def test_fifty_clients_are_served_or_told_to_wait(server, client):
             assert "".join(event["choices"][0]["text"] for event in events) == expected
             assert text.endswith("data: [DONE]\n\n")
     assert server.metric('requests_total{status="429"}') == statuses.count(429)
-    patient = server.client(max_retries=5).completions.create(
-        model="model", prompt="dark", max_tokens=60, temperature=0
-    )
+    patient = server.client(max_retries=5).completions.create(model="model", **fields)
     assert patient.choices[0].text == expected
 
 
-def test_a_client_that_leaves_ends_its_text(server, client):
+def test_a_client_that_leaves_ends_its_text(server, write):
     """Each of these would go on for minutes."""
     gone = server.metric("clients_gone_total")
     streams = [server.open_stream() for _ in range(6)]  # four write, two wait
@@ -211,20 +190,26 @@ def test_a_client_that_leaves_ends_its_text(server, client):
         connection.close()
     wait_for(lambda: server.metric("rows_running") == server.metric("requests_waiting") == 0)
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.5).completions.create(model="model", prompt="a", max_tokens=500_000)
+        server.client(timeout=0.5).completions.create(model="model", prompt="a", max_tokens=500_000)
     wait_for(lambda: server.metric("requests_running") == 0 and server.metric("clients_gone_total") == gone + 7)
-    assert client.completions.create(model="model", prompt="a", max_tokens=2).usage.completion_tokens == 2
-
-
-def test_a_client_that_leaves_amid_its_request(server):
-    gone = server.metric('requests_total{status="499"}')
+    assert write(prompt="a", max_tokens=2).usage.completion_tokens == 2
+    before = server.metric('requests_total{status="499"}')
     server.begin_request().close()
-    wait_for(lambda: server.metric('requests_total{status="499"}') == gone + 1)
+    wait_for(lambda: server.metric('requests_total{status="499"}') == before + 1)
 
 
 def test_connections_are_bounded(folder):
     """Each of these holds a part of a body."""
     limits = Limits(length=0, rows=1, waiting=1)
+
+    def read_now(line):
+        """What the server has said so far, left to be read again."""
+        line.setblocking(False)
+        try:
+            return line.recv(1000, socket.MSG_PEEK)
+        except BlockingIOError:
+            return b""
+
     with serving(folder, "--rows", limits.rows, "--waiting", limits.waiting) as server:
         lines = [server.begin_request()]
         assert server.ask("GET", "/health")[0] == 200
@@ -237,24 +222,82 @@ def test_connections_are_bounded(folder):
         assert server.post({"prompt": "abc", "max_tokens": 2})[0] == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "", "[::1", "localhost.evil.example"])
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/health"])
-def test_a_strangers_name_is_refused(server, host, path):
+def test_a_strangers_name_is_refused(server, path):
     """A page of his could read the answers otherwise: to the browser they come from his name."""
-    status, _, text = server.ask("GET", path, host=host)
-    assert status == 421
-    assert '"code": "wrong_host"' in text
-
-
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "[::1]:8000", "192.168.0.7"])
-def test_names_that_lead_here(server, host):
-    assert server.ask("GET", "/v1/models", host=host)[0] == 200
+    for host in ("evil.example", "evil.example:80", "", "[::1", "localhost.evil.example"):
+        status, _, text = server.ask("GET", path, host=host)
+        assert status == 421 and '"code": "wrong_host"' in text
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1", "[::1]:8000", "192.168.0.7"):
+        assert server.ask("GET", path, host=host)[0] == 200
+    assert server.ask("GET", path, origin="http://evil.example")[0] == 403
 
 
 def test_health_and_metrics(server):
-    assert server.ask("GET", "/health")[::2] == (200, '{"status": "ok"}')
+    status, headers, text = server.ask("GET", "/health")
+    assert (status, text, headers["x-content-type-options"]) == (200, '{"status": "ok"}', "nosniff")
     tokens = server.metric("completion_tokens_total")
     server.post({"prompt": "abc", "max_tokens": 7})
     assert server.metric("completion_tokens_total") == tokens + 7
     assert 0 < server.metric("attention_fraction") < 1
     assert server.metric("generation_seconds_total") > 0
+
+
+def test_sigterm_while_texts_are_written(folder):
+    """What runs is finished, what is new refused, and the server gone in time."""
+    with serving(folder, "--grace", GRACE, "--api-key", "sesame", "--name", "named") as server:
+        with pytest.raises(openai.AuthenticationError):
+            server.client(key="wrong").models.list()
+        client = server.client(key="sesame")
+        assert client.models.list().data[0].id == "named"
+        for path in ("/health", "/metrics"):  # open to those who only look after the process
+            assert server.ask("GET", path, host="any.name.example")[0] == 200
+        endless, answer = server.open_stream(**KEY)
+        chunks = iter(
+            client.completions.create(model="named", prompt="dark", max_tokens=40, temperature=0, stream=True)
+        )
+        next(chunks)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        with ThreadPoolExecutor(1) as reader:
+            finished = reader.submit(list, chunks)
+            status, headers, text = server.post({"prompt": "new"}, **KEY)
+            assert (status, headers["retry-after"]) == (503, "5") and "stopping" in text
+            assert server.ask("GET", "/health")[0] == 503
+            assert finished.result()[-1].choices[0].finish_reason == "length"
+        rest = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
+        assert rest[-1]["error"]["type"] == "server_error"  # this one was cut off when the time was up
+        endless.close()
+        assert server.process.wait(timeout=GRACE + 15) == 0
+        assert time.monotonic() - began >= GRACE
+
+
+def test_a_second_signal_waits_for_no_client(folder):
+    with serving(folder, "--grace", 600) as server:
+        connection, _ = server.open_stream()  # nobody reads it
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.ask("GET", "/health")[0] == 503)
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(timeout=60)
+        connection.close()
+
+
+def test_what_cannot_be_served(folder, tmp_path, monkeypatch):
+    ChiarForCausalLM(small_config("v2-tiny", vocab_size=257)).save_pretrained(tmp_path / "model")
+    Tokenizer.of_bytes().save(tmp_path / "model")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for arguments, message in {
+            (folder, "--gate", "open"): "unknown gate",
+            (folder, "--gate", "refuse"): "generation is not defined",
+            (folder, "--device", "tpu"): "unknown device",
+            (folder, "--host", "no.such.host.invalid", "--port", "0"): "cannot listen",
+            (folder, "--port", taken.getsockname()[1]): "choose others with --host and --port",
+            (tmp_path / "model", "--max-length", 17): "16 learned positions",
+            ("nowhere/model",): "there is no folder",
+        }.items():
+            code, output = run("serve", *arguments)
+            assert code == 2 and message in output
+    for package in ("uvicorn", "starlette"):
+        monkeypatch.setitem(sys.modules, package, None)
+        code, output = run("serve", folder)
+        assert code == 2 and f"needs the package {package}: pip install 'chiar[serve]'" in output

@@ -17,7 +17,7 @@ from chiar.training.run_folder import RunFolder
 TIMINGS = ("tokens_per_second", "mfu")
 # Processes fork from a server that has imported everything but computed nothing.
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["chiar.cli", "chiar.training.loop", "chiar.generation.stream"])
+CONTEXT.set_forkserver_preload(["chiar.cli", "chiar.training.loop", "chiar.generation.writer"])
 
 
 def sets(*changes):

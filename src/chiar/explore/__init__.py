@@ -1,1 +1,1 @@
-"""A model's routing on a page: live (chiar explore), and as one file (chiar report)."""
+"""A model's routing on a page: live, and as one file."""

@@ -1,49 +1,56 @@
-"""`chiar explore` and `chiar report`. Heavy imports happen inside the verbs."""
+"""`chiar explore`. Heavy imports happen inside the command."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-Model = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="A training run (its best model), a model folder, or a preset.")
-]
-Beside = Annotated[str | None, typer.Option(metavar="RUN2", help="A second model, shown side by side.")]
-Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")]
+from chiar.generation.cli import Tokenizer
 
 
 def explore(
-    run: Model = None,
-    beside: Beside = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A training run (its best model), a model folder, or a preset."),
+    ] = None,
+    beside: Annotated[str | None, typer.Option(metavar="MODEL2", help="A second model, shown side by side.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8327,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     most_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 1024,
-    tokenizer: Tokenizer = None,
-    seed: Seed = 0,
-) -> None:
-    """Serve a local page that routes what you type, live. Without RUN the page says how to get one."""
-    from chiar.errors import InputError
-    from chiar.explore.start import serve
-
-    if run is None and beside is not None:
-        raise InputError("--beside needs a first model: chiar explore RUN --beside RUN2.")
-    serve([name for name in (run, beside) if name], host, port, most_tokens, tokenizer, seed, typer.echo)
-
-
-def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A training run, a model folder, or a preset.")],
-    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="Text to route; give it several times for more.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="New .html file.")],
-    beside: Beside = None,
-    evaluation: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="A report of chiar eval --json to put in; repeatable.")
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Serve nothing: write the page's view of --prompt as one .html.")
     ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Text to export; give it several times for more.")
+    ] = None,
+    evaluation: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="A report of chiar eval --json to export; repeatable.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     tokenizer: Tokenizer = None,
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")] = 0,
 ) -> None:
-    """Write the page's view of chosen prompts, with curves and tables, as one HTML file that asks for nothing."""
-    from chiar.explore.report import write_report
+    """Serve a local page that routes what you type, live. Without MODEL the page says how to get one."""
+    from chiar.errors import InputError
 
-    write_report([name for name in (run, beside) if name], prompt, out, evaluation or [], tokenizer, seed)
-    typer.echo(f"wrote {out}")
+    if model is None and (beside is not None or export is not None):
+        option = "--export" if beside is None else "--beside"
+        raise InputError(f"{option} needs a first model: chiar explore MODEL {option} …")
+    if (export is None) != (not prompt) or (evaluation and export is None):
+        raise InputError("--export FILE.html and --prompt TEXT go together: what is written is the view of a prompt.")
+    names = [name for name in (model, beside) if name]
+    if export is not None:
+        from chiar.explore.report import write_report
+
+        write_report(names, prompt or [], export, evaluation or [], tokenizer, seed, overwrite)
+        typer.echo(f"wrote {export}")
+        return
+    from chiar.data.optional import optional_module
+
+    for package in ("starlette", "uvicorn"):
+        optional_module(package, "page", "the page")
+    from chiar.explore.server import Explorer
+    from chiar.explore.view import open_models
+    from chiar.web import Server
+
+    Server(Explorer(open_models(names, tokenizer, seed), most_tokens, host)).listen(host, port, typer.echo)

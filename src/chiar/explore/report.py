@@ -3,9 +3,9 @@
 import base64
 import hashlib
 import json
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from chiar import __version__
@@ -13,8 +13,7 @@ from chiar.config import ChiarConfig
 from chiar.errors import InputError
 from chiar.evaluation.compare import REPORT
 from chiar.evaluation.report import EvaluationReport, cost_rows, score_rows
-from chiar.explore.loaded import LoadedModel, open_models
-from chiar.explore.view import route_view
+from chiar.explore.view import LoadedModel, open_models, route_text
 from chiar.files import check_new, write_new
 from chiar.plots import draw_curves, svg_text
 from chiar.routing.flops import compare_flops, counted_parts, operator_shares
@@ -24,79 +23,46 @@ from chiar.visible import visible
 
 STATIC = Path(__file__).parent / "static"
 SETTINGS = ("steps", "batch", "length", "learning_rate", "warmup", "weight_decay", "precision", "seed")
-UNTOLD = ("architectures", "transformers_version")
-
-
-@dataclass(frozen=True)
-class Part:
-    """A section: its heading and its HTML."""
-
-    heading: str
-    body: str
+POLICY = "default-src 'none'; style-src {}; script-src {} {}; img-src data:; base-uri 'none'; form-action 'none'"
+Rows = list[list[Any]]
 
 
 def write_report(
-    names: list[str], prompts: list[str], out: Path, evaluations: list[Path], tokenizer: Path | None, seed: int
+    names: list[str],
+    prompts: list[str],
+    out: Path,
+    evaluations: list[Path],
+    tokenizer: Path | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
 ) -> None:
     if out.suffix != ".html":
-        raise InputError(f"reports are HTML: name the file {out.with_suffix('.html').name}.")
-    check_new(out)
-    measured = [EvaluationReport.read(path) for path in (*evaluations, *saved_evaluations(names))]
+        raise InputError(f"the page is HTML: name the file {out.with_suffix('.html').name}.")
+    if not overwrite:
+        check_new(out)
+    saved = [Path(name) / REPORT for name in names if (Path(name) / REPORT).is_file()]
+    measured = [EvaluationReport.read(path) for path in (*evaluations, *saved)]
     models = open_models(names, tokenizer, seed)
-    views = [[route_view(loaded, prompt) for loaded in models] for prompt in prompts]
-    parts = [Part("Models", config_table(models)), *training_parts(names), *evaluation_parts(measured)]
-    parts.append(Part("Counted FLOPs", flop_table(models, measured)))
-    write_new(out, page(models, prompts, views, parts))
-
-
-def saved_evaluations(names: list[str]) -> list[Path]:
-    """The evaluation.json somebody saved in a run."""
-    return [Path(name) / REPORT for name in names if (Path(name) / REPORT).is_file()]
-
-
-def page(models: list[LoadedModel], prompts: list[str], views: list[list[dict]], parts: list[Part]) -> str:
-    title = "Routing of " + " and ".join(loaded.name for loaded in models)
-    style = (STATIC / "style.css").read_text(encoding="utf-8")
-    first, last = (STATIC / "theme.js").read_text(encoding="utf-8"), joined_scripts()
-    policy = (
-        f"default-src 'none'; style-src {digest(style)}; script-src {digest(first)} {digest(last)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
+    data = [[next(route_text(loaded, prompt)) for loaded in models] for prompt in prompts]
     pair = " pair" if len(models) > 1 else ""
-    texts = "".join(
-        f'<section><h2 class="section">Prompt {number}</h2><blockquote dir="auto">{shown(prompt, keep=chr(10))}'
-        f'</blockquote><div class="panels{pair}" id="prompt-{number}"></div></section>\n'
-        for number, prompt in enumerate(prompts, start=1)
-    )
-    sections = "".join(f'<section><h2 class="section">{p.heading}</h2>{p.body}</section>\n' for p in parts)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{shown(title)}</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-<script>{first}</script>
-</head>
-<body class="report">
-<header class="masthead"><h1>Chiaroscuro <span>{shown(title)}</span></h1>
-<button type="button" id="theme" class="quiet" aria-label="Switch between light and dark theme">Dark theme</button>
-</header>
-<main>
-{texts}{sections}</main>
-<footer>Written by chiar {__version__}. Light tokens take the cheap filter, dark ones attention. FLOPs are counted, not
-measured. This file asks for nothing outside itself.</footer>
-<script type="application/json" id="views">{as_data(views)}</script>
-<script>{last}</script>
-</body>
-</html>
-"""
+    parts = []
+    for number, prompt in enumerate(prompts, start=1):
+        place = f'<div class="panels{pair}" id="prompt-{number}"></div>'
+        parts.append((f"Prompt {number}", f'<blockquote dir="auto">{shown(prompt, keep=chr(10))}</blockquote>{place}'))
+    parts += [("Models", config_table(models)), ("Training", training(names)), ("Evaluation", evaluation(measured))]
+    parts.append(("Counted FLOPs", flop_table(models, measured)))
+    write_new(out, page("Routing of " + " and ".join(loaded.name for loaded in models), parts, data), overwrite)
 
 
-def joined_scripts() -> str:
-    return "".join((STATIC / name).read_text(encoding="utf-8") for name in ("marks.js", "view.js", "report.js"))
+def page(title: str, parts: list[tuple[str, str]], data: list[list[dict[str, Any]]]) -> str:
+    """`parts`: headings and their HTML; empty ones are left out."""
+    names = ("report.html", "style.css", "theme.js", "marks.js", "view.js", "report.js")
+    frame, style, first, *rest = ((STATIC / name).read_text(encoding="utf-8") for name in names)
+    last = "".join(rest)
+    sections = (f'<section><h2 class="section">{head}</h2>{body}</section>\n' for head, body in parts if body)
+    inside = {"style": style, "first": first, "last": last, "sections": "".join(sections), "views": as_data(data)}
+    policy = POLICY.format(digest(style), digest(first), digest(last))
+    return Template(frame).substitute(inside, policy=policy, title=shown(title), version=__version__)
 
 
 def digest(text: str) -> str:
@@ -114,31 +80,29 @@ def shown(value: Any, keep: str = "") -> str:
     return escape(visible(str(value), keep=keep), quote=True)
 
 
-def table(heads: list[str], rows: list[list[Any]]) -> str:
-    """The first column names the rows."""
-    head = "".join(f'<th scope="col"{cell_class(n)}>{shown(name)}</th>' for n, name in enumerate(heads))
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{cell_class(n)}>{shown('–' if cell is None else cell)}</td>" for n, cell in enumerate(row))
-        + "</tr>"
-        for row in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+def table(heads: list[str], rows: Rows, notes: list[str] | None = None) -> str:
+    """The first column names the rows; `notes` stand below."""
 
+    def line(kind: str, cells: list[Any]) -> str:
+        numbers = [' class="number"' if column else "" for column in range(len(cells))]
+        texts = [shown("–" if cell is None else cell) for cell in cells]
+        return "".join(f"<{kind}{n}>{text}</{kind[:2]}>" for n, text in zip(numbers, texts, strict=True))
 
-def cell_class(column: int) -> str:
-    return ' class="number"' if column else ""
+    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
+    head = line('th scope="col"', heads)
+    below = "".join(f'<p class="note">{shown(note)}</p>' for note in notes or [])
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{below}'
 
 
 def config_table(models: list[LoadedModel]) -> str:
     """What differs from the defaults or between the models."""
-    usual, heads = ChiarConfig(), ["", *(loaded.name for loaded in models)]
-    rows: list[list[Any]] = [["parameters", *(f"{loaded.about['parameters']:,}" for loaded in models)]]
+    usual = ChiarConfig()
+    rows: Rows = [["parameters", *(f"{loaded.about['parameters']:,}" for loaded in models)]]
     for name in ChiarConfig.__annotations__:
         values = [getattr(loaded.config, name, None) for loaded in models]
-        if name not in UNTOLD and any(value != getattr(usual, name, None) for value in values):
+        if any(value != getattr(usual, name, None) for value in values):
             rows.append([name, *(told(value) for value in values)])
-    return table(heads, rows) + remarks(["Fields not named have their defaults."])
+    return table(["", *(loaded.name for loaded in models)], rows, ["Fields not named have their defaults."])
 
 
 def told(value: Any) -> str:
@@ -147,61 +111,47 @@ def told(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def training_parts(names: list[str]) -> list[Part]:
+def training(names: list[str]) -> str:
     """Curves and settings of those that are training runs."""
     runs = [Path(name) for name in names if (Path(name) / METRICS).is_file()]
     if not runs:
-        return []
+        return ""
     records = [RunFolder(run).read() for run in runs]
-    settings = [record.get("settings", {}) for record in records]
-    rows: list[list[Any]] = [[name, *(told(s.get(name, "–")) for s in settings)] for name in SETTINGS]
+    rows: Rows = [[name, *(told(record.get("settings", {}).get(name, "–")) for record in records)] for name in SETTINGS]
     rows.append(["commit", *(str(record.get("commit") or "–")[:12] for record in records)])
-    heads = ["", *(run.as_posix() for run in runs)]
     picture = base64.b64encode(svg_text(draw_curves(runs)).encode()).decode()
     curves = f'<div class="curves scroll"><img alt="training curves" src="data:image/svg+xml;base64,{picture}"></div>'
-    return [Part("Training", curves + table(heads, rows))]
+    return curves + table(["", *(run.as_posix() for run in runs)], rows)
 
 
-def evaluation_parts(measured: list[EvaluationReport]) -> list[Part]:
+def evaluation(measured: list[EvaluationReport]) -> str:
     """A column each; a row each figure any of them has."""
     if not measured:
-        return []
+        return ""
     columns = [dict((*score_rows(report.scores), *cost_rows(report))) for report in measured]
     rows = [[name, *(column.get(name) for column in columns)] for name in dict.fromkeys(n for c in columns for n in c)]
-    heads = ["", *(Path(report.run or report.model).name for report in measured)]
-    notes = [
-        f"{report.run or report.model} on {report.corpus} {report.split}, {report.precision} on {report.device}."
-        for report in measured
-    ]
-    return [Part("Evaluation", table(heads, rows) + remarks(notes))]
-
-
-def remarks(notes: list[str]) -> str:
-    return "".join(f'<p class="note">{shown(note)}</p>' for note in notes)
+    names = [report.run or report.model for report in measured]
+    where = [f"on {report.corpus} {report.split}, {report.precision} on {report.device}." for report in measured]
+    return table(["", *(Path(name).name for name in names)], rows, list(map(" ".join, zip(names, where, strict=True))))
 
 
 def flop_table(models: list[LoadedModel], measured: list[EvaluationReport]) -> str:
     """By part, at the trained length, for the routes of an evaluation where there is one."""
-    columns, notes = [], []
+    heads, counts, notes = ["MFLOPs a token, forward"], [], []
     for loaded in models:
-        config = loaded.config
-        length = config.max_position_embeddings
-        use = evaluated_use(loaded, measured)
-        shares = operator_shares(config) if use is None else use
+        config, use = loaded.config, evaluated_use(loaded, measured)
+        length, shares = config.max_position_embeddings, operator_shares(config) if use is None else use
         whose = f"routes as assumed, {describe_fraction(config, None)}" if use is None else "routes as evaluated"
         notes.append(f"{loaded.name}: T = {length}" + (f", {whose}." if config.routed_layers else "."))
-        columns.append(compare_flops(config, length, shares))
-    heads = ["MFLOPs a token, forward"]
-    for loaded in models:
+        savings = compare_flops(config, length, shares)
+        counts += [savings.chiar, savings.baseline]
         heads += [loaded.name, "attention everywhere"]
-    rows: list[list[Any]] = []
+    rows: Rows = []
     for part in counted_parts():
-        counts = [count.part(part) for savings in columns for count in (savings.chiar, savings.baseline)]
-        if any(counts):
-            rows.append([part, *(f"{count / 1e6:,.3f}" for count in counts)])
-    totals = [count.total for savings in columns for count in (savings.chiar, savings.baseline)]
-    rows.append(["total", *(f"{total / 1e6:,.3f}" for total in totals)])
-    return table(heads, rows) + remarks(notes)
+        if any(count.part(part) for count in counts):
+            rows.append([part, *(f"{count.part(part) / 1e6:,.3f}" for count in counts)])
+    rows.append(["total", *(f"{count.total / 1e6:,.3f}" for count in counts)])
+    return table(heads, rows, notes)
 
 
 def evaluated_use(loaded: LoadedModel, measured: list[EvaluationReport]) -> list[dict[str, float]] | None:

@@ -1,60 +1,108 @@
 """The page's server: a few files, and a JSON interface to the models. Everything it sends is of this machine."""
 
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
-from chiar.errors import InputError
-from chiar.explore.asked import asked_model, asked_steering, asked_text, asked_wish
-from chiar.explore.continuing import Continuation
-from chiar.explore.limits import MOST_BYTES, Refused, WaitingRoom, check_origin, read_json
-from chiar.explore.loaded import LoadedModel, open_models
-from chiar.explore.start import demo_runs, what_to_do
-from chiar.explore.view import TooLong, route_view
+from chiar import web
+from chiar.explore.steering import KINDS, Steering
+from chiar.explore.view import LoadedModel, open_models, route_text
+from chiar.generation.writer import Sampling
+from chiar.web import Field, Refused
 
 STATIC = Path(__file__).parent / "static"
-FILES = {"/": "index.html", **{f"/{name}": name for name in ("style.css", "theme.js", "marks.js", "view.js", "app.js")}}
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
+DEMO = ("runs/demo/v3", "runs/demo/baseline")
+# Of a text as UTF-8, and of a request: JSON may spell a byte in six.
+MOST_BYTES, MOST_BODY = 20_000, 122_000
+TOO_LONG = f"the text is longer than {MOST_BYTES:,} bytes, the most here: shorten it."
+Made = TypeVar("Made")
+
+
+def is_steering(value: Any) -> bool:
+    known = isinstance(value, dict) and set(value) == {"kind", "value"} and value["kind"] in KINDS
+    return known and web.is_number(value["value"], -1e300, 1e300)
+
+
+FIELDS = {
+    "model": Field(0, web.is_whole, "a whole number"),
+    "text": Field(None, lambda value: isinstance(value, str), "a string"),
+    "steer": Field(None, is_steering, f"an object with a kind ({' or '.join(KINDS)}) and a number as its value"),
+    "tokens": web.whole(40, 1, 256),
+    "temperature": Field(0.7, lambda value: web.is_number(value, 0, 5), "a number from 0 to 5"),
+    "seed": web.whole(0, 0, 2**63 - 1),
 }
 
 
-class Explorer:
+def demo_runs() -> list[str]:
+    """What `make demo` left below the current folder."""
+    return [name for name in DEMO if (Path(name) / "best" / "config.json").is_file()]
+
+
+class Room:
+    """One pass of a model at a time, in a thread of its own; a few requests wait, the rest are told to come back."""
+
+    def __init__(self, seats: int = 16, streams: int = 4) -> None:
+        self.seats, self.streams = seats, streams
+        self.waiting = self.streaming = 0
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+
+    def stream(self, change: int) -> None:
+        if change > 0 and self.streaming >= self.streams:
+            raise Refused(429, f"{self.streaming} texts are being continued: try again in a while.", retry_after=3)
+        self.streaming += change
+
+    async def run(self, work: Callable[[], Made]) -> Made:
+        """In the model's thread. Whoever stops waiting takes the work back, unless it has begun."""
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+
+    async def answer(self, request: Request, work: Callable[[], Made]) -> Made:
+        """The same from a seat, and only while the client is there."""
+        if self.waiting >= self.seats:
+            raise Refused(429, f"{self.waiting} requests are waiting already: try again in a second.", retry_after=1)
+        self.waiting += 1
+        try:
+            return await web.while_there(request, self.run(work))
+        finally:
+            self.waiting -= 1
+
+
+class Explorer(web.Site):
     """The models, and how they are asked."""
 
+    greeting = "the page is at {}/ (Ctrl-C ends it)"
+
     def __init__(self, models: list[LoadedModel], most_tokens: int, host: str = "127.0.0.1") -> None:
-        self.models, self.most_tokens, self.host = models, most_tokens, host
-        self.room = WaitingRoom()
+        routes = [
+            Route("/api/models", self.describe),
+            Route("/api/health", self.health),
+            Route("/api/demo", self.open_demo, methods=["POST"]),
+            Route("/api/route", self.route, methods=["POST"]),
+            Route("/api/continue", self.carry_on, methods=["POST"]),
+            Mount("/", StaticFiles(directory=STATIC, html=True)),
+        ]
+        super().__init__(host, routes)
+        self.models, self.most_tokens, self.room = models, most_tokens, Room()
 
     async def describe(self, request: Request) -> Response:
-        """What the page begins with: models, or what to do where there are none."""
+        """What the page begins with: models, or the demo runs where there are none."""
         record: dict[str, Any] = {"models": [loaded.about for loaded in self.models]}
-        record |= {"most_tokens": self.most_tokens, "most_bytes": MOST_BYTES}
-        if not self.models:
-            record |= {"advice": what_to_do(), "demo": demo_runs()}
-        return answer(record)
+        record |= {"most_tokens": self.most_tokens, "demo": [] if self.models else demo_runs()}
+        return web.json_response(record)
 
     async def health(self, request: Request) -> Response:
-        return answer({"waiting": self.room.waiting, "streaming": self.room.streaming})
+        return web.json_response({"waiting": self.room.waiting, "streaming": self.room.streaming})
 
     async def open_demo(self, request: Request) -> Response:
         """Only on demand: nothing is loaded that nobody asked for."""
-        await read_json(request)
+        await web.read_json(request, MOST_BODY, TOO_LONG)
         names = demo_runs()
         if self.models or not names:
             raise Refused(409, "there is no demo run to open here.")
@@ -62,117 +110,35 @@ class Explorer:
         self.models = await self.room.answer(request, lambda: self.models or open_models(names))
         return await self.describe(request)
 
+    async def asked(self, request: Request, continues: bool) -> Iterator[dict[str, Any]]:
+        asked = web.check_fields(await web.read_json(request, MOST_BODY, TOO_LONG), FIELDS)
+        if asked["text"] is None:
+            raise Refused(400, "text is missing: send some to route.", "text")
+        if len(asked["text"].encode("utf-8", "surrogatepass")) > MOST_BYTES:
+            raise Refused(413, TOO_LONG, "text")
+        if not 0 <= asked["model"] < len(self.models):
+            raise Refused(400, f"there is no such model: there are {len(self.models)}, counted from 0.", "model")
+        steering = None if asked["steer"] is None else Steering(**asked["steer"])
+        sampling = Sampling(asked["tokens"], asked["temperature"], seed=asked["seed"]) if continues else None
+        return route_text(self.models[asked["model"]], asked["text"], steering, self.most_tokens, sampling)
+
     async def route(self, request: Request) -> Response:
-        asked = await read_json(request)
-        loaded, text, steering = asked_model(asked, self.models), asked_text(asked), asked_steering(asked)
-        return answer(await self.room.answer(request, partial(route_view, loaded, text, steering, self.most_tokens)))
+        return web.json_response(await self.room.answer(request, partial(next, await self.asked(request, False))))
 
     async def carry_on(self, request: Request) -> Response:
         """Lines of JSON: the text's view, then a token each, then the end."""
-        asked = await read_json(request)
-        loaded, text, steering = asked_model(asked, self.models), asked_text(asked), asked_steering(asked)
-        make = partial(Continuation, loaded, text, asked_wish(asked), steering, self.most_tokens)
-        self.room.take_stream()
+        passes = await self.asked(request, True)
+        self.room.stream(1)
         try:
-            continuation, first = await self.room.answer(request, partial(begin, make))
+            first = await self.room.answer(request, partial(next, passes))
         except BaseException:
-            self.room.give_stream()
+            self.room.stream(-1)
             raise
-        return Lines(self.lines(request, continuation, first), self.room.give_stream)
+        return web.Stream(self.lines(passes, first), "application/x-ndjson", partial(self.room.stream, -1))
 
-    async def lines(self, request: Request, continuation: Continuation, first: dict) -> AsyncIterator[str]:
-        yield line({"view": first})
-        while not await request.is_disconnected():
-            said = await self.room.run(continuation.step)
-            if said is None:
-                yield line({"end": True})
-                return
-            yield line(said)
-
-
-def begin(make: Callable[[], Continuation]) -> tuple[Continuation, dict[str, Any]]:
-    continuation = make()
-    return continuation, continuation.begin()
-
-
-class Lines(StreamingResponse):
-    """A stream that says when it is over, also where its client left before the first line."""
-
-    def __init__(self, content: AsyncIterator[str], over: Callable[[], None]) -> None:
-        super().__init__(content, media_type="application/x-ndjson")
-        self.over = over
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.over()
-
-
-def line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"
-
-
-def answer(record: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(json.dumps(record, allow_nan=False), status, headers, "application/json")
-
-
-def file_response(name: str) -> Callable[[Request], Awaitable[Response]]:
-    content, kind = (STATIC / name).read_bytes(), TYPES[Path(name).suffix]
-
-    async def send_file(request: Request) -> Response:
-        return Response(content, media_type=kind)
-
-    return send_file
-
-
-def refusal(request: Request, error: Exception) -> Response:
-    """Every refusal is one sentence."""
-    if isinstance(error, Refused):
-        wait = {"Retry-After": str(error.retry_after)} if error.retry_after else None
-        return answer({"error": error.sentence}, error.status, wait)
-    return answer({"error": str(error)}, 413 if isinstance(error, TooLong) else 400)
-
-
-def unknown(request: Request, error: Exception) -> Response:
-    """No such address, or another way of asking for it."""
-    assert isinstance(error, HTTPException)
-    return answer({"error": f"{request.method} {request.url.path}: {error.detail}."}, error.status_code)
-
-
-def gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
-
-
-class Guarded:
-    """Checks who asks, and puts the headers on everything."""
-
-    def __init__(self, app: ASGIApp, host: str) -> None:
-        self.app, self.host = app, host
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                added = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*message.get("headers", []), *added]}
-            await send(message)
-
-        app = self.app
-        try:
-            check_origin(Request(scope), self.host)
-        except Refused as error:
-            app = refusal(Request(scope), error)
-        await app(scope, receive, send_with_headers)
-
-
-def make_app(explorer: Explorer) -> ASGIApp:
-    routes = [Route(path, file_response(name)) for path, name in FILES.items()]
-    routes += [
-        Route("/api/models", explorer.describe),
-        Route("/api/health", explorer.health),
-        Route("/api/demo", explorer.open_demo, methods=["POST"]),
-        Route("/api/route", explorer.route, methods=["POST"]),
-        Route("/api/continue", explorer.carry_on, methods=["POST"]),
-    ]
-    handlers: dict[Any, Any] = {Refused: refusal, InputError: refusal, ClientDisconnect: gone, HTTPException: unknown}
-    return Guarded(Starlette(routes=routes, exception_handlers=handlers), explorer.host)
+    async def lines(self, passes: Iterator[dict[str, Any]], first: dict[str, Any]) -> AsyncIterator[bytes]:
+        record: dict[str, Any] | None = {"view": first}
+        while record is not None:
+            yield web.to_json(record) + b"\n"
+            record = await self.room.run(partial(next, passes, None))
+        yield web.to_json({"end": True}) + b"\n"

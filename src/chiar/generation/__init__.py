@@ -1,1 +1,1 @@
-"""Text from a trained model, as it is produced."""
+"""Text from a trained model, token by token."""

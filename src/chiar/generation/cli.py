@@ -1,14 +1,37 @@
-"""`chiar generate`. Heavy imports happen inside the verb."""
+"""`chiar generate`, and the options of all commands that write. Heavy imports happen inside the command."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from chiar.generation.options import Device, Fast, Gate, Tokenizer
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a training run (its best model).")]
+Gate = Annotated[
+    str,
+    typer.Option(metavar="prefill|refuse", help="A gate that sees the future: freeze it at the prompt, or stop."),
+]
+Fast = Annotated[
+    bool | None,
+    typer.Option("--fast/--no-fast", help="Decode by a fixed step, on a GPU a captured one. Default: on a GPU."),
+]
+Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")]
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")]
+
+SHADES = "░▒▓█"
+# From yellow (light) to blue (dark), which either common colour blindness keeps apart; text turns from black to white.
+LIGHT, DARK = (255, 221, 87), (0, 60, 130)
+
+
+def note(text: str) -> None:
+    typer.echo(f"note: {text}", err=True)
 
 
 def generate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a training run (its best model).")],
+    model: Model,
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64,
     temperature: Annotated[
@@ -26,16 +49,65 @@ def generate(
     device: Device = "auto",
 ) -> None:
     """Continue a text, shown as it is produced. Greedy unless a sampling option is given."""
-    from chiar.generation.stream import Sampling, stream_text
+    from dataclasses import replace
 
-    stream_text(
-        model,
-        prompt,
-        Sampling(max_new_tokens, temperature, top_k, top_p, seed),
-        routes=routes,
-        gate=gate,
-        fast=fast,
-        tokenizer=tokenizer,
-        device=device,
-        note=lambda text: typer.echo(f"note: {text}", err=True),
-    )
+    from rich.console import Console
+    from rich.text import Text
+
+    from chiar.errors import InputError
+    from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind
+    from chiar.visible import visible
+
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    opened, codec, _ = open_writer(model, gate, fast, tokenizer, device, note=note)
+    ids, config = codec.encode(prompt), opened.config
+    if not ids:
+        raise InputError("the prompt is empty: give it at least a word to continue.")
+    if routes and not config.routed_layers:
+        raise InputError(f"{model} has no routed layers: leave --routes out.")
+    room = room_behind(config, len(ids), max_new_tokens)
+    if room < 1:
+        raise InputError(f"the prompt takes all {config.max_position_embeddings} learned positions: shorten it.")
+    if room < max_new_tokens:
+        note(f"the model has {config.max_position_embeddings} learned positions: {room} tokens fit behind the prompt.")
+    console, characters = Console(highlight=False, soft_wrap=True), Characters(codec)
+    dark: list[float] = []
+    if routes:
+        console.print(legend(console))
+
+    def show(count: int, text: str) -> None:
+        shown = visible(text)
+        if shown:
+            console.print(marked(shown, sum(dark[:count]) / count, console) if routes else Text(shown), end="")
+            console.file.flush()
+        del dark[:count]
+
+    writer = Writer(opened, traced=routes)
+    row = Row(codec, replace(sampling, max_new_tokens=room), opened.device)
+    read = writer.read_prompt(ids)
+    dark += darkness(writer.trace) if writer.trace else []
+    for token in ids:
+        show(*characters.add(token))
+    writer.begin(read, [row])
+    for written in writer.follow(row):
+        dark += darkness(writer.trace) if writer.trace else []
+        show(*characters.add(written.id))
+    show(*characters.end())
+    console.print()
+
+
+def marked(text: str, dark: float, console: "Console") -> "Text":
+    """The text on a background between yellow and blue, or behind a shade where there is no colour."""
+    from rich.text import Text
+
+    if console.color_system is None or console.no_color:
+        return Text(SHADES[min(int(dark * len(SHADES)), len(SHADES) - 1)] + text)
+    red, green, blue = (round(a + (b - a) * dark) for a, b in zip(LIGHT, DARK, strict=True))
+    return Text(text, f"{'black' if dark < 0.5 else 'white'} on rgb({red},{green},{blue})")
+
+
+def legend(console: "Console") -> "Text":
+    from rich.text import Text
+
+    steps = [marked(f" {share:.0%} ", share, console) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    return Text.assemble("light ", *steps, " dark: share of the routed layers that sent the token to attention")

@@ -1,14 +1,18 @@
-"""`chiar serve`. Heavy imports happen inside the verb."""
+"""`chiar serve`. Heavy imports happen inside the command."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from chiar.generation.options import Device, Fast, Gate, Tokenizer
+from chiar.generation.cli import Device, Fast, Gate, Model, Tokenizer, note
+
+# Seconds for last answers to be read when the server is told to stop.
+FAREWELL = 3
 
 
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a training run (its best model).")],
+    model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; by default this machine alone.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; its folder's name by default.")] = None,
@@ -35,24 +39,22 @@ def serve(
     for package in ("starlette", "uvicorn"):
         optional_module(package, "serve", "chiar serve")
 
-    from chiar.serving.limits import Limits
-    from chiar.serving.server import Address
-    from chiar.serving.server import serve as run_server
+    from chiar.errors import InputError
+    from chiar.generation.writer import open_writer
+    from chiar.serving.app import Service
+    from chiar.serving.protocol import Limits
+    from chiar.web import Server, is_loopback
 
-    def note(text: str) -> None:
-        typer.echo(f"note: {text}", err=True)
-
-    run_server(
-        model,
-        Address(host, port),
-        Limits(length=0, rows=rows, waiting=waiting, body=max_body, grace=grace),
-        max_length=max_length,
-        served_name=name,
-        api_key=api_key or None,
-        gate=gate,
-        fast=fast,
-        tokenizer=tokenizer,
-        device=device,
-        note=note,
-        ready=typer.echo,
-    )
+    opened, codec, _ = open_writer(model, gate, fast, tokenizer, device, note=note)
+    trained = opened.config.max_position_embeddings
+    if max_length is not None and max_length > trained:
+        if opened.config.positions == "learned":
+            raise InputError(f"the model has {trained} learned positions: --max-length can be {trained} at most.")
+        note(f"texts of up to {max_length} tokens are longer than the {trained} the model was trained on.")
+    limits = Limits(max_length or trained, rows, waiting, max_body, grace)
+    local = not api_key and is_loopback(host)
+    if not api_key and not local:
+        note(f"anybody who reaches {host} can use the model: set --api-key.")
+    name = name or Path(model).resolve().name
+    service = Service(name, opened, codec, limits, api_key or None, host if local else None)
+    Server(service, FAREWELL, limits.connections).listen(host, port, typer.echo)

@@ -16,7 +16,9 @@ from transformers.utils import logging
 
 from chiar.config import ChiarConfig
 from chiar.data import Corpus
+from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
+from chiar.generation.writer import Sampling, write_text
 from chiar.model.load import check_tokenizer
 from chiar.training import checkpoint
 from chiar.training.batches import open_rows
@@ -284,19 +286,9 @@ class Run:
 
     def sample(self, new_tokens: int = 48) -> str:
         """The prompt continued greedily. A gate that sees the future is frozen at the prompt for this."""
-        from chiar.generation.stream import Sampling, room_for
-
-        tokenizer = self.trainer.corpora[0].tokenizer()
         with self.trainer.language() as language:
-            ids = torch.tensor([tokenizer.encode_batch([self.settings.sample])[0].tolist()], device=language.device)
-            before, language.config.gate_generation = language.config.gate_generation, "prefill"
-            room = room_for(language.config, ids.shape[1], new_tokens, lambda note: None)
-            chosen = Sampling(new_tokens).configuration(language, room)
-            language.eval()
-            out = language.generate(ids, attention_mask=torch.ones_like(ids), generation_config=chosen)
-            language.train()
-            language.config.gate_generation = before
-        return tokenizer.decode(out[0].cpu().numpy())
+            codec = TextCodec.open(language.config, self.trainer.corpora[0].folder / "tokenizer")
+            return self.settings.sample + write_text(language, codec, self.settings.sample, Sampling(new_tokens))
 
     def stop_at(self, step: int) -> None:
         """The loss or gradient of `step` was not finite: keep its batches, say so, stop."""

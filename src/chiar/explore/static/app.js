@@ -19,7 +19,8 @@
         continue;
       }
       if (response.ok) return response;
-      throw new Error((await response.json().catch(() => ({}))).error || `The server answered ${response.status}.`);
+      const problem = (await response.json().catch(() => ({}))).error;
+      throw new Error(problem?.message || `The server answered ${response.status}.`);
     }
   }
 
@@ -240,8 +241,6 @@
     byId("start").hidden = models.length > 0;
     byId("composer").hidden = !models.length;
     if (!models.length) {
-      byId("advice").replaceChildren(...record.advice.flatMap(({ why, command }) =>
-        [make("p", { text: why }), make("pre", { text: command })]));
       byId("demo").hidden = !record.demo.length;
       return;
     }

@@ -1,8 +1,14 @@
-"""A report is one file that asks for nothing and shows text as text."""
+"""How `chiar explore` begins and ends; what it exports is one file that asks for nothing and shows text as text."""
 
 import json
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 
+import httpx
 import pytest
 from page_server import save_model
 
@@ -19,7 +25,18 @@ HOSTILE = '</script><script>alert("x")</script> & \u202e \x1b[31m'
 def written(folders, tmp_path_factory):
     out = tmp_path_factory.mktemp("report") / "report.html"
     code, said = run(
-        *("report", folders[0], "--beside", folders[1], "--prompt", "light and dark", "--prompt", HOSTILE, "--out", out)
+        *(
+            "explore",
+            folders[0],
+            "--beside",
+            folders[1],
+            "--prompt",
+            "light and dark",
+            "--prompt",
+            HOSTILE,
+            "--export",
+            out,
+        )
     )
     assert code == 0 and f"wrote {out}" in said
     return out
@@ -71,37 +88,63 @@ def test_it_holds_configuration_and_flops(written, folders):
     assert "attention everywhere" in text and "Training</h2>" not in text and "Evaluation</h2>" not in text
 
 
+def test_nothing_is_overwritten_unasked(written, folders):
+    before, arguments = written.read_text(), ("explore", folders[0], "--prompt", "a", "--export", written)
+    code, said = run(*arguments)
+    assert code == 2 and "exists already" in said and written.read_text() == before
+    assert run(*arguments, "--overwrite")[0] == 0 and written.read_text() != before
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", "a", "--out", "x.pdf"], "name the file x.html"),
-        (["--prompt", "", "--out", "x.html"], "the text is empty"),
-        (["--prompt", "a", "--out", "x.html", "--evaluation", "none.json"], "there is no file"),
+        (["v3-tiny", "--prompt", "a", "--export", "x.pdf"], "name the file x.html"),
+        (["v3-tiny", "--prompt", "", "--export", "x.html"], "the text is empty"),
+        (["v3-tiny", "--prompt", "a", "--export", "x.html", "--evaluation", "none.json"], "there is no file"),
+        (["v3-tiny", "--export", "x.html"], "go together"),
+        (["v3-tiny", "--prompt", "a"], "go together"),
+        (["v3-tiny", "--beside", "v3-tiny", "--prompt", "a", "--export", "x.html"], "named twice"),
+        (["positions", "--prompt", "x" * 21, "--export", "x.html"], "20 are the most"),
+        (["nowhere/at-all"], "no folder"),
+        (["v9-tiny"], "unknown preset"),
+        (["--beside", "v3-tiny"], "--beside needs a first model"),
+        (["v3-tiny", "--beside", "v3-tiny"], "named twice"),
+        (["v3-16m"], "--tokenizer"),
     ],
-    ids=["pdf", "empty", "no-evaluation"],
+    ids=" ".join,
 )
-def test_bad_input(folders, arguments, message, tmp_path, monkeypatch):
+def test_bad_input(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, said = run("report", folders[0], *arguments)
+    save_model(tmp_path / "positions", "v2-tiny", max_position_embeddings=20)
+    code, said = run("explore", *arguments, "--port", 0)
     assert code == 2 and message in said
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["positions"]
 
 
-def test_nothing_is_overwritten(written, folders):
-    before = written.read_text()
-    code, said = run("report", folders[0], "--prompt", "a", "--out", written)
-    assert code == 2 and "exists already" in said and written.read_text() == before
+def test_what_keeps_the_page_from_starting(folders, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, said = run("explore", folders[0], "--port", taken.getsockname()[1])
+    assert code == 2 and "cannot listen" in said and "--port 0" in said
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    code, said = run("explore", folders[0], "--port", 0)
+    assert code == 2 and "pip install 'chiar[page]'" in said
 
 
-def test_the_same_model_twice(folders, tmp_path):
-    code, said = run("report", folders[0], "--beside", folders[0], "--prompt", "a", "--out", tmp_path / "x.html")
-    assert code == 2 and "named twice" in said
-
-
-def test_learned_positions_bound_a_prompt(tmp_path):
-    model = save_model(tmp_path / "model", "v2-tiny", max_position_embeddings=20)
-    code, said = run("report", model, "--prompt", "x" * 21, "--out", tmp_path / "x.html")
-    assert code == 2 and "20 are the most" in said
+@pytest.mark.slow
+def test_it_serves_until_interrupted(tmp_path):
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    program = [sys.executable, "-m", "chiar", "explore", "v3-tiny", "--port", "0"]
+    with subprocess.Popen(program, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            url = process.stdout.readline().split()[4]
+            assert url.startswith("http://127.0.0.1:")
+            wish = {"text": "light and dark", "tokens": 200}
+            with httpx.stream("POST", f"{url}api/continue", json=wish, timeout=30) as response:
+                next(response.iter_lines())
+                process.send_signal(signal.SIGINT)
+                assert process.wait(30) == 0
+        finally:
+            process.kill()
 
 
 def test_a_run_brings_its_curves_settings_and_evaluation(tmp_path):
@@ -120,7 +163,7 @@ def test_a_run_brings_its_curves_settings_and_evaluation(tmp_path):
         *(scores, RoutingUse(use, None, None), 1e6, 2e6, 16),
     )
     (folder / "evaluation.json").write_text(evaluated.to_json())
-    code, _ = run("report", folder, "--prompt", "light", "--out", tmp_path / "report.html")
+    code, _ = run("explore", folder, "--prompt", "light", "--export", tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert code == 0
     for heading in ("Training", "Evaluation"):
@@ -137,4 +180,5 @@ def test_the_scripts_have_the_colours_and_names_of_pictures():
         for name, *ends in re.findall(rf"(\w+): \[{numbers}, {numbers}\]", script)
     }
     assert ramps == {"light": LIGHT, **RAMPS}
-    assert all(f'{name}: "{words}"' in script for name, words in NAMES.items())
+    known = [name for name in NAMES if name not in ("skip", "bypass")]
+    assert all(f'{name}: "{NAMES[name]}"' in script for name in known)

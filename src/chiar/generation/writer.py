@@ -1,0 +1,372 @@
+"""The one loop that writes text: for `chiar generate`, `serve` and `explore`, and samples in training.
+
+A Row is one text, a Writer the rows of one cache, which join behind their prompt and leave when they end.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process
+
+from chiar.config import ChiarConfig
+from chiar.data.tokens import TextCodec
+from chiar.errors import InputError, unknown_name
+from chiar.model.cache import ChiarCache
+from chiar.model.load import choose_device, load_model, resolve_model
+from chiar.model.modeling import ChiarForCausalLM
+from chiar.model.outputs import ChiarModelOutput
+from chiar.model.trace import RoutingTrace
+
+Note = Callable[[str], None]
+GATES = ("prefill", "refuse")
+# A temperature below this is greedy: logits divided by it would leave the numbers there are.
+GREEDY_BELOW = 1e-5
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+# Tokens held back for one character. It has four bytes at most; the rest are tokens that show nothing.
+MOST_WAITING = 16
+# Tokens of a prompt whose logits are there at the same time.
+SCORED = 256
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Greedy while temperature, top_k and top_p are None, and at a temperature of 0 or nearly so. Without a seed draws
+    differ each time. `logprobs`: how many likeliest tokens to tell beside each token's own log-probability."""
+
+    max_new_tokens: int = 64
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = 0
+    stops: tuple[str, ...] = ()
+    logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        nearly_zero = self.temperature is not None and self.temperature < GREEDY_BELOW
+        return nearly_zero or (self.temperature, self.top_k, self.top_p) == (None, None, None)
+
+    def warpers(self) -> logits_process.LogitsProcessorList:
+        """In the order of transformers' generate, whose draws these are."""
+        if self.top_p == 0:
+            raise InputError("top-p must be above 0: no token would be left to sample.")
+        found = logits_process.LogitsProcessorList()
+        if self.temperature is not None and not self.is_greedy:
+            found.append(logits_process.TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k is not None:
+            found.append(logits_process.TopKLogitsWarper(self.top_k))
+        if self.top_p is not None and self.top_p < 1:
+            found.append(logits_process.TopPLogitsWarper(float(self.top_p)))
+        return found
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """A token with its log-probability under the model, before temperature and top-p; None for a text's first."""
+
+    id: int
+    logprob: float | None = None
+    top: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a row has to add; `finish` says that it is the last piece, and why: "stop" or "length"."""
+
+    text: str
+    tokens: list[TokenScore]
+    finish: str | None = None
+
+
+class Characters:
+    """Hands on text as soon as its bytes are whole: a token may be a part of a character."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self.codec = codec
+        self.waiting: list[int] = []
+
+    def add(self, token: int) -> tuple[int, str]:
+        """How many of the tokens that wait now have their text, whatever follows, and the text.
+
+        A character lacks a byte of its up to four, so it began in the last three tokens, at a place where the text
+        falls into two.
+        """
+        self.waiting.append(token)
+        waiting, decode = self.waiting, self.codec.decode
+        text = decode(waiting)
+        if not text.endswith(BROKEN) or len(waiting) > MOST_WAITING:
+            return self.end()
+        for start in range(len(waiting) - 1, max(0, len(waiting) - 4), -1):
+            last = decode(waiting[start:])
+            if last and decode(waiting[:start]) + last == text:
+                self.waiting = waiting[start:]
+                return start, decode(waiting[:start])
+        return 0, ""
+
+    def end(self) -> tuple[int, str]:
+        waiting, self.waiting = self.waiting, []
+        return len(waiting), self.codec.decode(waiting)
+
+
+class Row:
+    """One text being written. `send` gets it in pieces: whole characters, and nothing from a stop text on. Draws come
+    from a generator of its own, so neighbours in the batch change nothing."""
+
+    def __init__(
+        self, codec: TextCodec, sampling: Sampling, device: Any = "cpu", send: Callable[[Piece], None] | None = None
+    ) -> None:
+        self.sampling, self.warpers, self.send = sampling, sampling.warpers(), send
+        self.characters, self.generator = Characters(codec), torch.Generator(device)
+        self.generator.seed() if sampling.seed is None else self.generator.manual_seed(sampling.seed)
+        self.tokens: list[TokenScore] = []
+        self.finished: str | None = None
+        # What was sent, what may still be the beginning of a stop text, and how many tokens were sent.
+        self.text, self.held, self.sent = "", "", 0
+        # Tokens the cache has of it, which is also the position of the next.
+        self.stored = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.finished is not None
+
+    def choose(self, logits_V: Tensor, likeliest: int | None) -> TokenScore:
+        if likeliest is None:
+            raise InputError("the model's logits are not finite: its weights are damaged.")
+        token = likeliest
+        if not self.sampling.is_greedy:
+            p_1V = self.warpers(None, logits_V[None]).softmax(-1)
+            token = int(torch.multinomial(p_1V, 1, generator=self.generator))
+        count = self.sampling.logprobs
+        return TokenScore(token) if count is None else score(logits_V[None], [token], count)[0]
+
+    def take(self, token: TokenScore, ends: set[int]) -> None:
+        self.tokens.append(token)
+        self.held += self.characters.add(token.id)[1]
+        if self.cut() or token.id in ends:
+            self.finish("stop")
+        elif len(self.tokens) == self.sampling.max_new_tokens:
+            self.finish("length")
+        elif safe := len(self.held) - max((overlap(self.held, stop) for stop in self.sampling.stops), default=0):
+            self.release(safe)
+
+    def finish(self, why: str) -> None:
+        self.held += self.characters.end()[1]
+        self.finished = "stop" if self.cut() else why
+        self.release(len(self.held))
+
+    def cut(self) -> bool:
+        """Drop a stop text and all behind it; whether there was one."""
+        found = [at for at in map(self.held.find, self.sampling.stops) if at >= 0]
+        self.held = self.held[: min(found, default=len(self.held))]
+        return bool(found)
+
+    def release(self, characters: int) -> None:
+        piece = Piece(self.held[:characters], self.tokens[self.sent :], self.finished)
+        self.text, self.held, self.sent = self.text + piece.text, self.held[characters:], len(self.tokens)
+        if self.send is not None:
+            self.send(piece)
+
+
+def overlap(text: str, stop: str) -> int:
+    """The longest end of `text` that `stop` begins with."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+class Writer:
+    """Prompts are read one by one, so that a text is the same whoever else is written: the paper's gate is a mean over
+    all rows read together. Decoding then needs no padding: keys are stored by each row's own length.
+
+    `traced`: after each pass `trace` has its routes. `around`: what each pass runs in.
+    """
+
+    def __init__(self, model: ChiarForCausalLM, traced: bool = False, around: Callable[[], Any] = nullcontext) -> None:
+        self.model, self.traced, self.around = model, traced, around
+        ends = model.config.eos_token_id
+        self.ends: set[int] = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        self.rows: list[Row] = []
+        self.cache: ChiarCache | None = None
+        self.trace: RoutingTrace | None = None
+
+    def fail(self, rows: list[Row], error: Exception) -> None:
+        """These failed; a writer whose other rows go on does not raise."""
+        raise error
+
+    @property
+    def live(self) -> int:
+        return sum(not row.is_over for row in self.rows)
+
+    @torch.no_grad()
+    def read_prompt(self, ids: list[int]) -> ChiarModelOutput:
+        cache, ids_1T = ChiarCache(len(self.model.model.layers)), torch.tensor([ids], device=self.model.device)
+        with self.around():
+            read = self.model.model(ids_1T, past_key_values=cache, output_routes=True, output_routing=self.traced)
+        self.trace = read.routing
+        return read
+
+    @torch.no_grad()
+    def begin(self, read: ChiarModelOutput, rows: list[Row]) -> None:
+        """Write the first token of rows that continue a prompt; they join the others."""
+        cache, states_1TD = read.past_key_values, read.last_hidden_state
+        assert cache is not None and states_1TD is not None
+        for row in rows:
+            row.stored = states_1TD.shape[1]
+        self.choose(rows, self.model.lm_head(states_1TD[0, -1]).expand(len(rows), -1))
+        if len(rows) > 1:
+            cache.batch_repeat_interleave(len(rows))
+        self.drop()
+        if self.cache is None:
+            self.cache = cache
+        else:
+            self.cache.join(cache, len(self.rows), len(rows))
+        self.rows += rows
+
+    def step(self) -> None:
+        """One more token for every row. A row that is over is carried along until half of them are."""
+        if 2 * self.live <= len(self.rows):
+            self.drop()
+        if self.rows:
+            self.choose(self.rows, self.read())
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """Read the token each row wrote last; the logits of the next."""
+        assert self.cache is not None
+        ids_B1 = torch.tensor([[row.tokens[-1].id] for row in self.rows], device=self.model.device)
+        positions_B1 = torch.tensor([[row.stored] for row in self.rows], device=self.model.device)
+        self.cache.seen = max(row.stored for row in self.rows)
+        passed = {"past_key_values": self.cache, "position_ids": positions_B1, "output_routing": self.traced}
+        with self.around():
+            output = self.model(ids_B1, **passed)
+        self.trace = output.routing
+        for row in self.rows:
+            row.stored += not row.is_over  # positions may end where the row did
+        return output.logits[:, -1]
+
+    def choose(self, rows: list[Row], logits_BV: Tensor) -> None:
+        """The next token of each row; where there is none, that row fails alone. Rows are looked at together: each look
+        waits for the device."""
+        logits_BV = logits_BV.float()
+        best_B = logits_BV.argmax(-1)  # NaN counts as the largest
+        finite_B = logits_BV.gather(1, best_B[:, None])[:, 0].isfinite()
+        for row, logits_V, best, ok in zip(rows, logits_BV, *torch.stack([best_B, finite_B]).tolist(), strict=True):
+            if not row.is_over:
+                try:
+                    row.take(row.choose(logits_V, best if ok else None), self.ends)
+                except Exception as error:
+                    self.fail([row], error)
+
+    def drop(self) -> None:
+        """Let go of the rows that are over. Where that fails half-way the cache is of no use to any of its rows."""
+        kept = [number for number, row in enumerate(self.rows) if not row.is_over]
+        if len(kept) == len(self.rows):
+            return
+        self.rows = [self.rows[number] for number in kept]
+        if not kept:
+            self.cache = None
+        elif self.cache is not None:
+            try:
+                self.cache.batch_select_indices(torch.tensor(kept, device=self.model.device))
+            except Exception as error:
+                self.fail(self.clear(), error)
+
+    def clear(self) -> list[Row]:
+        """Forget everything; the rows that were being written."""
+        rows, self.rows, self.cache = self.rows, [], None
+        return rows
+
+    def follow(self, row: Row) -> Iterator[TokenScore]:
+        """The tokens of the one row that was begun, but no end of text; a traced one after it was read, so that `trace`
+        has its route."""
+        at = 0
+        while at < len(row.tokens) and row.tokens[at].id not in self.ends:
+            logits_BV = self.read() if self.traced else None
+            yield row.tokens[at]
+            at += 1
+            if not row.is_over:
+                self.choose([row], self.read() if logits_BV is None else logits_BV)
+
+
+def score(logits_TV: Tensor, tokens: list[int], count: int) -> list[TokenScore]:
+    """Each token with its log-probability and those of the `count` likeliest."""
+    logprobs_TV = logits_TV.float().log_softmax(-1)
+    own = logprobs_TV.gather(1, torch.tensor(tokens, device=logprobs_TV.device)[:, None])[:, 0].tolist()
+    values, ids = (x.tolist() for x in logprobs_TV.topk(min(count, logprobs_TV.shape[1])))
+    return [TokenScore(t, p, dict(zip(i, v, strict=True))) for t, p, i, v in zip(tokens, own, ids, values, strict=True)]
+
+
+@torch.no_grad()
+def score_prompt(model: ChiarForCausalLM, ids: list[int], read: ChiarModelOutput, count: int = 0) -> list[TokenScore]:
+    assert read.last_hidden_state is not None
+    scores, states_TD = [TokenScore(ids[0])], read.last_hidden_state[0]
+    for start in range(0, len(ids) - 1, SCORED):
+        targets = ids[start + 1 : start + 1 + SCORED]
+        scores += score(model.lm_head(states_TD[start : start + len(targets)]), targets, count)
+    return scores
+
+
+def darkness(trace: RoutingTrace) -> list[float]:
+    """For each token the weight of attention, averaged over the routed layers; over all layers where none routes. What
+    multiplies a chosen operator's output for its gradient's sake counts as 1."""
+    layers = [trace.layers[index] for index in trace.routed_layers or range(len(trace.layers))]
+    dark = [[float(name == "attention") for name in layer.operators] for layer in layers]
+    weights_BTK = [layer.weights_BTK.float().clamp(max=1.0) for layer in layers]
+    return torch.stack([w @ w.new_tensor(d) for w, d in zip(weights_BTK, dark, strict=True)]).mean(0)[0].tolist()
+
+
+def open_writer(
+    name: str,
+    gate: str = "prefill",
+    fast: bool | None = None,
+    tokenizer: Path | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    note: Note = lambda text: None,
+) -> tuple[ChiarForCausalLM, TextCodec, Path | None]:
+    """A model that is to write, its tokenizer, and its folder if it has one; `note` is told what a reader should know.
+    `fast`: decode through the fixed step (chiar.model.decoding), None where there is a GPU."""
+    if gate not in GATES:
+        raise unknown_name("gate", gate, GATES)
+    folder, run = resolve_model(name)
+    model, found = load_model(folder, seed)
+    model.to(choose_device(device))
+    config = model.config
+    if model.device.type == "cuda" if fast is None else fast:
+        model.enable_fast_decoding()
+    if run is not None:
+        note("this is a training run: its best model writes.")
+    elif found is None:
+        note(f"this is a preset with random weights (seed {seed}): what it writes means nothing.")
+    if config.meta_router and config.gate_pool != "causal":
+        config.gate_generation = gate
+        model.model.check_gate_can_generate()
+        note(f"the gate pools over the {config.gate_pool}, later tokens included: it stays as the prompt set it.")
+    return model, TextCodec.open(config, found, tokenizer), found
+
+
+def room_behind(config: ChiarConfig, prompt: int, wanted: int) -> int:
+    """How many of the tokens wanted may be added: learned positions end."""
+    return min(wanted, config.max_position_embeddings - prompt) if config.positions == "learned" else wanted
+
+
+def write_text(model: ChiarForCausalLM, codec: TextCodec, prompt: str, sampling: Sampling) -> str:
+    """What the model writes behind a prompt. It may be in the middle of something else, as training: here it has no
+    dropout, and a gate that sees the future is frozen at the prompt."""
+    training, gate, ids = model.training, model.config.gate_generation, codec.encode(prompt)
+    room = room_behind(model.config, len(ids), sampling.max_new_tokens)
+    writer, row = Writer(model), Row(codec, replace(sampling, max_new_tokens=room), model.device)
+    model.eval()
+    model.config.gate_generation = "prefill"
+    try:
+        if room > 0:
+            writer.begin(writer.read_prompt(ids), [row])
+        while writer.live:
+            writer.step()
+    finally:
+        model.train(training)
+        model.config.gate_generation = gate
+    return row.text

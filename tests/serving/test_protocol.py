@@ -1,0 +1,85 @@
+"""Every field is checked, and an error names the field."""
+
+import pytest
+
+from chiar.data.tokens import TextCodec
+from chiar.serving.protocol import Limits, parse_request
+from chiar.web import Refused
+
+BYTES = TextCodec(None, None)
+
+
+def parse(length=32, rows=4, **fields):
+    return parse_request({"prompt": "abc", **fields}, "model", BYTES, 257, Limits(length=length, rows=rows))
+
+
+def refused(**fields):
+    with pytest.raises(Refused) as caught:
+        parse(**fields)
+    return caught.value
+
+
+def test_defaults_are_openais():
+    request, neutral = parse(), {"suffix": None, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}}
+    sampling = request.sampling
+    assert (sampling.max_new_tokens, request.n, sampling.temperature, sampling.top_p) == (16, 1, 1.0, 1.0)
+    assert not (request.stream or request.echo or sampling.stops or request.include_usage)
+    assert sampling.seed is sampling.logprobs is None
+    assert parse(length=10).sampling.max_new_tokens == 7  # as many as there is room for
+    assert parse(**neutral, best_of=1, user="somebody", model="model", seed=None, stop=None) == request
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("ab", [[97, 98]]),
+        (["a", "é"], [[97], [195, 169]]),
+        ([97, 98], [[97, 98]]),
+        ([[97], [98, 256]], [[97], [98, 256]]),
+    ],
+)
+def test_prompts(prompt, ids):
+    assert [one.ids for one in parse(prompt=prompt).prompts] == ids
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    {
+        "prompt": [None, "", [], [[]], ["a", ""], 5, {"a": 1}, [257], [-1], [True], ["a", 97], [97, "a"], "\ud800"],
+        "max_tokens": [0, -1, 1.5, "5", True, 10**30],
+        "n": [0, 5, "1", 1.0],
+        "best_of": [2],
+        "temperature": [-0.1, 2.1, "1", True, float("inf"), float("nan"), 10**400, [1]],
+        "top_p": [0, 1.1, "x"],
+        "stop": ["", ["a"] * 5, [1], "x" * 257, {}],
+        "seed": [1.5, 2**63, "1"],
+        "logprobs": [-1, 6, True],
+        "echo": [1, "yes"],
+        "stream": [0, "true"],
+        "stream_options": [[], {"other": 1}],
+        "include_usage": [True],
+        "suffix": ["b", 5, False],
+        "frequency_penalty": [1, False, "0"],
+        "presence_penalty": [-0.5],
+        "logit_bias": [{"5": 1}],
+        "user": [5],
+        "min_p": [0.1],
+    }.items(),
+)
+def test_what_is_wrong_is_named(field, values):
+    for value in values:
+        error = refused(**{field: value})
+        assert (error.status, error.param) == (400, field), value
+
+
+def test_limits():
+    parse(prompt="x" * 31, max_tokens=1)
+    error = refused(prompt="x" * 32)
+    assert (error.status, error.code) == (413, "context_length_exceeded")
+    error = refused(prompt="x" * 22, max_tokens=11)
+    assert (error.status, error.code) == (400, "context_length_exceeded") and "at most 10" in error.message
+    assert parse(prompt=["a", "b"], n=2).rows == 4
+    assert "more than the 4" in refused(prompt=["a", "b"], n=3).message
+    assert "more than the 4" in refused(prompt=["\ud800"] * 5).message  # counted before they are read
+    error = refused(model="gpt")
+    assert (error.status, error.code) == (404, "model_not_found")
