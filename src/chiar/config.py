@@ -142,9 +142,7 @@ class ChiarConfig(PreTrainedConfig):
         if self.layer_types is None:
             layers = 4 if self.num_hidden_layers is None else self.num_hidden_layers
             if layers < 3:
-                raise InputError(
-                    f"num_hidden_layers={layers} is too few for spectral, routed, attention: give layer_types."
-                )
+                raise InputError(f"num_hidden_layers={layers} is too few for spectral, routed, attention.")
             self.layer_types = ["spectral", *["routed"] * (layers - 2), "attention"]
         self.layer_types = list(self.layer_types)
         if self.num_hidden_layers is None:

@@ -29,23 +29,10 @@ CHOICES = {
     "execution": ("dense", "sparse", "auto"),
 }
 REMOVED: dict[str, Any] = {
-    "settle": 0.0,
-    "turns": 0,
-    "together": 0,
-    "entropy_gradient": "none",
-    "router_temperature": 1.0,
-    "entropy_weights": "none",
-    "router_reads": "state_and_entropy",
-    "router_hidden": 0,
-    "anneal": 0.0,
-    "budget_weight": 0.0,
-    "benefit_weight": 0.0,
-    "own_ffn": False,
-    "signal": "features",
-    "temporal_channels": 16,
-    "rbf_gamma": 1.0,
-    "gate_bias": 2.0,
-    "norm_eps": 1e-5,
+    **{"settle": 0.0, "turns": 0, "together": 0, "entropy_gradient": "none", "router_temperature": 1.0},
+    **{"entropy_weights": "none", "router_reads": "state_and_entropy", "router_hidden": 0, "anneal": 0.0},
+    **{"budget_weight": 0.0, "benefit_weight": 0.0, "own_ffn": False, "signal": "features", "temporal_channels": 16},
+    **{"rbf_gamma": 1.0, "gate_bias": 2.0, "norm_eps": 1e-5},
 }
 """Fields of experiments that did not pay (docs/log.md) or that nothing varied, with the value that is left of them."""
 REMOVED_OPERATORS = ("skip", "bypass")
@@ -58,9 +45,7 @@ def without_removed(fields: dict[str, Any]) -> dict[str, Any]:
     for name, default in REMOVED.items():
         # Channels of a signal along time say nothing where H is of the features.
         if name in fields and fields[name] != default and name != "temporal_channels":
-            raise InputError(
-                f"{name}={fields[name]!r} was an experiment and is gone (docs/log.md): commit {LAST_COMMIT} runs it."
-            )
+            raise InputError(f"{name}={fields[name]!r} is gone (docs/log.md): commit {LAST_COMMIT} runs it.")
     return {name: value for name, value in fields.items() if name not in REMOVED}
 
 
@@ -110,23 +95,16 @@ def check_sizes(config: "ChiarConfig") -> None:
     if not config.layer_types:
         raise InputError("layer_types is empty: a model needs at least one layer.")
     if config.num_hidden_layers != len(config.layer_types):
-        raise InputError(
-            f"num_hidden_layers={config.num_hidden_layers} but layer_types has {len(config.layer_types)} entries: "
-            "give one of the two, or make them agree."
-        )
-    if config.hidden_size % config.num_attention_heads:
-        raise InputError(
-            f"hidden_size={config.hidden_size} is not divisible by num_attention_heads={config.num_attention_heads}."
-        )
+        count = len(config.layer_types)
+        raise InputError(f"num_hidden_layers={config.num_hidden_layers} but layer_types has {count} entries: give one.")
+    if config.hidden_size % (heads := config.num_attention_heads):
+        raise InputError(f"hidden_size={config.hidden_size} is not divisible by num_attention_heads={heads}.")
     if config.positions == "rope" and config.head_size % 2:
         raise InputError(f"RoPE rotates pairs of features: the head size {config.head_size} must be even.")
     if config.temporal_window < 2:
         raise InputError(f"temporal_window must be at least 2, got {config.temporal_window}: 1 is no look back.")
-    if config.temporal_coefficients > config.temporal_window:
-        raise InputError(
-            f"temporal_coefficients={config.temporal_coefficients} is more than temporal_window="
-            f"{config.temporal_window} tokens have."
-        )
+    if config.temporal_coefficients > (window := config.temporal_window):
+        raise InputError(f"temporal_coefficients={config.temporal_coefficients} is more than temporal_window={window}.")
     for name in ("dropout", "random_fraction", "gate_skip_below", "filter_init"):
         value = getattr(config, name)
         if value is not None and not 0.0 <= value <= 1.0:
@@ -155,9 +133,8 @@ def check_routing(config: "ChiarConfig") -> None:
         raise InputError(f"operators={config.operators} is not supported: use {allowed}.")
     routings = config.router_kind.routings
     if config.routing not in routings:
-        raise InputError(
-            f"routing={config.routing!r} does not go with router={config.router!r}: it takes {' or '.join(routings)}."
-        )
+        allowed = " or ".join(routings)
+        raise InputError(f"routing={config.routing!r} does not go with router={config.router!r}: it takes {allowed}.")
     count = len(config.routed_layers)
     if config.router == "static":
         chosen = config.static_operators or []
@@ -173,9 +150,8 @@ def check_routing(config: "ChiarConfig") -> None:
     boundaries = len(config.operators) - 1
     for values in config.layer_thresholds():
         if len(values) != boundaries:
-            raise InputError(
-                f"{len(config.operators)} operators need {boundaries} threshold(s) a layer, got {list(values)}."
-            )
+            count = len(config.operators)
+            raise InputError(f"{count} operators need {boundaries} threshold(s) a layer, got {list(values)}.")
         if not all(fits(v, float) and 0.0 <= v <= 1.0 for v in values):
             raise InputError(f"thresholds are entropies between 0 and 1, got {list(values)}.")
         if list(values) != sorted(values):
@@ -189,10 +165,8 @@ def check_fraction(config: "ChiarConfig") -> None:
         return
     two = len(config.operators or []) == 2
     if config.router not in ("entropy", "learned") or config.routing == "soft" or not two:
-        raise InputError(
-            "target_fraction needs two operators and the entropy router or a hard learned one, got "
-            f"router={config.router!r}, routing={config.routing!r} and operators={config.operators}."
-        )
+        got = f"router={config.router!r}, routing={config.routing!r} and operators={config.operators}"
+        raise InputError(f"target_fraction needs two operators and an entropy or hard learned router, got {got}.")
     if config.thresholds is not None:
         raise InputError("target_fraction moves the thresholds in training: leave thresholds out, or target_fraction.")
     if len(fractions) != count:
@@ -212,16 +186,13 @@ def check_combinations(config: "ChiarConfig") -> None:
         raise InputError("light_ffn=False needs spectral_form='sublayer': in the equation the FFN is the light path.")
     if not config.filter_gamma and config.norm_position == "post":
         raise InputError("filter_gamma=False needs norm_position='pre': post-norm layers scale the stream by γ.")
-    if config.meta_router and (config.layer_types or [""])[0] not in LIGHT_LAYERS:
-        first = (config.layer_types or [""])[0]
+    if config.meta_router and (first := (config.layer_types or [""])[0]) not in LIGHT_LAYERS:
         raise InputError(f"the MetaRouter gates a spectral or temporal layer 1, but layer 1 is {first!r}.")
     selected = config.routing == "hard" and config.hard_estimator == "selected"
     two = len(config.operators or []) == 2
     if config.router_scale == "probability" and not (two and config.norm_position == "pre" and selected):
-        raise InputError(
-            "router_scale='probability' needs two operators, norm_position='pre', routing='hard' and "
-            "hard_estimator='selected'."
-        )
+        needed = "two operators, norm_position='pre', routing='hard' and hard_estimator='selected'"
+        raise InputError(f"router_scale='probability' needs {needed}.")
 
 
 def fits(value: Any, hint: Any) -> bool:

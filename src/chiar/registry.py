@@ -44,8 +44,7 @@ class Work:
 @dataclass(frozen=True)
 class RouterKind:
     build: "str | Callable[[ChiarConfig, int], Any]"
-    """From the configuration and the layer's number to a module that returns a `Route`; or module:class, with a
-    classmethod `build` that does so."""
+    """From configuration and layer number to a module that returns a `Route`; or module:class with a `build`."""
     reads_entropy: bool = False
     reads_state: bool = False
     """Whether it reads more of x than its shape."""
@@ -71,8 +70,7 @@ class RouterKind:
 @dataclass(frozen=True)
 class OperatorKind:
     build: "str | Callable[[ChiarConfig], Any]"
-    """From the configuration to a module that maps (…, D) to (…, D), each token by itself; or module:class of a
-    `layers.operator.Operator`, with a classmethod `build`."""
+    """From the configuration to a module that maps (…, D) to (…, D); or module:class of an `Operator`."""
     light: bool = True
     """Whether it takes the tokens that need no attention: the first operator of a routed layer."""
     is_layer: bool = False
@@ -94,13 +92,7 @@ class OperatorKind:
 
 ROUTERS: dict[str, RouterKind] = {
     "entropy": RouterKind("chiar.layers.routers:EntropyRouter", reads_entropy=True),
-    "learned": RouterKind(
-        "chiar.layers.routers:LearnedRouter",
-        reads_entropy=True,
-        reads_state=True,
-        has_gradient=True,
-        routings=("hard", "soft"),
-    ),
+    "learned": RouterKind("chiar.layers.routers:LearnedRouter", True, True, True, ("hard", "soft")),
     "random": RouterKind("chiar.layers.routers:RandomRouter"),
     "static": RouterKind("chiar.layers.routers:StaticRouter"),
 }
@@ -133,19 +125,15 @@ def adopted(kind: str, name: str, module: Any) -> Any:
     for part in module.modules():
         unsaved = list(part._non_persistent_buffers_set)
         if unsaved and not hasattr(part, "derive"):
-            raise InputError(
-                f"the {kind} {name!r} has a buffer that is not saved ({unsaved[0]}): register it with persistent=True, "
-                "or make the module a DerivedBuffers (src/chiar/layers/derived.py)."
-            )
+            what = f"the {kind} {name!r} has a buffer that is not saved ({unsaved[0]})"
+            raise InputError(f"{what}: register it with persistent=True, or derive it (layers/derived.py).")
         tensors = [*dict(part.named_parameters(recurse=False)), *dict(part.named_buffers(recurse=False))]
         own = [tensor for tensor in tensors if tensor not in unsaved]
         if not own or type(part).__name__ in DRAWN:
             continue
         if not hasattr(part, "reset_parameters"):
-            raise InputError(
-                f"the {kind} {name!r} has weights of its own ({own[0]}) and no reset_parameters() that sets their "
-                "first values: define it."
-            )
+            what = f"the {kind} {name!r} has weights of its own ({own[0]})"
+            raise InputError(f"{what} and no reset_parameters() that sets their first values: define it.")
         part.sets_own_weights = True
     return module
 

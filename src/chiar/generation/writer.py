@@ -17,9 +17,9 @@ from chiar.config import ChiarConfig
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError, unknown_name
 from chiar.model.cache import ChiarCache
+from chiar.model.inputs import ChiarModelOutput
 from chiar.model.load import choose_device, load_model, resolve_model
 from chiar.model.modeling import ChiarForCausalLM
-from chiar.model.outputs import ChiarModelOutput
 from chiar.model.trace import RoutingTrace
 
 Note = Callable[[str], None]

@@ -32,23 +32,12 @@ class Tokens(Protocol):
     x: Tensor
     """The layer's input, all tokens together."""
 
-    def view(self, name: str) -> Tensor:
-        """The input of the tokens laid out for an operator."""
-
-    def operate(self, name: str) -> Tensor:
-        """op(x), or op(LN_op(x)) under pre-norm, in that layout."""
-
+    def view(self, name: str) -> Tensor: ...  # x of the tokens laid out for an operator
+    def operate(self, name: str) -> Tensor: ...  # op(x), or op(LN_op(x)) under pre-norm, in that layout
     def norm(self, norm: nn.Module, y: Tensor, name: str) -> Tensor: ...
-
-    def feed(self, y: Tensor, name: str) -> Tensor:
-        """The feed-forward network, in an operator's layout."""
-
-    def select(self, parts: dict[str, Tensor]) -> Tensor:
-        """Σ w_k part_k, all tokens together."""
-
-    def fused_ends(self) -> Tensor | None:
-        """The whole of a pre-norm layer whose light tokens skip the feed-forward network, where one kernel does
-        several of these steps."""
+    def feed(self, y: Tensor, name: str) -> Tensor: ...  # the feed-forward network, in that layout
+    def select(self, parts: dict[str, Tensor]) -> Tensor: ...  # Σ w_k part_k, all tokens together
+    def fused_ends(self) -> Tensor | None: ...  # a whole layer whose light tokens skip the FFN, by fewer kernels
 
 
 def pre_norm(block: "Block", tokens: Tokens) -> tuple[Tensor, Tensor | None]:

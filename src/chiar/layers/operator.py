@@ -59,17 +59,16 @@ class TokenOperator(Operator):
     """An operator that sees one token at a time, so that any selection of tokens will do."""
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
-        return run_packed_rows(self, tokens, name)
+        packing, seen_ND = tokens.packing(name), tokens.seen(name)
+        y_PD = used(self(used(pack(seen_ND, packing), packing), tokens.context), packing)
+        return unpack(y_PD, torch.zeros_like(seen_ND, dtype=y_PD.dtype), packing)
 
     def run_sorted(self, tokens: "SortedTokens", name: str, x_PD: Tensor) -> Tensor:
-        output = self(tokens.seen(name, x_PD), tokens.context)
-        assert isinstance(output, Tensor)
-        return output
+        return self(tokens.seen(name, x_PD), tokens.context)
 
 
 class Adopted(TokenOperator):
-    """A registered operator: any module that maps (…, D) to (…, D). It is held, not owned: its weights keep their
-    names."""
+    """A user's operator, any module that maps (…, D) to (…, D): held, not owned, so its weights keep their names."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -77,10 +76,3 @@ class Adopted(TokenOperator):
 
     def forward(self, x_BTD: Tensor, context: TokenContext, *_: object) -> Tensor:
         return self.held[0](x_BTD)
-
-
-def run_packed_rows(operator: Operator, tokens: "PackedTokens", name: str) -> Tensor:
-    """Of the tokens sent to it alone, packed."""
-    packing, seen_ND = tokens.packing(name), tokens.seen(name)
-    y_PD = used(operator(used(pack(seen_ND, packing), packing), tokens.context), packing)
-    return unpack(y_PD, torch.zeros_like(seen_ND, dtype=y_PD.dtype), packing)

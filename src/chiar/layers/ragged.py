@@ -32,10 +32,8 @@ class Shelf:
             store.most += 1
 
     def look(self) -> None:
-        """Wait for the longest row of every store, and grow where there is little room.
-
-        Whoever grows takes along those that would soon: a step that was captured must be captured again.
-        """
+        """Wait for the longest row of every store. Whoever grows takes along those that would soon: a captured step
+        must be captured again."""
         known = [(store, store.length_B) for store in self.stores if store.length_B is not None]
         for device in {length_B.device for _, length_B in known}:
             here = {store: length_B.max() for store, length_B in known if length_B.device == device}
@@ -50,15 +48,12 @@ class Shelf:
 class RaggedStore:
     """Named tensors (B, H, L, d), L entries of which the first `length_B` of each row count, in the order of tokens.
 
-    The lengths live on the device. The host only has `most`, a bound on the longest row that grows by every token seen.
-    When it reaches the capacity the host waits for the true lengths, of all stores of a model at once. Between these
-    looks tensors are written in place, lengths too: a step has the same addresses as the one before. The last entry is
-    never in use: where several tokens come at once, those that are no keys are written there, which needs no look at
-    values.
+    Lengths live on the device; the host has `most`, a bound on the longest row, and looks at the true lengths when it
+    reaches the capacity. Between looks all is written in place. The last entry is never in use: of several tokens at
+    once those that are no keys are written there, which needs no look at values.
     """
 
     def __init__(self, shelf: Shelf) -> None:
-        """`shelf` has all stores of a model, this one among them."""
         self.shelf = shelf
         self.clear()
 
@@ -87,8 +82,7 @@ class RaggedStore:
         self.shelf.moves += 1
 
     def append(self, new: dict[str, Tensor], key_BT: Tensor) -> Tensor:
-        """Store the entries (B, H, T, d) of the tokens that are keys. Returns how many keys the row has up to and with
-        each token, (B, T)."""
+        """Store the entries (B, H, T, d) of tokens that are keys. Returns each row's keys up to each token, (B, T)."""
         if self.length_B is None:
             self.begin(new)
         assert self.length_B is not None
@@ -105,8 +99,7 @@ class RaggedStore:
         return count_BT
 
     def attend(self, q_BHd: Tensor, k_BHd: Tensor, v_BHd: Tensor, key_B: Tensor) -> Tensor:
-        """Store the keys and values of one token a row where `key_B`, and what these rows see; 0 for the others. There
-        is room (`make_room`), and nobody needs a gradient."""
+        """Store one token a row where `key_B`, and what these rows see; 0 for the others. There is room."""
         assert self.length_B is not None
         key_BHLd, value_BHLd = self.parts["key"], self.parts["value"]
         new = (x.to(key_BHLd.dtype) for x in (q_BHd, k_BHd, v_BHd))

@@ -93,9 +93,7 @@ class PackedTokens:
         """The definition, for every token, (N, D)."""
         key_BT = self.of(name) if self.block.routed_keys and not is_light(name) else self.context.real_BT
         seen_BTD = self.seen(name).view(self.shape)
-        output = operator(seen_BTD, self.context, key_BT, self.memory, self.block.routed_keys)
-        assert isinstance(output, Tensor)
-        return output.flatten(0, 1)
+        return operator(seen_BTD, self.context, key_BT, self.memory, self.block.routed_keys).flatten(0, 1)
 
     def operate(self, name: str) -> Tensor:
         return self.block.runs[name].run_packed(self, name)

@@ -87,9 +87,7 @@ class SortedTokens:
 
     def run_all(self, operator: Operator, name: str) -> Tensor:
         """The definition, for every token, (N, D)."""
-        output = operator(self.all_seen(name), self.context, self.context.real_BT, self.memory)
-        assert isinstance(output, Tensor)
-        return output.flatten(0, 1)
+        return operator(self.all_seen(name), self.context, self.context.real_BT, self.memory).flatten(0, 1)
 
     def taken(self, y_ND: Tensor, name: str) -> Tensor:
         return take(y_ND, self.places(name))

@@ -25,8 +25,7 @@ from chiar.layers.sparse import sparse_pays
 from chiar.layers.spectral import SpectralBasis, SpectralFilter
 from chiar.layers.temporal import TemporalFilter
 from chiar.model.cache import ChiarCache, check_cache
-from chiar.model.inputs import check_routes, check_tokens, make_context
-from chiar.model.outputs import ChiarModelOutput
+from chiar.model.inputs import ChiarModelOutput, check_routes, check_tokens, make_context
 from chiar.model.trace import RoutingTrace, trace_layer
 
 logger = logging.get_logger(__name__)
@@ -48,8 +47,7 @@ class ChiarPreTrainedModel(PreTrainedModel):
     _keys_to_ignore_on_load_unexpected = [r"router_state\.(spread_L|progress)"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        """N(0, 0.02), biases 0, norms 1, light filters `filter_init`, those in every layer 0; derived buffers are
-        computed again. Extensions set weights of their own."""
+        """N(0, 0.02), biases 0, norms 1, light filters `filter_init`; registered operators set their own weights."""
         std = self.config.initializer_range
         if getattr(module, "sets_own_weights", False):
             with torch.no_grad():
@@ -59,14 +57,10 @@ class ChiarPreTrainedModel(PreTrainedModel):
         elif isinstance(module, Gate) and self.config.gate_init == "biased":
             init.zeros_(module.weight)
             init.constant_(module.bias, BIAS)
-        elif isinstance(module, nn.Linear):
-            init.normal_(module.weight, mean=0.0, std=std)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight, mean=0.0, std=std)
-        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-            if module.weight is not None:
+        elif isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm):
+            if isinstance(module, nn.Linear | nn.Embedding):
+                init.normal_(module.weight, mean=0.0, std=std)
+            elif module.weight is not None:
                 init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
@@ -101,13 +95,11 @@ class ChiarModel(ChiarPreTrainedModel):
         config.validate()
         assert config.layer_types is not None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_positions = (
-            nn.Embedding(config.max_position_embeddings, config.hidden_size) if config.positions == "learned" else None
-        )
+        positions = config.max_position_embeddings, config.hidden_size
+        self.embed_positions = nn.Embedding(*positions) if config.positions == "learned" else None
         self.basis = SpectralBasis(config.basis, config.hidden_size, config.basis_seed)
-        self.meta_router = (
-            MetaRouter(config.hidden_size, config.gate_pool, config.gate_skip_below) if config.meta_router else None
-        )
+        gate = config.hidden_size, config.gate_pool, config.gate_skip_below
+        self.meta_router = MetaRouter(*gate) if config.meta_router else None
         self.layers = nn.ModuleList(Block(config, i) for i in range(len(config.layer_types)))
         self.router_state = RouterState(config) if config.follows_quantile else None
         self.norm = make_norm(config)
@@ -117,9 +109,9 @@ class ChiarModel(ChiarPreTrainedModel):
     def set_thresholds(self, thresholds: float | list | None) -> None:
         """Route with other thresholds from now on (None: white noise's); saved with the configuration."""
         if thresholds is not None and self.config.target_fraction is not None:
+            fraction = self.config.target_fraction
             raise InputError(
-                f"target_fraction={self.config.target_fraction} finds the thresholds in training: set "
-                "config.target_fraction to None before the model is built to give them yourself."
+                f"target_fraction={fraction} finds the thresholds in training: build the model without it."
             )
         before = self.config.thresholds
         self.config.thresholds = thresholds
@@ -258,8 +250,8 @@ class ChiarModel(ChiarPreTrainedModel):
         config: ChiarConfig = self.config
         if config.keys == "routed" and config.routing == "hard" and config.hard_estimator == "both":
             raise InputError(
-                "hard_estimator='both' trains the router with attention's output for light tokens too, and under "
-                "keys='routed' a cache has none: train with use_cache=False, or with hard_estimator='selected'."
+                "hard_estimator='both' needs attention's output for light tokens, which a cache under keys='routed' "
+                "has not: train with use_cache=False."
             )
 
     def _runs_sparse(self, context: TokenContext, x_BTD: Tensor) -> bool:
@@ -309,12 +301,11 @@ class ChiarModel(ChiarPreTrainedModel):
 
     def check_gate_can_generate(self) -> None:
         """Tokens decoded one by one cannot know a mean over tokens that are not there yet."""
-        config = self.config
-        if config.meta_router and config.gate_pool != "causal" and config.gate_generation == "refuse":
+        config, pool = self.config, self.config.gate_pool
+        if config.meta_router and pool != "causal" and config.gate_generation == "refuse":
             raise InputError(
-                f"gate_pool={config.gate_pool!r} lets every token see the whole {config.gate_pool}, so generation is "
-                "not defined: set config.gate_generation='prefill' to freeze the gate at the prompt, or train with "
-                "gate_pool='causal'."
+                f"gate_pool={pool!r} lets every token see the whole {pool}, so generation is not defined: set config."
+                "gate_generation='prefill' to freeze the gate at the prompt, or train with gate_pool='causal'."
             )
 
 

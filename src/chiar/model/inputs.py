@@ -1,13 +1,19 @@
-"""What a user feeds a model, checked and turned into what the layers share."""
+"""What a user feeds a model, checked and turned into what the layers share; and what comes back."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
 from chiar.kernels.transform import Transform
 from chiar.layers.attention import rotary_tables
 from chiar.layers.context import TokenContext
+from chiar.layers.routers import Route
+from chiar.model.cache import ChiarCache
+from chiar.model.trace import RoutingTrace
 
 
 def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, vocabulary: int) -> None:
@@ -24,10 +30,8 @@ def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, vocabul
     if input_ids is not None and input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
         low, high = int(input_ids.min()), int(input_ids.max())
         if low < 0 or high >= vocabulary:
-            raise InputError(
-                f"token id {low if low < 0 else high} is outside the vocabulary 0..{vocabulary - 1}: "
-                "was the text encoded with this model's tokenizer?"
-            )
+            bad = f"token id {low if low < 0 else high} is outside the vocabulary 0..{vocabulary - 1}"
+            raise InputError(f"{bad}: was the text encoded with this model's tokenizer?")
 
 
 def check_routes(routes: dict[int, Tensor] | None, config: ChiarConfig, shape: tuple[int, ...]) -> None:
@@ -42,10 +46,8 @@ def check_routes(routes: dict[int, Tensor] | None, config: ChiarConfig, shape: t
         if layer not in routed_layers:
             raise InputError(f"layer {layer} is not routed: routes can be forced in {routed_layers}.")
         if tuple(choice_BT.shape) != shape or choice_BT.dtype != torch.int64:
-            raise InputError(
-                f"forced routes of layer {layer} are {choice_BT.dtype} {tuple(choice_BT.shape)}, "
-                f"expected int64 {shape}: an operator number for each token."
-            )
+            got = f"{choice_BT.dtype} {tuple(choice_BT.shape)}"
+            raise InputError(f"forced routes of layer {layer} are {got}, expected int64 {shape}: an operator a token.")
         on_cpu = choice_BT.device.type == "cpu" and not torch.compiler.is_compiling()
         if on_cpu and not 0 <= int(choice_BT.min()) <= int(choice_BT.max()) < len(config.operators):
             raise InputError(f"forced routes of layer {layer} must be below {len(config.operators)} operators.")
@@ -59,10 +61,8 @@ def place_tokens(
     real_BS = None
     if attention_mask is not None:
         if attention_mask.shape != (B, past + T):
-            raise InputError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}, expected {(B, past + T)}: "
-                "one entry for each cached and new token."
-            )
+            got = tuple(attention_mask.shape)
+            raise InputError(f"attention_mask has shape {got}, expected {(B, past + T)}: cached and new tokens.")
         real_BS = attention_mask.bool()
     if position_ids is not None:
         positions_BT = position_ids.expand(B, T)
@@ -75,10 +75,8 @@ def place_tokens(
         looked_at = positions_BT.device.type == "cpu" and not torch.compiler.is_compiling()
         needed = int(positions_BT.max()) + 1 if looked_at else past + T
         if needed > config.max_position_embeddings:
-            raise InputError(
-                f"{needed} tokens, but the model has {config.max_position_embeddings} learned positions: "
-                "shorten the text or use a model with RoPE."
-            )
+            most = config.max_position_embeddings
+            raise InputError(f"{needed} tokens, but the model has {most} learned positions: shorten the text.")
     return positions_BT, None if real_BS is None else real_BS[:, past:]
 
 
@@ -94,14 +92,36 @@ def make_context(
     """Positions, padding and RoPE's angles for T new tokens after `past` cached ones."""
     positions_BT, real_BT = place_tokens(config, new_BT, attention_mask, position_ids, past)
     alike = position_ids is None and attention_mask is None  # then one row of angles serves all
-    rope = config.positions == "rope"
-    return TokenContext(
-        transform=transform,
-        positions_BT=positions_BT,
-        real_BT=real_BT,
-        token_ids_BT=input_ids,
-        rope=rotary_tables(positions_BT[:1] if alike else positions_BT, config.head_size, config.rope_base)
-        if rope
-        else None,
-        attention_implementation=config._attn_implementation or "sdpa",
-    )
+    rope = None
+    if config.positions == "rope":
+        rope = rotary_tables(positions_BT[:1] if alike else positions_BT, config.head_size, config.rope_base)
+    return TokenContext(transform, positions_BT, real_BT, input_ids, rope, config._attn_implementation or "sdpa")
+
+
+@dataclass
+class ChiarModelOutput(ModelOutput):
+    """What the decoder returns."""
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: ChiarCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor | None, ...] | None = None
+    routing: RoutingTrace | None = None
+    routing_loss: Tensor | None = None
+    routes: tuple[Route, ...] | None = None
+    """The routed layers' decisions as they were used, with their gradients."""
+    gate_BT1: Tensor | None = None
+    """The MetaRouter's g."""
+
+
+@dataclass
+class ChiarOutput(ModelOutput):
+    """What the language model and the classifier return."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: ChiarCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor | None, ...] | None = None
+    routing: RoutingTrace | None = None
+    routing_loss: Tensor | None = None

@@ -18,7 +18,7 @@ from chiar.errors import InputError
 from chiar.model.cache import ChiarCache
 from chiar.model.decoder import ChiarModel, ChiarPreTrainedModel
 from chiar.model.decoding import FastDecoder
-from chiar.model.outputs import ChiarModelOutput, ChiarOutput
+from chiar.model.inputs import ChiarModelOutput, ChiarOutput
 
 
 class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
