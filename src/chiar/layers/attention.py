@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @torch.library.custom_op("chiar::rotary_tables", mutates_args=())
 def rotary_tables(positions_BT: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of RoPE's angles, (B, 1, T, head size) in fp32: bf16 would blur stored ones. An operator by itself, so
+    """cos and sin of RoPE's angles, (B, 1, T, head size) in fp32: bf16 would blur stored ones. An operator, so
     that a compiler keeps the tables and does not compute sines again for every head of every layer."""
     return compute_rotary_tables(positions_BT, head_size, base)
 
