@@ -1,6 +1,6 @@
 """Each fast operation on a GPU: is it right, and how fast is it?
 
-    python benchmarks/gpu/kernels.py [attention decode loss filter spectral] [--repeats 20]
+    python benchmarks/gpu/operations.py [attention decode loss filter spectral] [--repeats 20]
 
 Without names all of them. Every comparison comes before a timing; needs no test framework; exits with 1 if one fails.
 On a CPU (`--device cpu --small`) the plain implementations run, on small shapes.
