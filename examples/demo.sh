@@ -3,6 +3,8 @@
 # with the baseline's threshold, both are evaluated, compared and drawn, and v3 writes a sentence. Needs chiar on the
 # path. Everything goes to $DEMO_OUT; a folder an earlier demo made there is replaced, any other is left alone.
 set -eu
+# Threads that wait sleep: spinning ones stall each other where cores are shared.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 
 out=${DEMO_OUT:-runs/demo}
 steps=${DEMO_STEPS:-400}

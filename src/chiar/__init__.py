@@ -16,16 +16,7 @@ _HOMES = {
     "register_operator": "chiar.registry",
     "register_router": "chiar.registry",
 }
-__all__ = [
-    "ChiarConfig",
-    "ChiarForCausalLM",
-    "ChiarForSequenceClassification",
-    "ChiarModel",
-    "RoutingTrace",
-    "presets",
-    "register_operator",
-    "register_router",
-]
+__all__ = list(_HOMES)
 
 if TYPE_CHECKING:
     from chiar import presets
