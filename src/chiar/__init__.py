@@ -16,7 +16,8 @@ _HOMES = {
     "register_operator": "chiar.registry",
     "register_router": "chiar.registry",
 }
-__all__ = list(_HOMES)
+__all__ = ["ChiarConfig", "ChiarForCausalLM", "ChiarForSequenceClassification", "ChiarModel", "RoutingTrace"]
+__all__ += ["presets", "register_operator", "register_router"]
 
 if TYPE_CHECKING:
     from chiar import presets
