@@ -16,7 +16,7 @@ from chiar.errors import InputError
 from chiar.kernels.basis import basis_matrix
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import make_transform
-from chiar.model.author_checkpoint import PUBLISHED_TAU, convert, import_checkpoint, read_file, read_tensors
+from chiar.model.author_checkpoint import PUBLISHED_TAU, convert, import_checkpoint, read_checkpoint
 from transcription import Options, forward
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -101,7 +101,7 @@ def test_the_independent_transcription_agrees_with_the_author_too(name):
 def test_published_threshold_is_the_default_at_width_1024():
     assert PUBLISHED_TAU == {1024: 0.8954}
     with pytest.raises(InputError, match="none is published for width 32"):
-        convert(*read_tensors(content("threshold")))
+        convert(*read_checkpoint(GOLDEN / "threshold.pt"))
 
 
 def test_mixed_file_without_cfg_keeps_its_heads_apart(tmp_path):
@@ -233,12 +233,12 @@ def test_truncated_files_are_refused(keep, tmp_path):
     path = tmp_path / "short.pt"
     path.write_bytes(whole[: int(keep * len(whole))])
     with pytest.raises(InputError, match=r"not opened|not a readable checkpoint"):
-        read_file(path)
+        read_checkpoint(path)
 
 
 def test_epsilon_is_the_released_codes():
     """The golden states are too large to show it: on a small vector ε moves H visibly."""
-    config = convert(*read_tensors(content("threshold")), tau=TAU).config
+    config = convert(*read_checkpoint(GOLDEN / "threshold.pt"), tau=TAU).config
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)) * 1e-4
     basis = basis_matrix("dct", 32)
     energy = (x @ basis.T).square()

@@ -216,14 +216,12 @@ def test_a_value_that_is_not_a_number_is_refused(lively, ids):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        *((text, "not a routing trace") for text in ("{}", '{"format": "chiar-routing-trace/9"}', '{"layers": []}')),
-        *((text, "not a routing trace") for text in ("[1, 2]", '"text"', "not json")),
-        ('{"format": "chiar-routing-trace/1"}', "no layers"),
-        ('{"format": "chiar-routing-trace/1", "layers": [{"index": 0}]}', "damaged"),
+        *("{}", '{"format": "chiar-routing-trace/9"}', '{"layers": []}', "[1, 2]", '"text"', "not json"),
+        *(f'{{"format": "chiar-routing-trace/1"{rest}}}' for rest in ("", ', "layers": [{"index": 0}]')),
     ],
 )
-def test_something_else_is_refused(text, message):
-    with pytest.raises(InputError, match=message):
+def test_something_else_is_refused(text):
+    with pytest.raises(InputError, match="not a routing trace"):
         RoutingTrace.from_json(text)

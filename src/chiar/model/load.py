@@ -25,13 +25,12 @@ def copy_tokenizer(source: Path | None, target: Path) -> None:
 
 
 def choose_device(name: str) -> torch.device:
+    here = torch.cuda.is_available()
     if name not in DEVICES:
         raise unknown_name("device", name, DEVICES)
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "cuda" and not here:
         raise InputError("there is no CUDA device here: use --device cpu.")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    return torch.device(name if name != "auto" else "cuda" if here else "cpu")
 
 
 def describe_device(device: torch.device) -> str:
@@ -59,10 +58,8 @@ def load_config(name: str) -> ChiarConfig:
         if kind != ChiarConfig.model_type:
             raise InputError(f"{name} holds a {kind!r} model, not a CHIAR-Former.")
         return ChiarConfig.from_pretrained(name)
-    if Path(name).exists():
-        raise InputError(f"{name} is not a model folder: it has no config.json.")
-    if "/" in name:
-        raise InputError(f"there is no folder {name}.")
+    if Path(name).exists() or "/" in name:
+        raise InputError(f"there is no folder {name} with a config.json.")
     if name not in presets.NAMES:
         raise unknown_name("preset or folder", name, presets.NAMES)
     return presets.get(name)
@@ -114,11 +111,9 @@ def check_tokenizer(folder: str, config: ChiarConfig, corpus: Any) -> list[str]:
     """InputError where the corpus was not prepared for this model; a remark where that cannot be told."""
     from chiar.data.tokenizers import Tokenizer
 
+    made = f"{corpus.folder} has a vocabulary of {corpus.vocab_size} ({corpus.tokenizer_kind})"
     if corpus.vocab_size > config.vocab_size:
-        raise InputError(
-            f"{corpus.folder} has a vocabulary of {corpus.vocab_size} ({corpus.tokenizer_kind}), more than the "
-            f"{config.vocab_size} entries of {folder}: prepare the corpus with the model's tokenizer."
-        )
+        raise InputError(f"{made}, more than the {config.vocab_size} entries of {folder}: prepare it for the model.")
     if not Path(folder).is_dir():
         return [f"{folder} is a preset with random weights."]
     places = [place for place in (Path(folder), Path(folder) / "tokenizer") if (place / "tokenizer.json").is_file()]
@@ -129,10 +124,7 @@ def check_tokenizer(folder: str, config: ChiarConfig, corpus: Any) -> list[str]:
     except InputError as error:
         return [f"the tokenizers of model and corpus were not compared: {error}"]
     if own != corpus.tokenizer_fingerprint:
-        raise InputError(
-            f"{corpus.folder} was prepared with another tokenizer ({corpus.tokenizer_kind}, {corpus.vocab_size} "
-            f"entries) than the one in {folder}: prepare it again with that one."
-        )
+        raise InputError(f"{made} and was prepared with another tokenizer than the one in {folder}: prepare it again.")
     return []
 
 

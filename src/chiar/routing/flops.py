@@ -22,32 +22,29 @@ Shares = Sequence[Mapping[str, float]]
 """For each routed layer, the share of tokens each operator runs on."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """FLOPs per token of one part of one layer (layer None: outside the layers)."""
-
-    layer: int | None
-    part: str
-    flops: float
+Setting = tuple[float, str, bool]
+"""FLOPs of one transform, which tokens are keys, whether light tokens run the FFN of routed layers."""
 
 
 @dataclass(frozen=True)
 class FlopCount:
-    """The costs of one model at one length."""
+    """FLOPs per token of one model at one length, by layer (None: outside the layers) and part."""
 
-    costs: tuple[Cost, ...]
+    costs: dict[tuple[int | None, str], float]
     length: int
 
     @property
     def total(self) -> float:
-        return sum(cost.flops for cost in self.costs)
+        return sum(self.costs.values())
 
     def part(self, *parts: str, layers: Sequence[int] | None = None) -> float:
         """FLOPs of the named parts, in all layers or only some."""
-        return sum(c.flops for c in self.costs if c.part in parts and (layers is None or c.layer in layers))
+        return sum(
+            n for (layer, part), n in self.costs.items() if part in parts and (layers is None or layer in layers)
+        )
 
     def layer(self, layer: int) -> float:
-        return sum(cost.flops for cost in self.costs if cost.layer == layer)
+        return sum(flops for (where, _), flops in self.costs.items() if where == layer)
 
 
 def count_flops(
@@ -65,26 +62,16 @@ def count_flops(
     """
     if length < 1:
         raise InputError(f"length must be at least 1, got {length}.")
-    transform_cost = transform_flops(config, transform)
-    keys = config.keys if keys is None else keys
-    if keys not in CHOICES["keys"]:
-        raise unknown_name("keys", keys, CHOICES["keys"])
-    light_ffn = config.light_ffn if light_ffn is None else light_ffn
+    setting = checked_setting(config, keys, light_ffn, transform)
     shares_of = dict(zip(config.routed_layers, checked_shares(config, shares), strict=True))
-
     assert config.layer_types is not None
-    costs: list[Cost] = []
+    costs = model_costs(config)
     for i, kind in enumerate(config.layer_types):
         runs = shares_of.get(i, {kind: 1.0})
-        key_shares = runs if keys == "routed" else {name: float(share > 0) for name, share in runs.items()}
-        works = {
-            name: Work(share, key_shares[name], visible_pairs(length, share, key_shares[name]), transform_cost)
-            for name, share in runs.items()
-        }
-        apart = kind == "routed" and not light_ffn
-        ffn_runs = sum(share for name, share in runs.items() if not is_light(name)) if apart else 1.0
-        costs += layer_costs(config, i, works, ffn_runs, transform_cost)
-    return FlopCount((*costs, *model_costs(config)), length)
+        gives = runs if setting[1] == "routed" else {name: float(share > 0) for name, share in runs.items()}
+        pairs = {name: visible_pairs(length, share, gives[name]) for name, share in runs.items()}
+        costs |= layer_costs(config, i, runs, gives, pairs, setting)
+    return FlopCount(costs, length)
 
 
 def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | None = None) -> list[dict[str, float]]:
@@ -128,28 +115,35 @@ def checked_shares(config: ChiarConfig, shares: Shares | None) -> Shares:
     return shares
 
 
+def checked_setting(config: ChiarConfig, keys: str | None, light_ffn: bool | None, transform: str) -> Setting:
+    """The model's own where not given. Only a DCT of even width has halves, and the identity costs nothing."""
+    if keys not in (None, *CHOICES["keys"]):
+        raise unknown_name("keys", keys, CHOICES["keys"])
+    if transform not in TRANSFORMS:
+        raise unknown_name("transform", transform, TRANSFORMS)
+    D = config.hidden_size
+    halved = transform == "even_odd" and config.basis == "dct" and D % 2 == 0
+    cost = 0.0 if transform == "free" or config.basis == "identity" else float(D * D if halved else 2 * D * D)
+    return cost, keys or config.keys, config.light_ffn if light_ffn is None else light_ffn
+
+
 def route_costs(
     config: ChiarConfig,
     length: int,
     shares: Shares | None = None,
     keys: str | None = None,
     light_ffn: bool | None = None,
-    transform: str = "even_odd",
 ) -> dict[str, float]:
     """FLOPs of one token in the first routed layer, by the operator it takes. Keys it gives to others are its cost."""
     assert config.operators is not None
-    keys, light_ffn = keys or config.keys, config.light_ffn if light_ffn is None else light_ffn
-    first = checked_shares(config, shares)[0]
-    layer, transform_cost = config.routed_layers[0], transform_flops(config, transform)
+    setting = checked_setting(config, keys, light_ffn, "even_odd")
+    first, routed = checked_shares(config, shares)[0], setting[1] == "routed"
     result = {}
     for taken in config.operators:
-        works = {}
-        for name in config.operators:
-            runs = float(name == taken)
-            pairs = visible_pairs(length, runs, first[name] if keys == "routed" else 1.0)
-            works[name] = Work(runs, 1.0 if keys == "all" else runs, pairs, transform_cost)
-        ffn_runs = 1.0 if light_ffn or not is_light(taken) else 0.0
-        result[taken] = sum(cost.flops for cost in layer_costs(config, layer, works, ffn_runs, transform_cost))
+        runs = {name: float(name == taken) for name in config.operators}
+        pairs = {name: visible_pairs(length, runs[name], first[name] if routed else 1.0) for name in runs}
+        gives = runs if routed else dict.fromkeys(runs, 1.0)
+        result[taken] = sum(layer_costs(config, config.routed_layers[0], runs, gives, pairs, setting).values())
     return result
 
 
@@ -159,15 +153,11 @@ def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
     This is what `torch.utils.flop_counter` sees, and agrees with it exactly; but it sees no filters along time.
     """
     assert config.layer_types is not None and config.operators is not None
-    transform_cost = transform_flops(config, "even_odd")
-    costs: list[Cost] = []
+    costs, setting = model_costs(config), checked_setting(config, None, None, "even_odd")
     for i, kind in enumerate(config.layer_types):
-        names = config.operators if kind == "routed" else [kind]
-        works = dict.fromkeys(names, Work(1.0, 1.0, float(length), transform_cost))
-        apart = kind == "routed" and not config.light_ffn
-        ffn_runs = sum(not is_light(name) for name in names) if apart else 1
-        costs += layer_costs(config, i, works, float(ffn_runs), transform_cost)
-    return FlopCount((*costs, *model_costs(config)), length)
+        runs = dict.fromkeys(config.operators if kind == "routed" else [kind], 1.0)
+        costs |= layer_costs(config, i, runs, runs, dict.fromkeys(runs, float(length)), setting)
+    return FlopCount(costs, length)
 
 
 def counted_parts() -> tuple[str, ...]:
@@ -180,41 +170,37 @@ def visible_pairs(length: int, queries: float, keys: float) -> float:
     return queries * (keys * (length - 1) / 2 + 1)
 
 
-def transform_flops(config: ChiarConfig, transform: str) -> float:
-    """Of one row, to the basis or back. Only a DCT of even width has halves, and the identity costs nothing."""
-    if transform not in TRANSFORMS:
-        raise unknown_name("transform", transform, TRANSFORMS)
-    D = config.hidden_size
-    if transform == "free" or config.basis == "identity":
-        return 0.0
-    halved = transform == "even_odd" and config.basis == "dct" and D % 2 == 0
-    return float(D * D if halved else 2 * D * D)
-
-
 def layer_costs(
-    config: ChiarConfig, layer: int, works: Mapping[str, Work], ffn_runs: float, transform_cost: float
-) -> list[Cost]:
-    """What each operator of a layer has to do, the router, the feed-forward network and a filter for every token."""
+    config: ChiarConfig,
+    layer: int,
+    runs: Mapping[str, float],
+    gives: Mapping[str, float],
+    pairs: Mapping[str, float],
+    setting: Setting,
+) -> dict[tuple[int | None, str], float]:
+    """What a layer has to do if each operator runs on a share of tokens, gets keys from another, and sees `pairs`: with
+    the router, the feed-forward network and a filter for every token."""
     assert config.intermediate_size is not None and config.layer_types is not None
+    transform_cost, routed = setting[0], config.layer_types[layer] == "routed"
+    ffn_runs = sum(share for name, share in runs.items() if not is_light(name)) if routed and not setting[2] else 1.0
     costs = {"ffn": ffn_runs * 4 * config.hidden_size * config.intermediate_size}
-    if config.layer_types[layer] == "routed":
+    if routed:
         kind = config.router_kind
         costs["router"] = kind.count(config) + (transform_cost if kind.reads_entropy else 0.0)
+    works = {name: Work(share, gives[name], pairs[name], transform_cost) for name, share in runs.items()}
     counts = [OPERATORS[name].count(name, config, work) for name, work in works.items()]
     if config.temporal_everywhere:
         counts.append(OPERATORS["temporal"].count("temporal", config, Work(1.0, 1.0, 0.0, 0.0)))
     for count in counts:
         for part, flops in count.items():
             costs[part] = costs.get(part, 0.0) + flops
-    return [Cost(layer, part, flops) for part, flops in costs.items() if flops]
+    return {(layer, part): flops for part, flops in costs.items() if flops}
 
 
-def model_costs(config: ChiarConfig) -> list[Cost]:
-    """What a model costs once, whatever its layers are."""
-    logits = Cost(None, "logits", 2.0 * config.hidden_size * config.vocab_size)
-    # Under the batch and sequence pools the gate is one product a batch or row: nothing a token.
-    has_gate = config.meta_router and config.gate_pool == "causal"
-    return [Cost(0, "gate", 2.0 * config.hidden_size), logits] if has_gate else [logits]
+def model_costs(config: ChiarConfig) -> dict[tuple[int | None, str], float]:
+    """What a model costs once. Under the batch and sequence pools the gate is nothing a token."""
+    gate = 2.0 * config.hidden_size if config.meta_router and config.gate_pool == "causal" else 0.0
+    return {(0, "gate"): gate, (None, "logits"): 2.0 * config.hidden_size * config.vocab_size}
 
 
 def baseline_of(config: ChiarConfig) -> ChiarConfig:
@@ -249,14 +235,11 @@ def compare_flops(
     transform: str = "even_odd",
 ) -> Savings:
     chiar = count_flops(config, length, shares, keys, light_ffn, transform)
-    baseline = count_flops(baseline_of(config), length)
-    routed = config.routed_layers
-    attention = ("projections", "scores")
-    before = baseline.part(*attention, layers=routed)
-    return Savings(
-        chiar=chiar,
-        baseline=baseline,
-        total=1.0 - chiar.total / baseline.total,
-        attention_in_routed_layers=1.0 - chiar.part(*attention, layers=routed) / before if routed else None,
-        attention_share_of_baseline=baseline.part(*attention) / baseline.total,
+    baseline, routed, attention = (
+        count_flops(baseline_of(config), length),
+        config.routed_layers,
+        ("projections", "scores"),
     )
+    before, after = (count.part(*attention, layers=routed) for count in (baseline, chiar))
+    share = baseline.part(*attention) / baseline.total
+    return Savings(chiar, baseline, 1.0 - chiar.total / baseline.total, 1.0 - after / before if routed else None, share)
