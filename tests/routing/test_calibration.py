@@ -130,20 +130,14 @@ def test_what_does_not_settle_is_said_and_training_mode_is_given_back():
 
 
 def test_the_report_says_where_entropies_lie_and_on_which_side_of_noise():
-    """Embeddings that are pure tones have H far below noise; all but pure noise, none of it."""
+    """Embeddings that are pure tones have H far below noise."""
     model = ChiarForCausalLM(presets.get("baseline-tiny", basis="identity"))
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(257, 32) + torch.eye(257, 32).roll(1, 1))
-    ids = torch.arange(32).repeat(8, 1)
-    (low,) = calibrate(model, [{"input_ids": ids}], rule="embeddings").layers
+    (low,) = calibrate(model, [{"input_ids": torch.arange(32).repeat(8, 1)}], rule="embeddings").layers
     # Two equal coefficients of 32: H = log 2 / log 32 = 0.2.
     assert low.percentiles == {p: pytest.approx(0.2, abs=1e-4) for p in (5, 33, 50, 67, 95)}
-    assert low.shift_from_noise < -5
-    assert low.distance_from_noise == 1
-    torch.nn.init.normal_(model.model.embed_tokens.weight, generator=torch.Generator().manual_seed(0))
-    (white,) = calibrate(model, stream(rows=200), rule="embeddings").layers
-    assert abs(white.shift_from_noise) < 0.3
-    assert white.percentiles[5] < white.percentiles[50] < white.percentiles[95]
+    assert low.shift_from_noise < -5 and low.distance_from_noise == 1
 
 
 @pytest.mark.parametrize(

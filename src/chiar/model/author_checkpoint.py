@@ -1,12 +1,12 @@
-"""Read the checkpoints of the author's released code and write them as folders `from_pretrained` opens.
-
-Nothing inside a file is ever executed: torch's restricted unpickler admits tensors and plain containers only.
-"""
+"""Checkpoints of the author's released code as folders `from_pretrained` opens. Nothing inside a file is ever executed:
+torch's restricted unpickler admits tensors and plain containers only."""
 
 import pickle
 import re
 import warnings
 from dataclasses import dataclass
+from functools import reduce
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +76,9 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise InputError(f"the checkpoint's entry {name!r} is a {type(value).__name__}, expected a tensor.")
         # Only what is plainly numbers in memory: a stride of 0 can claim terabytes, a sparse tensor anything.
-        if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
-            raise InputError(f"tensor {name} is not an ordinary dense tensor.")
-        if not value.dtype.is_floating_point:
-            raise InputError(f"tensor {name} has dtype {value.dtype}, expected floating point.")
+        ordinary = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
+        if not ordinary or not value.dtype.is_floating_point:
+            raise InputError(f"tensor {name} ({value.dtype}) is not an ordinary dense tensor of floating point.")
         if value.numel() == 0 or value.numel() * value.element_size() > value.untyped_storage().nbytes():
             raise InputError(
                 f"tensor {name} of shape {tuple(value.shape)} is empty or larger than what the file stores."
@@ -129,23 +128,16 @@ def convert(
 
 
 def find_layer_types(tensors: dict[str, Tensor]) -> list[str]:
-    numbers: dict[str, set[int]] = {"attns": set(), "layers": set()}
-    for match in filter(None, (re.match(r"(attns|layers)\.(\d+)\.", name) for name in tensors)):
-        numbers[match[1]].add(int(match[2]))
-    for prefix, found in numbers.items():
-        if missing := [number for number in range(len(found)) if number not in found]:
-            raise InputError(
-                f"missing tensors: the file has {prefix}.{max(found)} but nothing of {prefix}.{missing[0]}."
-            )
-    kinds = {(True, True): "routed", (True, False): "spectral", (False, True): "attention"}
-    held = [(f"layers.{i}.dct_mix.w", f"layers.{i}.attn.qkv.weight") for i in sorted(numbers["layers"])]
-    for light, dark in held:
-        if light not in tensors and dark not in tensors:
-            raise InputError(f"a layer has neither {light} nor {dark}.")
-    layers = [kinds[light in tensors, dark in tensors] for light, dark in held]
-    if not numbers["attns"] and not layers:
-        raise InputError("no layers found: the tensors are named neither layers.N.* nor attns.N.*.")
-    return ["attention"] * len(numbers["attns"]) or layers
+    """Of the layers from 0 on; `rename` finds what is missing in one, or belongs to none."""
+
+    def layers(prefix: str) -> list[int]:
+        return [*takewhile(lambda i: any(name.startswith(f"{prefix}.{i}.") for name in tensors), count())]
+
+    held = [(f"layers.{i}.dct_mix.w" in tensors, f"layers.{i}.attn.qkv.weight" in tensors) for i in layers("layers")]
+    kinds = [("routed" if dark else "spectral") if light else "attention" for light, dark in held]
+    if found := ["attention"] * len(layers("attns")) or kinds:
+        return found
+    raise InputError("no layers found: the tensors are named neither layers.N.* nor attns.N.*.")
 
 
 def find_rope(tensors: dict[str, Tensor]) -> tuple[int, int]:
@@ -180,31 +172,24 @@ def find_routing(has_router: bool, stored: str | None, given: str | None) -> str
 def rename(tensors: dict[str, Tensor], config: ChiarConfig) -> dict[str, Tensor]:
     """Our names and values; every tensor must be there, with the right shape, and none may be left over."""
     assert config.layer_types is not None
-    names = AUTHORS_NAMES | (BASELINE_NAMES if set(config.layer_types) == {"attention"} else {})
-    result: dict[str, Tensor] = {}
-    wrong: list[str] = []
-    used = {name for name in tensors if ROPE_BUFFER.fullmatch(name)} | {"lm_head.weight"}
+    rules = AUTHORS_NAMES | (BASELINE_NAMES if set(config.layer_types) == {"attention"} else {})
     expected = empty_model(config, "classifier.weight" in tensors).state_dict()
     expected.pop("lm_head.weight", None)
-    for ours, parameter in expected.items():
-        theirs, shape = ours, tuple(parameter.shape)
-        for pattern, replacement in names.items():
-            theirs = re.sub(pattern, replacement, theirs)
-        used.add(theirs)
-        if theirs not in tensors:
-            wrong.append(f"missing {theirs}")
-        elif tuple(tensors[theirs].shape) != shape:
-            wrong.append(f"{theirs} has shape {tuple(tensors[theirs].shape)}, expected {shape}")
-        else:
-            value = tensors[theirs].float().contiguous()
-            result[ours] = value * FILTER_SCALE if theirs.endswith("dct_mix.w") else value
+    theirs = {ours: reduce(lambda name, rule: re.sub(rule[0], rule[1], name), rules.items(), ours) for ours in expected}
+    used = {*theirs.values(), "lm_head.weight", *filter(ROPE_BUFFER.fullmatch, tensors)}
+    wrong = [f"missing {name}" for name in theirs.values() if name not in tensors]
+    for ours, name in theirs.items():
+        found, shape = tuple(getattr(tensors.get(name), "shape", ())), tuple(expected[ours].shape)
+        if name in tensors and found != shape:
+            wrong.append(f"{name} has shape {found}, expected {shape}")
     tied = tensors.get("lm_head.weight")
     if tied is not None and not wrong and not torch.equal(tied, tensors["token_emb.weight"]):
         wrong.append("lm_head.weight differs from token_emb.weight, to which it should be tied")
     wrong += [f"unexpected {name}" for name in sorted(set(tensors) - used)]
     if wrong:
         raise InputError("the tensors do not fit: " + "; ".join(wrong) + ".")
-    return result
+    scales = {name: FILTER_SCALE if name.endswith("dct_mix.w") else 1.0 for name in tensors}
+    return {ours: tensors[name].float().contiguous() * scales[name] for ours, name in theirs.items()}
 
 
 def shape_of(tensors: dict[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:

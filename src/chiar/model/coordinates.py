@@ -1,9 +1,8 @@
 """Rotating a model's residual stream: the same function, with the basis in the weights instead of in every layer.
 
-With pre-norm RMSNorm nothing between the matrices that write to the residual stream and those that read from it
-notices a rotation: x' = C x has the same root mean square. Readers become W diag(γ) Cᵀ with the norm's γ folded in,
-writers C W, embeddings E Cᵀ, and the basis becomes the identity: H is then a row reduction and the filter an
-element-wise product.
+With pre-norm RMSNorm nothing between writers to the residual stream and readers from it notices a rotation: x' = C x
+has the same root mean square. Readers become W diag(γ) Cᵀ with the norm's γ folded in, writers C W, embeddings E Cᵀ,
+and the basis becomes the identity: H is then a row reduction and the filter an element-wise product.
 """
 
 from collections.abc import Callable
@@ -36,11 +35,8 @@ ENDS = {CausalAttention: lambda op: (op.qkv.weight, op.out), RBFMixing: lambda o
 
 
 def to_spectral_coordinates(model: Model) -> Model:
-    """The same model with basis="identity": logits, H and routes agree to rounding. The given one stays as it is.
-
-    Dropout of embeddings and of the FFN's output falls on other coordinates, so only inference, and training without
-    dropout, are the same.
-    """
+    """The same model with basis="identity": logits, H and routes agree to rounding (training only without dropout,
+    which falls on other coordinates). The given one stays as it is."""
     config = model.config
     if config.basis == "identity":
         raise InputError("basis is 'identity': the model is in spectral coordinates already.")
@@ -73,8 +69,8 @@ def convert_folder(name: str, out: Path, coordinates: str) -> Any:
     load_config(str(source))
     if not source.is_dir():
         raise InputError(f"{name} is a preset with random weights: give the folder of a model.")
-    kind = ChiarForCausalLM if architecture(str(source)) == "ChiarForCausalLM" else ChiarForSequenceClassification
-    model = open_weights(kind, str(source))
+    language = architecture(str(source)) == "ChiarForCausalLM"
+    model = open_weights(ChiarForCausalLM if language else ChiarForSequenceClassification, str(source))
     converted, heads = convert(model), {}
     for corpus, head in read_heads(source).items():
         heads[corpus] = convert(as_classifier(model.model, head, [str(i) for i in range(head.out_features)])).score
@@ -149,9 +145,8 @@ def turn_layer(layer: Block, turn: Turn) -> None:
     turn_writer(layer.ffn.down, turn)
 
 
-def take_gamma(norm: nn.Module) -> Tensor:
+def take_gamma(norm: Any) -> Tensor:
     """A norm's γ, which becomes 1; a norm may have none."""
-    assert isinstance(norm, nn.RMSNorm)
     if norm.weight is None:
         return torch.ones(norm.normalized_shape)
     gamma_D = norm.weight.detach().clone()

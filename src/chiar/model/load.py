@@ -89,11 +89,11 @@ def load_weights(folder: str, config: ChiarConfig) -> Any:
     """A language model of this configuration to train on, in fp32, with the weights of a folder; a classifier's too."""
     from chiar.model.modeling import ChiarForCausalLM
 
-    return open_weights(ChiarForCausalLM, folder, whole=True, config=config, dtype=torch.float32)
+    return open_weights(ChiarForCausalLM, folder, config=config, dtype=torch.float32)
 
 
-def open_weights(kind: Any, folder: str, whole: bool = False, **options: Any) -> Any:
-    """A model of class `kind` with all its weights from a folder; `whole`: and no layer of the folder left over."""
+def open_weights(kind: Any, folder: str, **options: Any) -> Any:
+    """A model of class `kind` with all its weights from a folder, and none left over but a classifier's head."""
     logging.disable_progress_bar()
     try:
         model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
@@ -102,7 +102,7 @@ def open_weights(kind: Any, folder: str, whole: bool = False, **options: Any) ->
     if info["missing_keys"]:
         raise InputError(f"{folder} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
     left = sorted(name for name in info["unexpected_keys"] if not name.startswith("score."))
-    if whole and left:
+    if left:
         raise InputError(f"the model has no place for {left[0]} of {folder}: keep the folder's own configuration.")
     return model
 

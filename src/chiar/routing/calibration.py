@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,8 @@ def spread(measured: list[list[float]], rule: str, routed_layers: int) -> list:
 
 
 def cut(entropy_N: np.ndarray, boundaries: int, fraction: float | None) -> list[float]:
-    """The paper's rule: the midpoint of the 33rd and 67th percentiles, or both of them with three operators.
-
-    With `fraction`, the quantiles that send this share to attention (and share the rest evenly).
-    """
+    """The paper's rule: the midpoint of the 33rd and 67th percentiles, or both of them with three operators. With
+    `fraction`, the quantiles that send this share to attention (and share the rest evenly)."""
     if fraction is not None:
         return np.quantile(entropy_N, [(1.0 - fraction) * (k + 1) / boundaries for k in range(boundaries)]).tolist()
     low, high = np.quantile(entropy_N, [0.33, 0.67]).tolist()
@@ -84,16 +83,10 @@ def report(layer: int | None, entropy_N: np.ndarray, cuts: list[float], noise_N:
     above = [1.0, *(float((seen_N > cut).mean()) for cut in cuts), 0.0]
     both = np.concatenate([seen_N, noise_N])
     ours, white = (np.searchsorted(values, both, "right") / len(values) for values in (seen_N, noise_N))
-    return LayerReport(
-        layer=layer,
-        tokens=len(seen_N),
-        percentiles=dict(zip(PERCENTILES, np.percentile(seen_N, PERCENTILES).tolist(), strict=True)),
-        mean=mean,
-        thresholds=cuts,
-        split=[above[k] - above[k + 1] for k in range(len(above) - 1)],
-        distance_from_noise=float(np.abs(ours - white).max()),
-        shift_from_noise=float((mean - noise_N.mean()) / noise_N.std()),
-    )
+    percentiles = dict(zip(PERCENTILES, np.percentile(seen_N, PERCENTILES).tolist(), strict=True))
+    split = [more - less for more, less in pairwise(above)]
+    distance, shift = float(np.abs(ours - white).max()), float((mean - noise_N.mean()) / noise_N.std())
+    return LayerReport(layer, len(seen_N), percentiles, mean, cuts, split, distance, shift)
 
 
 @torch.no_grad()
@@ -106,13 +99,11 @@ def calibrate(
     tolerance: float = 0.01,
     progress: Progress = lambda tokens: None,
 ) -> Calibration:
-    """Thresholds from batches of {"input_ids", optionally "attention_mask"}.
+    """Thresholds from batches of {"input_ids", optionally "attention_mask"}, for `set_thresholds`. The model stays.
 
     "embeddings" is the paper's rule: H of the token embeddings, one τ for all layers; the model may be a baseline.
     "layers" cuts each routed layer at quantiles of the states it really sees. Those depend on the thresholds of the
     layers before, so the stream is read again, at most `passes` times, until no split moves by more than `tolerance`.
-    `batches` must be something that can be iterated again, such as a list. The model is left as it was: apply the
-    result with `set_thresholds`.
     """
     decoder: ChiarModel = getattr(model, "model", model)
     config = decoder.config
@@ -175,11 +166,9 @@ def measure(
         if None in seen:
             check_tokens(batch["input_ids"], None, config.vocab_size)
             x_BTD = decoder.begin_stream(decoder.embed_tokens(inputs["input_ids"]))
-            entropy_BT = spectral_entropy(
-                x_BTD, decoder.basis.transform(), config.entropy_eps, config.entropy_dc_weight
-            )
+            how = decoder.basis.transform(), config.entropy_eps, config.entropy_dc_weight
             mask_BT = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-            found: dict[int | None, Tensor] = {None: entropy_BT[mask_BT]}
+            found: dict[int | None, Tensor] = {None: spectral_entropy(x_BTD, *how)[mask_BT]}
         else:
             trace = decoder(**inputs, output_routing=True).routing
             found = {layer: trace.layers[layer].entropy_BT[trace.real_BT] for layer in seen}

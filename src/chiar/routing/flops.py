@@ -1,10 +1,9 @@
 """Counted floating-point operations of a forward pass, per token, by layer, operator and route.
 
 A multiply-add is 2 FLOPs. Counted: every matrix product (projections, scores, DCT, router, gate, output projection),
-and the W multiply-adds a channel of filters along time, whose taps are made once a pass and cost nothing a token.
-Excluded: norms, activations, softmax, biases, residual sums, dropout, the embedding look-up, the row reduction that
-turns a spectrum into H, all of order D a token, and the gate where it is computed once a batch or row. Training costs
-about three times as much, in the same proportions.
+and the W multiply-adds a channel of filters along time. Excluded: norms, activations, softmax, biases, residual sums,
+dropout, the embedding look-up, the reduction of a spectrum to H, all of order D a token, and the gate where it is
+computed once a batch or row. Training costs about three times as much, in the same proportions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,11 +54,8 @@ def count_flops(
     light_ffn: bool | None = None,
     transform: str = "even_odd",
 ) -> FlopCount:
-    """What routing has to compute when each token runs only its own operator.
-
-    `shares` are what a trace measured, or `operator_shares` of an f; its default when not given. `transform` is one of
-    TRANSFORMS. The filter Cᵀ diag(w) C costs two, to the spectrum and back, as it runs.
-    """
+    """What routing has to compute when each token runs only its own operator. `shares` are what a trace measured, or
+    `operator_shares` of an f; its default when not given. The filter Cᵀ diag(w) C costs two transforms."""
     if length < 1:
         raise InputError(f"length must be at least 1, got {length}.")
     setting = checked_setting(config, keys, light_ffn, transform)
@@ -75,11 +71,8 @@ def count_flops(
 
 
 def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | None = None) -> list[dict[str, float]]:
-    """The shares of f, for all routed layers or one a layer; with three operators the rest is shared evenly.
-
-    When not given f is the target_fraction, the random router's own, else ½. A static router's layers decide for
-    themselves, and under soft routing every operator runs on every token.
-    """
+    """The shares of f, for all routed layers or one a layer; with three operators the rest is shared evenly. When not
+    given f is the target_fraction, the random router's own, else ½. A static router's layers decide for themselves."""
     assert config.operators is not None
     count, others = len(config.routed_layers), len(config.operators) - 1
     if config.routing == "soft":
@@ -106,12 +99,11 @@ def checked_shares(config: ChiarConfig, shares: Shares | None) -> Shares:
     if len(shares) != len(config.routed_layers):
         raise InputError(f"shares of {len(shares)} layers for {len(config.routed_layers)} routed layers.")
     total = len(config.operators) if config.routing == "soft" else 1
-    for share in shares:
+    for share in map(dict, shares):
         if set(share) != set(config.operators) or not all(0.0 <= value <= 1.0 for value in share.values()):
-            raise InputError(f"a share between 0 and 1 is needed for each of {config.operators}, got {dict(share)}.")
-        # Measured shares are rounded to six digits in metrics.
-        if abs(sum(share.values()) - total) > 1e-5:
-            raise InputError(f"shares of a layer must add up to {total} under {config.routing} routing: {dict(share)}.")
+            raise InputError(f"a share between 0 and 1 is needed for each of {config.operators}, got {share}.")
+        if abs(sum(share.values()) - total) > 1e-5:  # measured shares are rounded to six digits in metrics
+            raise InputError(f"shares of a layer must add up to {total} under {config.routing} routing: {share}.")
     return shares
 
 
@@ -148,10 +140,8 @@ def route_costs(
 
 
 def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
-    """What dense execution runs: every operator on every token, full T×T score matrices.
-
-    This is what `torch.utils.flop_counter` sees, and agrees with it exactly; but it sees no filters along time.
-    """
+    """What dense execution runs: every operator on every token, full T×T score matrices. This is what
+    `torch.utils.flop_counter` sees, and agrees with it exactly; but it sees no filters along time."""
     assert config.layer_types is not None and config.operators is not None
     costs, setting = model_costs(config), checked_setting(config, None, None, "even_odd")
     for i, kind in enumerate(config.layer_types):
@@ -205,14 +195,9 @@ def model_costs(config: ChiarConfig) -> dict[tuple[int | None, str], float]:
 
 def baseline_of(config: ChiarConfig) -> ChiarConfig:
     """The same sizes with attention in every layer."""
-    assert config.layer_types is not None
-    return ChiarConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-        layer_types=["attention"] * len(config.layer_types),
-    )
+    sizes = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")
+    layer_types = ["attention"] * len(config.layer_types or [])
+    return ChiarConfig(layer_types=layer_types, **{name: getattr(config, name) for name in sizes})
 
 
 @dataclass(frozen=True)
