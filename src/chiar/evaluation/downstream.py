@@ -118,20 +118,13 @@ def run_tasks(
                 scores.append({**score, "error": numbers.get(f"{metric}_stderr,{chosen}")})
     pool = config.gate_pool if config.meta_router else "causal"
     remarks = {
-        f"gate_pool {pool!r}: g is a mean over the whole row, later tokens included: no causal likelihoods.": (
-            pool != "causal"
-        ),
+        f"gate_pool {pool!r}: g is a mean over the whole row, later tokens too: not causal.": pool != "causal",
         f"{lm.cut} requests did not fit {reading.length} tokens: contexts lost their beginning, or texts room.": lm.cut,
         f"only the first {reading.rows} documents of each task were read.": reading.rows,
     }
-    told: dict[str, Any] = {
-        "format": FORMAT,
-        "model": resolved,
-        "run": run,
-        "tasks": tasks,
-        "harness": version("lm_eval"),
-    }
-    told |= {"few_shot": few_shot, **asdict(reading), "device": describe_device(target), "scores": scores}
+    told: dict[str, Any] = {"format": FORMAT, "model": resolved, "run": run, "tasks": tasks}
+    told |= {"harness": version("lm_eval"), "few_shot": few_shot, **asdict(reading)}
+    told |= {"device": describe_device(target), "scores": scores}
     return told | {"remarks": [remark for remark, holds in remarks.items() if holds]}
 
 

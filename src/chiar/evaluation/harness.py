@@ -97,8 +97,7 @@ def explain(config: ChiarConfig, corpus: Corpus, reading: Reading) -> list[str]:
     names, numbers = [*config.id2label.values()], [f"LABEL_{number}" for number in range(config.num_labels)]
     others = corpus.kind == ClassScores.kind and names not in (numbers, corpus.labels)
     remarks = {
-        f"gate_pool {pool!r}: g is a mean over {over}, later tokens too: not a causal model's figures.": pool
-        != "causal",
+        f"gate_pool {pool!r}: g is a mean over {over}, later tokens too: not causal.": pool != "causal",
         "soft routing runs every operator: f counts the tokens attention weighs most in.": config.routing == "soft",
         f"longer than the {trained} tokens the model was trained on.": reading.length > trained,
         f"only {reading.rows} rows of the split were read.": reading.rows is not None,

@@ -144,12 +144,10 @@ class EvaluationReport:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != FORMAT:
                 raise ValueError(f"it does not say format {FORMAT!r}.")
-            kind = {kind.kind: kind for kind in (LanguageScores, ClassScores)}[data["kind"]]
+            kind = LanguageScores if data["kind"] == LanguageScores.kind else ClassScores
             record = {known.name: data[known.name] for known in fields(cls)}
-            stored = data["scores"]
-            record["scores"] = kind(
-                **{known.name: stored[known.name] for known in fields(kind) if known.name in stored}
-            )
+            names = {known.name for known in fields(kind)}  # derived figures lie beside them
+            record["scores"] = kind(**{name: value for name, value in data["scores"].items() if name in names})
             layers = [LayerUse(**layer) for layer in data["routing"]["layers"]]
             record["routing"] = RoutingUse(**{**data["routing"], "layers": layers})
             return cls(**record)
@@ -186,9 +184,8 @@ def score_rows(scores: LanguageScores | ClassScores) -> list[tuple[str, str]]:
     """Without what this kind of corpus, or this one, does not have."""
     known: dict[str, Any] = {**asdict(scores), "loss": scores.loss, **scores.derived()}
     rows = [(name, shown(known[key], form)) for name, key, form in SCORES if known.get(key) is not None]
-    return rows + [
-        (f"accuracy on {name}", shown(share, ".2%")) for name, share in known.get("class_accuracy", {}).items()
-    ]
+    classes = known.get("class_accuracy", {}).items()
+    return rows + [(f"accuracy on {name}", shown(share, ".2%")) for name, share in classes]
 
 
 def cost_rows(report: EvaluationReport) -> list[tuple[str, str]]:

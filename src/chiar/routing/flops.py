@@ -21,6 +21,7 @@ Shares = Sequence[Mapping[str, float]]
 """For each routed layer, the share of tokens each operator runs on."""
 
 
+Costs = dict[tuple[int | None, str], float]
 Setting = tuple[float, str, bool]
 """FLOPs of one transform, which tokens are keys, whether light tokens run the FFN of routed layers."""
 
@@ -29,7 +30,7 @@ Setting = tuple[float, str, bool]
 class FlopCount:
     """FLOPs per token of one model at one length, by layer (None: outside the layers) and part."""
 
-    costs: dict[tuple[int | None, str], float]
+    costs: Costs
     length: int
 
     @property
@@ -66,7 +67,8 @@ def count_flops(
         runs = shares_of.get(i, {kind: 1.0})
         gives = runs if setting[1] == "routed" else {name: float(share > 0) for name, share in runs.items()}
         pairs = {name: visible_pairs(length, share, gives[name]) for name, share in runs.items()}
-        costs |= layer_costs(config, i, runs, gives, pairs, setting)
+        works = {name: Work(share, gives[name], pairs[name], setting[0]) for name, share in runs.items()}
+        costs |= layer_costs(config, i, works, setting)
     return FlopCount(costs, length)
 
 
@@ -134,8 +136,8 @@ def route_costs(
     for taken in config.operators:
         runs = {name: float(name == taken) for name in config.operators}
         pairs = {name: visible_pairs(length, runs[name], first[name] if routed else 1.0) for name in runs}
-        gives = runs if routed else dict.fromkeys(runs, 1.0)
-        result[taken] = sum(layer_costs(config, config.routed_layers[0], runs, gives, pairs, setting).values())
+        works = {n: Work(share, share if routed else 1.0, pairs[n], setting[0]) for n, share in runs.items()}
+        result[taken] = sum(layer_costs(config, config.routed_layers[0], works, setting).values())
     return result
 
 
@@ -145,8 +147,8 @@ def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
     assert config.layer_types is not None and config.operators is not None
     costs, setting = model_costs(config), checked_setting(config, None, None, "even_odd")
     for i, kind in enumerate(config.layer_types):
-        runs = dict.fromkeys(config.operators if kind == "routed" else [kind], 1.0)
-        costs |= layer_costs(config, i, runs, runs, dict.fromkeys(runs, float(length)), setting)
+        names, work = config.operators if kind == "routed" else [kind], Work(1.0, 1.0, float(length), setting[0])
+        costs |= layer_costs(config, i, dict.fromkeys(names, work), setting)
     return FlopCount(costs, length)
 
 
@@ -160,24 +162,19 @@ def visible_pairs(length: int, queries: float, keys: float) -> float:
     return queries * (keys * (length - 1) / 2 + 1)
 
 
-def layer_costs(
-    config: ChiarConfig,
-    layer: int,
-    runs: Mapping[str, float],
-    gives: Mapping[str, float],
-    pairs: Mapping[str, float],
-    setting: Setting,
-) -> dict[tuple[int | None, str], float]:
-    """What a layer has to do if each operator runs on a share of tokens, gets keys from another, and sees `pairs`: with
-    the router, the feed-forward network and a filter for every token."""
+def layer_costs(config: ChiarConfig, layer: int, works: Mapping[str, Work], setting: Setting) -> Costs:
+    """What each operator of a layer has to do, the router, the feed-forward network and a filter for every token."""
     assert config.intermediate_size is not None and config.layer_types is not None
-    transform_cost, routed = setting[0], config.layer_types[layer] == "routed"
-    ffn_runs = sum(share for name, share in runs.items() if not is_light(name)) if routed and not setting[2] else 1.0
+    transform_cost, _, light_ffn = setting
+    routed, dark = (
+        config.layer_types[layer] == "routed",
+        sum(work.share for n, work in works.items() if not is_light(n)),
+    )
+    ffn_runs = dark if routed and not light_ffn else 1.0
     costs = {"ffn": ffn_runs * 4 * config.hidden_size * config.intermediate_size}
     if routed:
         kind = config.router_kind
         costs["router"] = kind.count(config) + (transform_cost if kind.reads_entropy else 0.0)
-    works = {name: Work(share, gives[name], pairs[name], transform_cost) for name, share in runs.items()}
     counts = [OPERATORS[name].count(name, config, work) for name, work in works.items()]
     if config.temporal_everywhere:
         counts.append(OPERATORS["temporal"].count("temporal", config, Work(1.0, 1.0, 0.0, 0.0)))
@@ -187,7 +184,7 @@ def layer_costs(
     return {(layer, part): flops for part, flops in costs.items() if flops}
 
 
-def model_costs(config: ChiarConfig) -> dict[tuple[int | None, str], float]:
+def model_costs(config: ChiarConfig) -> Costs:
     """What a model costs once. Under the batch and sequence pools the gate is nothing a token."""
     gate = 2.0 * config.hidden_size if config.meta_router and config.gate_pool == "causal" else 0.0
     return {(0, "gate"): gate, (None, "logits"): 2.0 * config.hidden_size * config.vocab_size}
