@@ -25,8 +25,8 @@ PAPER_TOTAL, PAPER_ATTENTION = "35–40%", "62.5%"
 PALE = ("░", "black on bright_yellow")
 MARKS = {"rbf": ("▒", "magenta"), "attention": ("█", "blue")}
 TOKENS_A_LINE = 68
-COLUMNS = ("position", "token_id", "piece", "layer", "kind")
-COLUMNS += ("operator", "attention_weight", "entropy", "thresholds", "gate")
+TOKEN = ("position", "token_id", "piece", "layer", "kind")
+COLUMNS = (*TOKEN, "operator", "attention_weight", "entropy", "thresholds", "gate")
 
 
 def titled(title: str, *columns: str) -> Table:
