@@ -167,11 +167,6 @@ def shown(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def perplexity(value: float | None) -> str:
-    """By word, an untrained model's runs into the quadrillions."""
-    return shown(value, ",.3f" if value is None or value < 1e6 else ".3g")
-
-
 def side_by_side(title: str, columns: dict[str, dict[str, str]]) -> Table:
     """A line for each figure that any of the columns has."""
     table = Table("", *columns, box=None, title=title, title_justify="left")

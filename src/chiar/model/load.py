@@ -101,8 +101,7 @@ def open_weights(kind: Any, folder: str, **options: Any) -> Any:
         raise InputError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
     if info["missing_keys"]:
         raise InputError(f"{folder} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
-    left = sorted(name for name in info["unexpected_keys"] if not name.startswith("score."))
-    if left:
+    if left := sorted(name for name in info["unexpected_keys"] if not name.startswith("score.")):
         raise InputError(f"the model has no place for {left[0]} of {folder}: keep the folder's own configuration.")
     return model
 

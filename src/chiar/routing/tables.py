@@ -54,15 +54,11 @@ def has_fixed_shares(config: ChiarConfig) -> bool:
     return config.routing == "soft" or config.router == "static" or not config.routed_layers
 
 
-def is_light(config: ChiarConfig, light_ffn: bool | None) -> bool:
-    return config.light_ffn if light_ffn is None else light_ffn
-
-
 def flop_records(
     config: ChiarConfig, lengths: list[int], fraction: float | None, keys: str | None, light_ffn: bool | None
 ) -> list[dict[str, Any]]:
     """What was counted at each length, as --json writes it; the transform costs what it costs as it runs."""
-    told, records = {"keys": keys or config.keys, "light_ffn": is_light(config, light_ffn)}, []
+    told, records = {"keys": keys or config.keys, "light_ffn": config.light_ffn if light_ffn is None else light_ffn}, []
     for by_transform in savings_by_length(config, lengths, fraction, keys, light_ffn):
         found = by_transform["even_odd"]
         record = {"length": found.chiar.length, "fraction": fraction, **told}
@@ -140,15 +136,10 @@ def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> Route
     return RoutedText(f"{name}{note}", pieces, trace)
 
 
-def operators_of(trace: "RoutingTrace") -> list[str]:
-    """All that the model has, from light to dark."""
-    used = dict.fromkeys(name for layer in trace.layers for name in layer.operators)
-    return sorted(used, key=lambda name: [*MARKS].index(name) if name in MARKS else -1)
-
-
 def routing_views(routed: RoutedText) -> list[Any]:
     """A line a layer and a column a token (by its first character), light or dark, and a summary of each layer."""
-    trace, marks = routed.trace, {name: MARKS.get(name, PALE) for name in operators_of(routed.trace)}
+    trace = routed.trace
+    marks = {name: MARKS.get(name, PALE) for layer in trace.layers for name in layer.operators}
     views: list[Any] = [Text(routed.heading)]
     views.append(Text("  ").join(Text(f"{mark} {name}", style) for name, (mark, style) in marks.items()))
     firsts = "".join(first if (first := (piece.strip() or " ")[0]).isprintable() else "·" for piece in routed.pieces)
