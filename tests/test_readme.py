@@ -25,7 +25,7 @@ def commands(text):
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    for name in ("README.md", "tests"):
+    for name in ("README.md", "tests", "research"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
 

@@ -110,9 +110,12 @@ def check_tokenizer(folder: str, config: ChiarConfig, corpus: Any) -> list[str]:
     """InputError where the corpus was not prepared for this model; a remark where that cannot be told."""
     from chiar.data.tokenizers import Tokenizer
 
-    made = f"{corpus.folder} has a vocabulary of {corpus.vocab_size} ({corpus.tokenizer_kind})"
+    made, room = (
+        f"{corpus.folder} has a vocabulary of {corpus.vocab_size}",
+        f"the {config.vocab_size} entries of {folder}",
+    )
     if corpus.vocab_size > config.vocab_size:
-        raise InputError(f"{made}, more than the {config.vocab_size} entries of {folder}: prepare it for the model.")
+        raise InputError(f"{made}, more than {room}: prepare the corpus with the model's tokenizer.")
     if not Path(folder).is_dir():
         return [f"{folder} is a preset with random weights."]
     places = [place for place in (Path(folder), Path(folder) / "tokenizer") if (place / "tokenizer.json").is_file()]
