@@ -22,7 +22,7 @@ SCORES = (
     ("word perplexity (words + lines)", "word_perplexity", ",.6g"),
     ("bits per byte", "bits_per_byte", ".4f"),
     ("accuracy", "accuracy", ".2%"),
-    ("F1 of the second class", "f1", ".4f"),
+    ("F1 of {second}", "f1", ".4f"),
     ("Matthews correlation", "matthews", ".4f"),
 )
 """What is shown of scores, as what, in which format."""
@@ -129,6 +129,10 @@ class EvaluationReport:
     flops_length: int
     remarks: list[str] = field(default_factory=list)
 
+    @property
+    def kind(self) -> str:
+        return self.scores.kind
+
     def to_dict(self) -> dict[str, Any]:
         record = asdict(self)
         record["scores"] |= self.scores.derived()  # for readers of the file
@@ -178,7 +182,8 @@ def side_by_side(title: str, columns: dict[str, dict[str, str]]) -> Table:
 def score_rows(scores: LanguageScores | ClassScores) -> list[tuple[str, str]]:
     """Without what this kind of corpus, or this one, does not have."""
     known: dict[str, Any] = {**asdict(scores), "loss": scores.loss, **scores.derived()}
-    rows = [(name, shown(known[key], form)) for name, key, form in SCORES if known.get(key) is not None]
+    found = [(name, known[key], form) for name, key, form in SCORES if known.get(key) is not None]
+    rows = [(name.format(second=known.get("labels", [""])[-1]), shown(value, form)) for name, value, form in found]
     classes = known.get("class_accuracy", {}).items()
     return rows + [(f"accuracy on {name}", shown(share, ".2%")) for name, share in classes]
 
