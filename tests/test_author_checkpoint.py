@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import re
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +15,11 @@ from chiar.errors import InputError
 from chiar.kernels.basis import basis_matrix
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import make_transform
-from chiar.model.author_checkpoint import PUBLISHED_TAU, convert, import_checkpoint, read_file, read_tensors
-from transcription import Options, forward
+from chiar.model.author_checkpoint import PUBLISHED_TAU, convert, import_checkpoint, read_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
 META = json.loads((GOLDEN / "meta.json").read_text())
 TAU = 0.79  # midpoint of meta.json's tau_low and tau_high
-ROUTED = ["threshold", "soft", "hard"]
 
 
 def content(name):
@@ -58,50 +55,10 @@ def test_logits_entropies_and_routes_equal_the_authors(name, tmp_path):
         assert np.abs(output.routing.layers[0].gate_BT.numpy() - expected["g"]).max() < 1e-6
 
 
-@pytest.mark.parametrize("name", META)
-def test_the_independent_transcription_agrees_with_the_author_too(name):
-    """Both witnesses of test_against_transcription are tied to the same numbers."""
-    renames = (
-        (r"^(attns|ffns|ffn_norms)\.(\d+)", lambda found: f"layers.{found[2]}.{found[1][:-1]}"),
-        (r"^layers\.(\d+)\.", r"\1."),
-        (r"dct_mix\.w$", "filter"),
-        (r"dct_mix\.norm", "spectral_norm"),
-        (r"attns?\.norm", "attention_norm"),
-        (r"attns?\.(qkv|out)(_proj)?", r"attention.\1"),
-        (r"ffns?\.0", "ffn.up"),
-        (r"ffns?\.3", "ffn.down"),
-        (r"(meta_)?router\.gate_proj", lambda found: "gate" if found[1] else "router"),
-        (r"^token_emb\.weight", "token_emb"),
-    )
-    weights, layers = {}, META[name]["n_layers"]
-    for key, value in content(name)["model"].items():
-        ours = key
-        for pattern, replacement in renames:
-            ours = re.sub(pattern, replacement, ours)
-        scaled = 2 * value if ours.endswith("filter") else value
-        weights[ours] = (scaled.squeeze() if ours.startswith("gate.") else scaled).double().numpy()
-    baseline = name == "baseline"
-    options = Options(
-        layer_types=["attention"] * layers if baseline else ["spectral", "routed", "routed", "attention"],
-        heads=META[name]["n_heads"],
-        routing="threshold" if baseline else name,
-        thresholds=[TAU, TAU],
-        meta_router=not baseline,
-        entropy_eps=1e-8,
-        entropy_dc_weight=2.0,
-    )
-    expected = np.load(GOLDEN / f"{name}.npz")
-    result = forward(weights, expected["ids"], options)
-    assert np.abs(result["logits"] - expected["logits"]).max() < 1e-5
-    for layer in [] if baseline else [1, 2]:
-        assert np.abs(result["H"][layer] - expected[f"H.{layer}"]).max() < 1e-6
-        assert np.array_equal(result["choice"][layer], expected[f"route.{layer}"])
-
-
 def test_published_threshold_is_the_default_at_width_1024():
     assert PUBLISHED_TAU == {1024: 0.8954}
     with pytest.raises(InputError, match="none is published for width 32"):
-        convert(*read_tensors(content("threshold")))
+        convert(*read_checkpoint(GOLDEN / "threshold.pt"))
 
 
 def test_mixed_file_without_cfg_keeps_its_heads_apart(tmp_path):
@@ -115,17 +72,14 @@ def test_mixed_file_without_cfg_keeps_its_heads_apart(tmp_path):
     assert ChiarForCausalLM.from_pretrained(tmp_path / "model").config.thresholds == TAU
 
 
-@pytest.mark.parametrize("name", ROUTED)
-def test_bare_state_dict_needs_the_routing_only_where_it_is_ambiguous(name, tmp_path):
-    path = saved(tmp_path, content(name)["model"])
-    if name == "threshold":
-        import_checkpoint(path, tmp_path / "model", tau=TAU)
-        return
+def test_bare_state_dict_needs_the_routing_only_where_it_is_ambiguous(tmp_path):
+    import_checkpoint(saved(tmp_path, content("threshold")["model"]), tmp_path / "threshold", tau=TAU)
+    path = saved(tmp_path, content("hard")["model"])
     with pytest.raises(InputError, match="pass --routing soft or hard"):
         import_checkpoint(path, tmp_path / "model")
     assert not (tmp_path / "model").exists()
-    import_checkpoint(path, tmp_path / "model", routing=name)
-    assert ChiarForCausalLM.from_pretrained(tmp_path / "model").config.routing == name
+    import_checkpoint(path, tmp_path / "model", routing="hard")
+    assert ChiarForCausalLM.from_pretrained(tmp_path / "model").config.routing == "hard"
 
 
 @pytest.mark.parametrize("name", ["baseline", "threshold"])
@@ -166,13 +120,13 @@ DAMAGES = {
         put("layers.0.ffn.0.weight", torch.zeros(64, 32)),
         r"layers\.0\.ffn\.0\.weight has shape \(64, 32\), expected \(128, 32\)",
     ),
-    "missing layer": (without("layers.1."), r"nothing of layers\.1"),
-    "far layer": (put("layers.30000000.x", torch.zeros(1)), r"nothing of layers\.4"),
+    "missing layer": (without("layers.1."), r"unexpected layers\.2"),
+    "far layer": (put("layers.30000000.x", torch.zeros(1)), r"unexpected layers\.30000000\.x"),
     "untied output": (put("lm_head.weight", lambda tied: tied + 1), r"lm_head\.weight differs"),
     "no embedding": (without("token_emb.weight"), r"missing token_emb\.weight"),
     "not a tensor": (put("norm.weight", 3), r"'norm\.weight' is a int"),
-    "integers": (put("norm.weight", torch.zeros(32, dtype=torch.long)), r"norm\.weight has dtype"),
-    "sparse": (put("norm.weight", torch.eye(32).to_sparse()[0]), r"norm\.weight is not an ordinary dense tensor"),
+    "integers": (put("norm.weight", torch.zeros(32, dtype=torch.long)), r"norm\.weight \(torch\.int64\) is not"),
+    "sparse": (put("norm.weight", torch.eye(32).to_sparse()[0]), r"norm\.weight .* is not an ordinary dense tensor"),
     "terabytes": (put("token_emb.weight", torch.zeros(1).expand(10**11, 32)), r"larger than what the file stores"),
     "not a number": (
         put("norm.weight", torch.full((32,), torch.nan)),
@@ -233,12 +187,12 @@ def test_truncated_files_are_refused(keep, tmp_path):
     path = tmp_path / "short.pt"
     path.write_bytes(whole[: int(keep * len(whole))])
     with pytest.raises(InputError, match=r"not opened|not a readable checkpoint"):
-        read_file(path)
+        read_checkpoint(path)
 
 
 def test_epsilon_is_the_released_codes():
     """The golden states are too large to show it: on a small vector ε moves H visibly."""
-    config = convert(*read_tensors(content("threshold")), tau=TAU).config
+    config = convert(*read_checkpoint(GOLDEN / "threshold.pt"), tau=TAU).config
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)) * 1e-4
     basis = basis_matrix("dct", 32)
     energy = (x @ basis.T).square()
@@ -251,23 +205,19 @@ def test_epsilon_is_the_released_codes():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("soft", {"routing": "hard"}, "the file says 'soft'"),
-        ("soft", {"routing": "sooft"}, "the file says 'soft'"),
-        ("classifier", {"classifier_pool": "men"}, "'mean'"),
-        ("classifier", {"routing": "treshold"}, "Did you mean 'threshold'"),
-    ],
+    ("options", "message"),
+    [({"routing": "treshold"}, "Did you mean 'threshold'"), ({"classifier_pool": "men"}, "'mean'")],
 )
-def test_options_a_file_cannot_have(name, options, message, tmp_path):
+def test_options_a_file_cannot_have(options, message, tmp_path):
     tensors = {
         **content("threshold")["model"],
-        "classifier.weight": torch.zeros(3, 32),
-        "classifier.bias": torch.zeros(3),
+        "classifier.weight": torch.ones(3, 32),
+        "classifier.bias": torch.ones(3),
     }
-    path = GOLDEN / "soft.pt" if name == "soft" else saved(tmp_path, {"model": tensors})
     with pytest.raises(InputError, match=message):
-        import_checkpoint(path, tmp_path / "model", TAU, **options)
+        import_checkpoint(saved(tmp_path, {"model": tensors}), tmp_path / "model", TAU, **options)
+    with pytest.raises(InputError, match="the file says 'soft'"):
+        import_checkpoint(GOLDEN / "soft.pt", tmp_path / "model", routing="hard")
     assert not (tmp_path / "model").exists()
 
 

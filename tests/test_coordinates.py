@@ -138,7 +138,7 @@ def test_tied_output_weights_stay_tied_under_one_final_gamma():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"norm_position": "post"}, "only a pre-norm model"),
+        ({"norm_position": "post"}, "it is post-norm"),
         ({"norm": "layernorm"}, "LayerNorm subtracts the mean"),
         ({"basis": "identity"}, "in spectral coordinates already"),
         ({"temporal_everywhere": True}, "which no rotation passes"),
@@ -150,13 +150,9 @@ def test_models_without_spectral_coordinates(fields, message):
         to_spectral_coordinates(make(**fields))
 
 
-def test_a_filter_norm_with_many_gammas_is_refused_because_its_image_is_not_diagonal():
-    model = random_model(pre_norm())
-    with pytest.raises(InputError, match="layer 1 has a γ that differs between features"):
-        to_spectral_coordinates(model)
-    matrix_DD, gamma_D = basis_of(model.config), model.model.layers[0].norms["spectral"].weight.detach()
-    image_DD = (matrix_DD * gamma_D) @ matrix_DD.T
-    assert (image_DD - image_DD.diagonal().diag()).abs().max() > 0.1
+def test_a_filter_norm_with_many_gammas_is_refused():
+    with pytest.raises(InputError, match="has a γ that differs between features"):
+        to_spectral_coordinates(random_model(pre_norm()))
 
 
 def test_filter_norms_without_gamma_convert_after_training():
@@ -171,22 +167,6 @@ def test_filter_norms_without_gamma_convert_after_training():
     assert_same(model, to_spectral_coordinates(model), basis_of(config), input_ids=ids, labels=ids)
     with pytest.raises(InputError, match="filter_gamma=False needs norm_position='pre'"):
         small_config(filter_gamma=False)
-
-
-def test_fresh_weights_are_rotation_invariant():
-    """N(0, 0.02²) in every matrix: converted weights have the same mean, deviation and normal tails."""
-    torch.manual_seed(0)
-    config = pre_norm("v2-tiny", hidden_size=128, num_attention_heads=4, initializer_range=0.02)
-    converted = to_spectral_coordinates(ChiarForCausalLM(config))
-    for name, weight in converted.named_parameters():
-        if weight.ndim == 2 and weight.numel() > 10_000:
-            # 5 standard errors of the mean, the deviation and the fourth moment of n normal numbers.
-            n, z = weight.numel(), weight.detach().double() / 0.02
-            assert abs(float(z.mean())) < 5 * n**-0.5, name
-            assert abs(float(z.std()) - 1) < 5 * (2 * n) ** -0.5, name
-            assert abs(float(z.pow(4).mean()) - 3) < 5 * (96 / n) ** 0.5, name
-        elif weight.ndim == 1:
-            assert torch.equal(weight, torch.full_like(weight, weight[0].item())), f"{name} is 0 or 1 throughout"
 
 
 def test_the_command_writes_folders_that_open(tmp_path):

@@ -9,7 +9,6 @@ from chiar import RoutingTrace
 from chiar.errors import InputError
 from chiar.kernels.hash import uniform_hash
 from chiar.kernels.spectral_entropy import spectral_entropy
-from chiar.model.trace import LayerTrace
 
 ROWS, TOKENS, VOCABULARY = 3, 9, 257
 THREE = ["spectral", "rbf", "attention"]
@@ -48,20 +47,12 @@ def run(model, ids, **kwargs):
 
 
 def assert_equal(first, second):
-    """Same values of the same types; tensors of the same dtype."""
-    assert type(first) is type(second)
-    if isinstance(first, torch.Tensor):
-        assert first.dtype == second.dtype
-        assert torch.equal(first, second)
-    elif isinstance(first, list):
-        assert len(first) == len(second)
-        for one, other in zip(first, second, strict=True):
-            assert_equal(one, other)
-    elif isinstance(first, RoutingTrace | LayerTrace):
-        assert_equal(list(vars(first)), list(vars(second)))
-        assert_equal(list(vars(first).values()), list(vars(second).values()))
-    else:
-        assert first == second
+    """The same values; tensors of the same dtype."""
+    assert first.to_json() == second.to_json()
+    for one, other in zip([first, *first.layers], [second, *second.layers], strict=True):
+        assert [getattr(v, "dtype", type(v)) for v in vars(one).values()] == [
+            getattr(v, "dtype", type(v)) for v in vars(other).values()
+        ]
 
 
 def test_layers_are_described(model, ids):
@@ -135,15 +126,6 @@ def test_the_gate_mixes_the_first_layer(lively, ids):
     torch.testing.assert_close(output.hidden_states[1], expected, atol=1e-5, rtol=0)
 
 
-def test_random_choices_follow_their_key(lively):
-    ids = torch.randint(0, 20, (ROWS, TOKENS))
-    by_position = run(lively({"router": "random", "random_key": "position"}), ids).routing.layers[1].choice_BT
-    assert (by_position == by_position[0]).all()
-    by_token = run(lively({"router": "random", "random_key": "token"}), ids).routing.layers[1].choice_BT
-    for token in ids.unique():
-        assert len(by_token[ids == token].unique()) == 1
-
-
 def test_forced_routes_are_what_was_routed(model, ids):
     forced = {layer: torch.randint(0, 2, (ROWS, TOKENS)) for layer in model.config.routed_layers}
     if model.config.routing == "soft":
@@ -156,19 +138,15 @@ def test_forced_routes_are_what_was_routed(model, ids):
     assert not forced or (free.logits - output.logits).abs().max() > 0.01
 
 
-def test_asking_changes_no_output_and_nothing_is_returned_unless_asked(model, ids):
+def test_asking_changes_no_output_and_nothing_is_returned_unless_asked_or_attached(model, ids):
     with torch.no_grad():
         plain = model(ids)
         assert plain.routing is model.model(ids).routing is model(ids, output_routing=False).routing is None
+    asked = model(ids, output_routing=True)
     # The same program, with H computed beside it.
-    torch.testing.assert_close(plain.logits, run(model, ids).logits, atol=1e-5, rtol=0)
-
-
-def test_nothing_is_attached_to_the_graph(lively, ids):
-    model = lively({"router": "learned", "routing": "soft"}).train()
-    for layer in model(ids, output_routing=True).routing.layers:
-        tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
-        assert not any(tensor.requires_grad for tensor in tensors)
+    torch.testing.assert_close(plain.logits, asked.logits.detach(), atol=1e-5, rtol=0)
+    tensors = [value for layer in asked.routing.layers for value in vars(layer).values()]
+    assert not any(value.requires_grad for value in tensors if isinstance(value, torch.Tensor))
 
 
 def test_fractions_leave_padding_out(model, ids):
@@ -216,14 +194,12 @@ def test_a_value_that_is_not_a_number_is_refused(lively, ids):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        *((text, "not a routing trace") for text in ("{}", '{"format": "chiar-routing-trace/9"}', '{"layers": []}')),
-        *((text, "not a routing trace") for text in ("[1, 2]", '"text"', "not json")),
-        ('{"format": "chiar-routing-trace/1"}', "no layers"),
-        ('{"format": "chiar-routing-trace/1", "layers": [{"index": 0}]}', "damaged"),
+        *("{}", '{"format": "chiar-routing-trace/9"}', '{"layers": []}', "[1, 2]", '"text"', "not json"),
+        *(f'{{"format": "chiar-routing-trace/1"{rest}}}' for rest in ("", ', "layers": [{"index": 0}]')),
     ],
 )
-def test_something_else_is_refused(text, message):
-    with pytest.raises(InputError, match=message):
+def test_something_else_is_refused(text):
+    with pytest.raises(InputError, match="not a routing trace"):
         RoutingTrace.from_json(text)

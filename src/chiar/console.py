@@ -36,9 +36,9 @@ def write_json(out: Path, text: str, overwrite: bool = False) -> None:
     """To a file, or printed where the file is called -."""
     if str(out) == "-":
         typer.echo(text)
-        return
-    write_new(out, text, overwrite)
-    typer.echo(f"wrote {out}", err=True)  # what is printed may be another file's content, for another program
+    else:
+        write_new(out, text, overwrite)
+        typer.echo(f"wrote {out}", err=True)  # what is printed may be another file's content, for another program
 
 
 def guarded(command: Callable[[], Any]) -> None:
@@ -48,11 +48,8 @@ def guarded(command: Callable[[], Any]) -> None:
     try:
         load_plugins()
         command()
-    except InputError as error:
+    except (InputError, OSError) as error:
+        said = f"{error.strerror} ({error.filename})" if isinstance(error, OSError) and error.strerror else str(error)
         if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
-            typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        typer.echo(f"error: {error.strerror or error}{where}", err=True)
+            typer.echo(f"error: {said}", err=True)
         sys.exit(2)

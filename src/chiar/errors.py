@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-MANY = 24
-"""More names than one wants to read where one of them was surely meant."""
+MANY = 24  # more names than one wants to read where one of them was surely meant
 
 
 class InputError(ValueError):
@@ -26,11 +25,9 @@ def refuse_misspelt(kind: str, received: Iterable[str], allowed: Iterable[str]) 
 
 
 def unknown_name(kind: str, received: object, allowed: Iterable[str], more: str = "") -> InputError:
-    """`kind` 'received' is unknown: the nearest valid name, then all of them (unless they are many and one is near),
-    then what else may be wrong."""
+    """The nearest valid name, then all of them (unless they are many and one is near), then what else may be wrong."""
     names = list(allowed)
-    nearest = get_close_matches(str(received), names, n=1, cutoff=0.4)
-    near = bool(get_close_matches(str(received), names, n=1, cutoff=0.8))
+    nearest, near = (get_close_matches(str(received), names, n=1, cutoff=cutoff) for cutoff in (0.4, 0.8))
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     listed = "" if near and len(names) > MANY else f" Allowed: {', '.join(names)}."
     return InputError(f"unknown {kind} {received!r}.{hint}{listed}{more and ' ' + more}")

@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -12,17 +12,13 @@ from chiar.errors import InputError
 
 
 def check_file(path: Path) -> None:
-    """Raise InputError unless there is a file to read."""
-    if path.is_dir():
-        raise InputError(f"{path} is a folder, expected a file.")
     if not path.is_file():
         raise InputError(f"there is no file {path}.")
 
 
 def check_new(out: Path, overwrite: bool = False) -> None:
     """Raise InputError if something is there already, other than an empty folder or a file that may be replaced."""
-    free = not any(out.iterdir()) if out.is_dir() else overwrite or not out.exists()
-    if not free:
+    if any(out.iterdir()) if out.is_dir() else out.exists() and not overwrite:
         raise InputError(f"{out} exists already and is left as it is: choose another name or remove it first.")
 
 
@@ -45,14 +41,13 @@ def write_new(out: Path, text: str, overwrite: bool = False) -> None:
 
 def hold(lock: IO[str], busy: str) -> None:
     """Take the lock, or raise InputError. It is held by the process, not by the file: a killed one holds it no more."""
-    try:
+    with suppress(ImportError):  # Windows: two processes at a time are the user's to avoid
         import fcntl
-    except ImportError:  # Windows: two processes at a time are the user's to avoid
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(busy) from None
+
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(busy) from None
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def run_folder(path, losses, speeds=(90.0, 100.0, 300.0), tail="", data=None, **
 def test_gap_and_ratio(two):
     text, columns = compared(two)
     routed = columns["routed"]
-    assert (routed["token perplexity"], routed["loss, nats per token"]) == ("9.488", "2.2500")
+    assert (routed["token perplexity"], routed["loss, nats"]) == ("9.48774", "2.2500")
     assert (routed["gap to the baseline, nats"], routed["FLOPs ÷ baseline"]) == ("+0.2500", "0.7500")
     assert routed["f, mean of the routed layers"] == "0.2500" and "(pool: batch)" in routed["g, mean of the gate"]
     assert columns["base"]["gap to the baseline, nats"] == "+0.0000"
@@ -67,20 +67,13 @@ def test_gap_and_ratio(two):
     assert (routed["accuracy"], routed["gap to the baseline, nats"]) == ("70.00%", "+0.2500")
 
 
-def test_another_baseline(two):
-    for name in ("routed", str(two[1])):
-        assert compared(two, name)[1]["base"]["gap to the baseline, nats"] == "-0.2500"
-    with pytest.raises(InputError, match=r"unknown baseline 'route'\. Did you mean 'routed'"):
-        compared(two, "route")
-
-
 @pytest.mark.parametrize("changes", [{"fingerprint": "x"}, {"split": "valid"}, {"length": 8}, {"stride": 4}])
 def test_what_differs_is_refused_or_marked(tmp_path, two, changes):
     field = next(iter(changes)).replace("fingerprint", "corpus")
     other = write(tmp_path / "other.json", dataclasses.replace(ROUTED, **changes))
     with pytest.raises(InputError, match=f"other was evaluated with another {field} than base"):
         compared([*two, other])
-    columns = compared([*two, other], None, True)[1]
+    columns = compared([*two, other], True)[1]
     assert columns["other"]["evaluated"] == f"≠ {field}" and columns["routed"]["evaluated"] == "alike"
 
 
@@ -100,7 +93,7 @@ def test_runs_validated_otherwise_are_refused_or_marked(tmp_path, changes):
     runs.append(run_folder(tmp_path / "other", {"text": 2.5}, **changes))
     with pytest.raises(InputError, match=f"other was evaluated with another {field} than a: "):
         compared(runs)
-    text, columns = compared(runs, None, True)
+    text, columns = compared(runs, True)
     assert columns["other"]["evaluated"] == f"≠ {field}" and columns["b"]["evaluated"] == "alike"
     assert "mean little" in text
 
@@ -128,7 +121,6 @@ def test_runs_beside_reports(tmp_path, two):
         assert columns[name]["gap to the baseline, nats"] == "+0.2500"
         assert columns[name]["validation loss on b"] == "1.0000" and columns[name]["train tokens/s"] == "100"
     assert columns["plain"]["gap to the baseline, nats"] == "–" and columns["plain"]["validation loss on a"] == "2.5000"
-    assert "gap to the baseline, nats" not in compared([plain, *two], "plain")[1]["routed"]
 
 
 def test_bad_arguments(tmp_path, two):
@@ -136,16 +128,12 @@ def test_bad_arguments(tmp_path, two):
     (torn / "metrics.jsonl").write_text('x\n{"step": 1}\n')
     cases = [([tmp_path / "none.json"], "there is no file"), ([two[0], two[0]], "named twice")]
     cases += [([torn], "line 1 is damaged"), ([tmp_path], "neither a training run")]
-    cases += [([Path("v3-tiny")], "--data CORPUS, or --harness TASKS")]
+    cases += [([Path("v3-tiny")], "give --data or --harness")]
     for arguments, sentence in cases:
         assert sentence in run("eval", *arguments)[1]
-    for text, sentence in (
-        ("{", "not an evaluation report"),
-        ("[]", "does not say format"),
-        ('{"format": "chiar-evaluation/1"}', "is damaged"),
-    ):
+    for text in ("{", "[]", "{}", '{"format": "chiar-evaluation/2"}', '{"format": "chiar-evaluation/1"}'):
         damaged.write_text(text)
-        assert sentence in run("eval", damaged)[1]
+        assert "not an evaluation report" in run("eval", damaged)[1]
 
 
 def test_recorded_reports_are_still_read():

@@ -12,7 +12,7 @@ from evaluated import LENGTH, language_corpus, save, tiny_model
 from chiar.data.tokenizers import TokenizerChoice
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
-from chiar.evaluation.cli import OFFLINE, stay_offline
+from chiar.evaluation.cli import OFFLINE, prepare_harness
 from chiar.evaluation.harness import Reading
 from chiar.generation.writer import Sampling
 from commands import run
@@ -48,11 +48,9 @@ metric_list: [{metric: exact_match}]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--data CORPUS, or --harness TASKS"),
+        ([], "give --data or --harness"),
         (["--data", "x", "--harness", "y"], "--data CORPUS, or --harness TASKS"),
-        (["--harness", "y", "--stride", "4"], "--stride is for --data"),
-        (["--data", "x", "--few-shot", "1"], "--few-shot is for --harness"),
-        (["--harness", " ,"], "names of tasks"),
+        (["--data", "x", "--few-shot", "1"], "are for --harness"),
         (["--harness", "arc_easy"], "pip install 'chiar[harness]'"),
     ],
 )
@@ -67,15 +65,9 @@ def test_nothing_is_downloaded_though_the_libraries_were_imported_before(monkeyp
     for name in OFFLINE:
         monkeypatch.setenv(name, "0")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    stay_offline()
+    prepare_harness(False)
     with pytest.raises(huggingface_hub.errors.OfflineModeIsEnabled):
         huggingface_hub.HfApi().dataset_info("some/dataset")
-    datasets = pytest.importorskip("datasets")
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        monkeypatch.setattr(datasets.config, name, False)
-    stay_offline()
-    with pytest.raises(ConnectionError, match=r"(?i)offline"):
-        datasets.load_dataset("some/dataset")
 
 
 @pytest.fixture(scope="module")
@@ -139,21 +131,20 @@ def nats(model, ids, first=1):
     return float(logprobs.gather(1, targets[:, None]).sum()), bool((logprobs.argmax(-1) == targets).all())
 
 
-@pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v3-tiny"])
-@pytest.mark.parametrize("pool", ["causal", "sequence", "batch"])
+@pytest.mark.parametrize(("preset", "pool"), [("v1-tiny", "causal"), ("v3-tiny", "causal"), ("v3-tiny", "batch")])
 def test_scores_are_those_of_each_row_alone(downstream, preset, pool):
     """Also where a gate pools: such rows are read one by one, as HFLM pads without a mask."""
     model = tiny_model(preset, max_position_embeddings=64, eos_token_id=END, gate_pool=pool)
     best = int(model(torch.tensor([list(b"dark")])).logits[0, -1].argmax())
-    pairs = [(b"light", b" and dark"), (b"x", b"y"), (b"filter the", b" tokens of a"), (b"dark", [best]), (b"dark", [])]
+    pairs = [(b"light", b" and dark"), (b"x", b"y"), (b"filter the", b" tokens of a"), (b"dark", [best])]
     requests = [(("", str(number)), list(a), list(b)) for number, (a, b) in enumerate(pairs)]
     lm = downstream.ChiarLM(model, BYTES, Reading(64, batch_size=3))
     scored = lm._loglikelihood_tokens(requests, disable_tqdm=True)
-    for (_, context, continuation), (total, greedy) in zip(requests[:4], scored[:4], strict=True):
+    for (_, context, continuation), (total, greedy) in zip(requests, scored, strict=True):
         alone = nats(model, context + continuation, len(context))
         assert total == pytest.approx(alone[0], abs=1e-4)  # fp32, sums of up to 12 losses of up to 20 nats
         assert greedy == alone[1]
-    assert scored[3][1] and scored[4] == (0.0, True)
+    assert scored[3][1]
     with pytest.raises(InputError, match="raise --length"):
         lm._loglikelihood_tokens([(("", ""), [1], [2] * 65)], disable_tqdm=True)
 
@@ -198,30 +189,19 @@ def test_choices_and_writing_of_several_models(folder, tasks, tmp_path, model, c
 
 
 @pytest.mark.parametrize(
-    ("length", "wanted", "rooms", "cut", "short"),
-    [
-        (32, 8, [8, 8, 8], 1, 0),
-        (32, 24, [24, 18, 8], 1, 2),
-        (32, 256, [24, 18, 8], 1, 3),
-        (64, None, [56, 50, 22], 0, 3),
-        (2, 256, [1, 1, 1], 3, 3),
-    ],
+    ("length", "wanted", "rooms", "cut"),
+    [(32, 8, [8, 8, 8], 1), (32, 24, [24, 18, 8], 2), (64, None, [56, 50, 22], 3), (2, 256, [1, 1, 1], 3)],
 )
-def test_a_prompt_keeps_what_it_can(downstream, model, length, wanted, rooms, cut, short):
-    """Three prompts of 8, 14 and 42 tokens, each with room of its own, and an empty one."""
+def test_a_prompt_keeps_what_it_can(downstream, model, length, wanted, rooms, cut):
+    """Three prompts of 8, 14 and 42 tokens, each with room of its own."""
     from lm_eval.api.instance import Instance
 
-    lm, texts = (
-        downstream.ChiarLM(model, BYTES, Reading(length, batch_size=2)),
-        [TEXTS[0][:8], TEXTS[0][:14], TEXTS[0] * 2],
-    )
+    lm, texts = downstream.ChiarLM(model, BYTES, Reading(length)), [TEXTS[0][:8], TEXTS[0][:14], TEXTS[0] * 2]
     asked = {"until": ["\n"], **({} if wanted is None else {"max_gen_toks": wanted})}
     requests = [Instance("generate_until", {}, (text, asked), number) for number, text in enumerate(texts)]
     expected = [written(model, text.encode()[-(length - new) :], new) for text, new in zip(texts, rooms, strict=True)]
     assert lm.generate_until(requests, disable_tqdm=True) == expected
-    assert (lm.cut, lm.short) == (cut, short)
-    empty = Instance("generate_until", {}, ("", {"until": ["e"], "max_gen_toks": 1}), 3)
-    assert lm.generate_until([empty], disable_tqdm=True) == [written(model, [END], 1, "e")]
+    assert lm.cut == cut
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,20 @@
-"""Thresholds from streams: bounded, exact to a bin; what they promise is what routing does; they carry over."""
+"""Thresholds from streams: what they promise is what routing does; they carry over."""
 
 import json
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import Transform
 from chiar.model.load import load_config
-from chiar.routing.calibration import StreamingQuantiles, calibrate, cut, noise_quantiles, read_thresholds
+from chiar.routing.calibration import calibrate, cut, noise_entropies, read_thresholds, report
 from commands import run
 from helpers import small_config
 
-BIN = 1 / StreamingQuantiles.BINS
 TEXT = "\n\n".join(f"{n}: the overwhelming consensus of many scientists is that carbon matters." for n in range(200))
 SHORT = ["--steps", 2, "--batch", 2, "--micro-batch", 2, "--length", 16, "--no-compile", "--set", "precision=fp32"]
 
@@ -36,12 +34,6 @@ def make(preset="v3-tiny", **changes):
     return model.eval()
 
 
-def quantiles_of(values):
-    quantiles = StreamingQuantiles()
-    quantiles.add(values)
-    return quantiles
-
-
 def assert_splits(model, found, layers):
     """Routing by the thresholds found gives the reported splits: one token of 768 is 0.0013, a bin is cut inside."""
     model.model.set_thresholds(found.thresholds(2))
@@ -52,49 +44,21 @@ def assert_splits(model, found, layers):
         assert routing.attention_fraction(layer.layer) == pytest.approx(layer.split[-1], abs=0.005)
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
-@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=200), st.floats(0.0, 1.0))
-def test_quantiles_and_fractions_lie_within_a_bin_of_the_exact_ones(values, q):
-    data = torch.tensor(values, dtype=torch.float64)
-    quantiles = quantiles_of(data)
-    low = torch.quantile(data, q, interpolation="lower")
-    high = torch.quantile(data, q, interpolation="higher")
-    # Between order statistics any value is a quantile; ours is one of them up to the width of a bin.
-    position = q * len(values)
-    nearest = data.sort().values[[max(int(position) - 1, 0), min(int(position), len(values) - 1)]]
-    lowest, highest = min(low, nearest.min()), max(high, nearest.max())
-    assert lowest - BIN <= quantiles.quantile(q) <= highest + BIN
-    strict, loose = (data > q + BIN).double().mean(), (data >= q - BIN).double().mean()
-    assert strict - 1e-9 <= quantiles.fraction_above(q) <= loose + 1e-9
-
-
-def test_memory_does_not_grow_with_the_stream():
-    quantiles = StreamingQuantiles()
-    for _ in range(50):
-        quantiles.add(torch.rand(1000))
-    assert quantiles.counts.shape == (StreamingQuantiles.BINS,)
-    assert quantiles.total == 50_000
-
-
 def test_the_papers_percentiles_exactly():
     """On a ramp the p-th percentile is p."""
-    ramp = quantiles_of(torch.linspace(0, 1, 100_001))
-    for boundaries, fraction, cuts in [
-        (2, None, [0.33, 0.67]),
-        (1, None, [0.5]),
-        (1, 0.2, [0.8]),
-        (2, 0.2, [0.4, 0.8]),
-    ]:
-        assert cut(ramp, boundaries, fraction) == pytest.approx(cuts, abs=1e-4)
-    assert ramp.moments() == pytest.approx((0.5, 12**-0.5), abs=1e-4)
+    ramp, rules = np.linspace(0, 1, 100_001), ((2, None, [0.33, 0.67]), (1, None, [0.5]), (1, 0.2, [0.8]))
+    for boundaries, fraction, cuts in (*rules, (2, 0.2, [0.4, 0.8])):
+        assert cut(ramp, boundaries, fraction) == pytest.approx(cuts, abs=1e-9)
 
 
 def test_white_noise_is_at_distance_zero_from_itself_and_structure_is_not():
-    noise = noise_quantiles(64, 0.0, 1.0)
-    assert noise.distance(noise) == 0
+    noise = noise_entropies(64, 0.0, 1.0)
+    assert report(None, noise, [0.9], noise).distance_from_noise == 0
+    other = spectral_entropy(torch.randn(4096, 64), Transform()).double().numpy()
     # Two samples of one distribution: the 99.9% bound of the two-sample statistic is about 1.95·√(1/n + 1/m) = 0.034.
-    assert quantiles_of(spectral_entropy(torch.randn(4096, 64), Transform())).distance(noise) < 0.034
-    assert quantiles_of(spectral_entropy(torch.eye(64), Transform())).distance(noise) == 1
+    assert report(None, other, [0.9], noise).distance_from_noise < 0.034
+    tones = spectral_entropy(torch.eye(64), Transform()).double().numpy()
+    assert report(None, tones, [0.9], noise).distance_from_noise == 1
 
 
 def test_embedding_rule_is_the_midpoint_of_the_33rd_and_67th_percentiles():
@@ -103,11 +67,11 @@ def test_embedding_rule_is_the_midpoint_of_the_33rd_and_67th_percentiles():
     ids = torch.cat([batch["input_ids"] for batch in stream()])
     entropy = spectral_entropy(model.model.embed_tokens(ids).detach(), model.model.basis.transform()).flatten().double()
     low, high = torch.quantile(entropy, 0.33), torch.quantile(entropy, 0.67)
-    (report,) = found.layers
+    (layer,) = found.layers
     # 768 values of at most 257 tokens: a quantile may fall on either neighbour.
-    assert report.thresholds == [pytest.approx(float((low + high) / 2), abs=2e-3)]
-    assert report.split[1] == pytest.approx(float((entropy > report.thresholds[0]).double().mean()), abs=2e-3)
-    assert found.thresholds(3) == report.thresholds * 3
+    assert layer.thresholds == [pytest.approx(float((low + high) / 2), abs=2e-3)]
+    assert layer.split[1] == pytest.approx(float((entropy > layer.thresholds[0]).double().mean()), abs=2e-3)
+    assert found.thresholds(3) == layer.thresholds * 3
 
 
 @pytest.mark.parametrize(
@@ -126,11 +90,11 @@ def test_each_layer_gets_the_split_that_was_reported(fraction, changes):
 
 
 def test_embedding_rule_reports_the_split_of_every_routed_layer():
-    target = make(gate_pool="causal")
-    found = calibrate(make("baseline-tiny"), stream(), rule="embeddings", target=target)
+    model = make(gate_pool="causal")
+    found = calibrate(model, stream(), rule="embeddings")
     assert [layer.layer for layer in found.layers] == [None, 1, 2]
-    assert target.config.thresholds is None
-    assert_splits(target, found, found.layers[1:])
+    assert model.config.thresholds is None
+    assert_splits(model, found, found.layers[1:])
 
 
 @pytest.mark.parametrize("rule", ["layers", "embeddings"])
@@ -150,11 +114,9 @@ def test_padding_is_not_counted(rule):
 def test_three_operators_get_two_thresholds():
     model = make("v1-tiny", router="entropy")
     found = calibrate(model, stream())
-    for report in found.layers:
-        low, high = report.thresholds
-        assert low < high
-        assert len(report.split) == 3
-        assert all(0.25 < share < 0.42 for share in report.split)
+    for layer in found.layers:
+        assert layer.thresholds[0] < layer.thresholds[1] and len(layer.split) == 3
+        assert all(0.25 < share < 0.42 for share in layer.split)
     model.model.set_thresholds(found.thresholds(2))
     assert model.config.layer_thresholds() == [tuple(r.thresholds) for r in found.layers]
 
@@ -168,20 +130,14 @@ def test_what_does_not_settle_is_said_and_training_mode_is_given_back():
 
 
 def test_the_report_says_where_entropies_lie_and_on_which_side_of_noise():
-    """Embeddings that are pure tones have H far below noise; all but pure noise, none of it."""
+    """Embeddings that are pure tones have H far below noise."""
     model = ChiarForCausalLM(presets.get("baseline-tiny", basis="identity"))
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(257, 32) + torch.eye(257, 32).roll(1, 1))
-    ids = torch.arange(32).repeat(8, 1)
-    (low,) = calibrate(model, [{"input_ids": ids}], rule="embeddings").layers
+    (low,) = calibrate(model, [{"input_ids": torch.arange(32).repeat(8, 1)}], rule="embeddings").layers
     # Two equal coefficients of 32: H = log 2 / log 32 = 0.2.
     assert low.percentiles == {p: pytest.approx(0.2, abs=1e-4) for p in (5, 33, 50, 67, 95)}
-    assert low.shift_from_noise < -5
-    assert low.distance_from_noise == 1
-    torch.nn.init.normal_(model.model.embed_tokens.weight, generator=torch.Generator().manual_seed(0))
-    (white,) = calibrate(model, stream(rows=200), rule="embeddings").layers
-    assert abs(white.shift_from_noise) < 0.3
-    assert white.percentiles[5] < white.percentiles[50] < white.percentiles[95]
+    assert low.shift_from_noise < -5 and low.distance_from_noise == 1
 
 
 @pytest.mark.parametrize(
@@ -234,13 +190,6 @@ def test_a_run_is_trained_with_the_baselines_threshold(place):
     assert json.loads(run(*again, "-")[1]) == stored
 
 
-def test_the_corpus_is_read_as_its_text_would_be(place, tmp_path):
-    (tmp_path / "valid.u16").write_bytes((place / "corpus" / "valid.000.bin").read_bytes())
-    _, corpus = run(*measured(place), "--data", place / "corpus")
-    _, tokens = run(*measured(place), "--token-file", tmp_path / "valid.u16")
-    assert corpus == tokens
-
-
 def test_thresholds_of_layers_go_to_as_many_layers(place, tmp_path):
     run("calibrate", "v3-tiny", "--data", place / "corpus", "--length", 16, "--json", tmp_path / "layers.json")
     stored = json.loads((tmp_path / "layers.json").read_text())
@@ -269,5 +218,5 @@ def test_thresholds_that_do_not_carry(place, tmp_path, model, more, message):
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": "chiar-calibration/1"}', "{broken"])
 def test_other_files(tmp_path, text):
     (tmp_path / "tau.json").write_text(text)
-    with pytest.raises(InputError, match=r"not a (readable )?calibration"):
+    with pytest.raises(InputError, match="not a calibration"):
         read_thresholds(tmp_path / "tau.json", load_config("v3-tiny"))

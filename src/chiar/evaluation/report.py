@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,21 +12,33 @@ from chiar.errors import InputError, first_line
 from chiar.files import check_file
 
 FORMAT = "chiar-evaluation/1"
+SCORES = (
+    ("documents", "documents", ","),
+    ("… longer, and cut", "cut", ","),
+    ("tokens", "tokens", ","),
+    ("loss, nats", "loss", ".4f"),
+    ("unigram entropy of the same tokens, nats", "unigram_entropy", ".4f"),
+    ("token perplexity", "perplexity", ",.6g"),
+    ("word perplexity (words + lines)", "word_perplexity", ",.6g"),
+    ("bits per byte", "bits_per_byte", ".4f"),
+    ("accuracy", "accuracy", ".2%"),
+    ("F1 of {second}", "f1", ".4f"),
+    ("Matthews correlation", "matthews", ".4f"),
+)
+"""What is shown of scores, as what, in which format."""
 
 
 @dataclass(frozen=True)
 class LanguageScores:
-    """Next-token losses over `tokens` targets (all tokens but a split's first), and the size of the text they make up:
-    ends of text are targets and no text."""
+    """Next-token losses over `tokens` targets (all but a split's first), and the size of the text they make up."""
 
     kind: ClassVar[str] = "language"
     tokens: int
     nll: float  # mean loss, nats per token
     words: int
     lines: int
-    bytes: int
-    unigram_entropy: float | None = None
-    """Nats per token: entropy of the frequencies of these very targets, the least loss without any context."""
+    bytes: int  # ends of text are targets and no text
+    unigram_entropy: float | None = None  # of these very targets, nats per token: the least loss without any context
 
     @property
     def loss(self) -> float:
@@ -59,9 +71,8 @@ class ClassScores:
         return sum(row[i] for i, row in enumerate(self.confusion)) / self.documents
 
     def derived(self) -> dict[str, Any]:
-        """With the recognised share of each class (None: it has no documents), and of two classes GLUE's other metrics:
-        F1 of the second (0 where it is neither there nor guessed) and Matthews correlation (0 where either side knows
-        one class only)."""
+        """With the recognised share of each class (None: no documents); of two classes also GLUE's other metrics: F1 of
+        the second (0 if nobody names it) and Matthews correlation (0 if either side knows one class only)."""
         rows = zip(self.labels, self.confusion, strict=True)
         shares = {name: row[i] / sum(row) if sum(row) else None for i, (name, row) in enumerate(rows)}
         f1 = matthews = None
@@ -124,36 +135,28 @@ class EvaluationReport:
 
     def to_dict(self) -> dict[str, Any]:
         record = asdict(self)
-        # Derived figures are for readers of the file; from_dict computes them again.
-        record["scores"] |= self.scores.derived()
-        return {"format": FORMAT, "kind": self.kind, **record}
+        record["scores"] |= self.scores.derived()  # for readers of the file
+        return {"format": FORMAT, "kind": self.scores.kind, **record}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
 
     @classmethod
-    def from_dict(cls, data: Any) -> "EvaluationReport":
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise InputError(f"it does not say format {FORMAT!r}.")
-        try:
-            record = {known.name: data[known.name] for known in fields(cls)}
-            scores, stored = LanguageScores if data["kind"] == LanguageScores.kind else ClassScores, data["scores"]
-            needed = [known.name for known in fields(scores) if known.default is MISSING or known.name in stored]
-            record["scores"] = scores(**{name: stored[name] for name in needed})
-            layers = [LayerUse(**layer) for layer in data["routing"]["layers"]]
-            record["routing"] = RoutingUse(**{**data["routing"], "layers": layers})
-            return cls(**record)
-        except (KeyError, TypeError) as error:
-            missing = "it has no " if isinstance(error, KeyError) else ""
-            raise InputError(f"it is damaged: {missing}{first_line(error)}.") from error
-
-    @classmethod
     def read(cls, path: Path) -> "EvaluationReport":
         check_file(path)
         try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:  # from_dict's InputError too
-            raise InputError(f"{path} is not an evaluation report: {first_line(error)}") from error
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["format"] != FORMAT:
+                raise ValueError(f"it does not say format {FORMAT!r}.")
+            kind = LanguageScores if data["kind"] == LanguageScores.kind else ClassScores
+            record = {known.name: data[known.name] for known in fields(cls)}
+            names = {known.name for known in fields(kind)}  # derived figures lie beside them
+            record["scores"] = kind(**{name: value for name, value in data["scores"].items() if name in names})
+            layers = [LayerUse(**layer) for layer in data["routing"]["layers"]]
+            record["routing"] = RoutingUse(**{**data["routing"], "layers": layers})
+            return cls(**record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path} is not an evaluation report, or damaged: {first_line(error)}") from error
 
 
 def exponential(nats: float) -> float:
@@ -168,25 +171,6 @@ def shown(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def perplexity(value: float | None) -> str:
-    """By word, an untrained model's runs into the quadrillions."""
-    return shown(value, ",.3f" if value is None or value < 1e6 else ".3g")
-
-
-def report_tables(report: EvaluationReport) -> list[Table | str]:
-    """The figures, the routing of each layer, and every remark."""
-    how = f"{'documents cut to' if report.kind == ClassScores.kind else 'blocks of'} {report.length} tokens"
-    if report.stride is not None:
-        how = f"windows of {report.length}, stride {report.stride}"
-    title = f"{report.model} on {report.corpus} {report.split}, {how}, {report.precision} on {report.device}"
-    tables: list[Table | str] = [side_by_side(title, {"value": dict((*score_rows(report.scores), *cost_rows(report)))})]
-    if report.routing.layers:
-        shares = {f"layer {layer.layer + 1}": layer.use for layer in report.routing.layers}
-        columns = {name: {key: f"{share:.4f}" for key, share in use.items()} for name, use in shares.items()}
-        tables.append(side_by_side("share of tokens each operator got", columns))
-    return [*tables, *(f"note: {remark}" for remark in report.remarks)]
-
-
 def side_by_side(title: str, columns: dict[str, dict[str, str]]) -> Table:
     """A line for each figure that any of the columns has."""
     table = Table("", *columns, box=None, title=title, title_justify="left")
@@ -196,35 +180,19 @@ def side_by_side(title: str, columns: dict[str, dict[str, str]]) -> Table:
 
 
 def score_rows(scores: LanguageScores | ClassScores) -> list[tuple[str, str]]:
-    derived: dict[str, Any] = scores.derived()
-    if isinstance(scores, LanguageScores):
-        return [
-            ("tokens predicted", f"{scores.tokens:,}"),
-            ("loss, nats per token", f"{scores.nll:.4f}"),
-            ("unigram entropy of the same tokens, nats", shown(scores.unigram_entropy, ".4f")),
-            ("token perplexity", perplexity(derived["perplexity"])),
-            ("word perplexity (words + lines)", perplexity(derived["word_perplexity"])),
-            ("bits per byte", shown(derived["bits_per_byte"], ".4f")),
-        ]
-    rows = [
-        ("documents", f"{scores.documents:,} ({scores.cut:,} cut)"),
-        ("tokens", f"{scores.tokens:,}"),
-        ("accuracy", f"{scores.accuracy:.2%}"),
-        ("loss, nats per document", f"{scores.loss:.4f}"),
-        *((f"accuracy on {name}", shown(value, ".2%")) for name, value in derived["class_accuracy"].items()),
-    ]
-    if len(scores.labels) == 2:
-        rows.append((f"F1 of {scores.labels[1]}", shown(derived["f1"], ".4f")))
-        rows.append(("Matthews correlation", shown(derived["matthews"], ".4f")))
-    return rows
+    """Without what this kind of corpus, or this one, does not have."""
+    known: dict[str, Any] = {**asdict(scores), "loss": scores.loss, **scores.derived()}
+    found = [(name, known[key], form) for name, key, form in SCORES if known.get(key) is not None]
+    rows = [(name.format(second=known.get("labels", [""])[-1]), shown(value, form)) for name, value, form in found]
+    classes = known.get("class_accuracy", {}).items()
+    return rows + [(f"accuracy on {name}", shown(share, ".2%")) for name, share in classes]
 
 
 def cost_rows(report: EvaluationReport) -> list[tuple[str, str]]:
     routing = report.routing
-    gate = "–" if routing.gate is None else f"{routing.gate:.4f} (pool: {routing.gate_pool})"
     return [
         ("f, mean of the routed layers", shown(routing.fraction, ".4f")),
-        ("g, mean of the gate", gate),
+        ("g, mean of the gate", "–" if routing.gate is None else f"{routing.gate:.4f} (pool: {routing.gate_pool})"),
         (f"counted MFLOPs per token at T = {report.flops_length}", f"{report.flops / 1e6:,.3f}"),
         ("… ÷ attention in every layer", f"{report.flops / report.baseline_flops:.4f}"),
     ]

@@ -1,12 +1,12 @@
-"""Read the checkpoints of the author's released code and write them as folders `from_pretrained` opens.
-
-Nothing inside a file is ever executed: torch's restricted unpickler admits tensors and plain containers only.
-"""
+"""Checkpoints of the author's released code as folders `from_pretrained` opens. Nothing inside a file is ever executed:
+torch's restricted unpickler admits tensors and plain containers only."""
 
 import pickle
 import re
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import reduce
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +47,16 @@ BASELINE_NAMES = {r"layers\.(\d+)\.(attn|ffn|ffn_norm)\.": r"\2s.\1."}
 
 @dataclass
 class Imported:
-    """A converted checkpoint: our configuration and tensors, and what had to be assumed."""
+    """A converted checkpoint: our configuration and tensors, heads of mixed training, and what had to be assumed."""
 
     config: ChiarConfig
     tensors: dict[str, Tensor]
-    heads: dict[str, Tensor] = field(default_factory=dict)
-    """Classification heads of mixed training, under their own names."""
-    notes: list[str] = field(default_factory=list)
+    heads: dict[str, Tensor]
+    notes: list[str]
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The dictionary in a `.pt` file, or an InputError that says what is wrong with it."""
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by name and the stored cfg of a `.pt` file: {step, model, val_ppl, cfg} or a bare state dict."""
     check_file(path)
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -70,31 +69,23 @@ def read_file(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not a readable checkpoint (truncated or damaged): {first_line(error)}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path} holds a {type(content).__name__}, expected a dictionary with the model's tensors.")
-    return content
-
-
-def read_tensors(content: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by name and the stored cfg. Accepts {step, model, val_ppl, cfg} and a bare state dict."""
     tensors, stored = content.get("model", content), content.get("cfg")
     if not isinstance(tensors, dict) or not tensors:
         raise InputError("the checkpoint has no tensors under 'model'.")
     for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise InputError(f"the checkpoint's entry {name!r} is a {type(value).__name__}, expected a tensor.")
-        check_tensor(name, value)
+        # Only what is plainly numbers in memory: a stride of 0 can claim terabytes, a sparse tensor anything.
+        ordinary = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
+        if not ordinary or not value.dtype.is_floating_point:
+            raise InputError(f"tensor {name} ({value.dtype}) is not an ordinary dense tensor of floating point.")
+        if value.numel() == 0 or value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise InputError(
+                f"tensor {name} of shape {tuple(value.shape)} is empty or larger than what the file stores."
+            )
+        if not bool(value.isfinite().all()):
+            raise InputError(f"tensor {name} holds values that are not finite.")
     return dict(tensors), stored if isinstance(stored, dict) else {}
-
-
-def check_tensor(name: str, value: Tensor) -> None:
-    """Refuse what is not plainly numbers in memory: a stride of 0 can claim terabytes, a sparse tensor anything."""
-    if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
-        raise InputError(f"tensor {name} is not an ordinary dense tensor.")
-    if not value.dtype.is_floating_point:
-        raise InputError(f"tensor {name} has dtype {value.dtype}, expected floating point.")
-    if value.numel() == 0 or value.numel() * value.element_size() > value.untyped_storage().nbytes():
-        raise InputError(f"tensor {name} of shape {tuple(value.shape)} is empty or larger than what the file stores.")
-    if not bool(value.isfinite().all()):
-        raise InputError(f"tensor {name} holds values that are not finite.")
 
 
 def convert(
@@ -108,32 +99,27 @@ def convert(
     notes: list[str] = []
     tensors = {name.removeprefix("backbone."): value for name, value in tensors.items()}
     heads = {name: tensors.pop(name) for name in list(tensors) if name.startswith("_cls_head_")}
-    vocabulary, width = take_shape(tensors, "token_emb.weight", 2)
-    layer_types = find_layer_types(tensors)
-    head_size, length = find_rope(tensors)
+    vocabulary, width = shape_of(tensors, "token_emb.weight", 2)
+    layer_types, (head_size, length) = find_layer_types(tensors), find_rope(tensors)
     if width % head_size:
         raise InputError(f"the head size {head_size} in rope.inv_freq does not divide the width {width}.")
-    fields: dict[str, Any] = {
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "num_attention_heads": width // head_size,
-        "layer_types": layer_types,
-        "max_position_embeddings": length,
-        "meta_router": "meta_router.gate_proj.weight" in tensors,
-        "gate_init": "neutral",
-        "entropy_eps": ENTROPY_EPS,
-        "entropy_dc_weight": ENTROPY_DC_WEIGHT,
-    }
+    fields: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": width, "num_attention_heads": width // head_size}
+    fields |= {"layer_types": layer_types, "max_position_embeddings": length, "gate_init": "neutral"}
+    fields |= {"entropy_eps": ENTROPY_EPS, "entropy_dc_weight": ENTROPY_DC_WEIGHT}
+    fields |= {"meta_router": "meta_router.gate_proj.weight" in tensors}
     if "routed" in layer_types:
         has_router = any(".router.gate_proj." in name for name in tensors)
         fields["routing"] = find_routing(has_router, stored.get("routing_mode"), routing)
-        if not has_router:
-            fields["thresholds"] = find_threshold(tau, width, notes)
-        elif tau is not None:
+        if has_router and tau is not None:
             notes.append(f"{fields['routing']} routing has no threshold: --tau is not used.")
+        elif not has_router:
+            fields["thresholds"] = PUBLISHED_TAU.get(width) if tau is None else tau
+            if fields["thresholds"] is None:
+                raise InputError(f"the file carries no threshold and none is published for width {width}: pass --tau.")
+            if tau is None:
+                notes.append(f"the file carries no threshold; using the published τ = {fields['thresholds']} (--tau).")
     if "classifier.weight" in tensors:
-        fields["num_labels"] = take_shape(tensors, "classifier.weight", 2)[0]
-        fields["classifier_pool"] = classifier_pool
+        fields |= {"num_labels": shape_of(tensors, "classifier.weight", 2)[0], "classifier_pool": classifier_pool}
         notes.append(f"the file does not say how the classifier pools tokens; using {classifier_pool!r} (--pool).")
     elif heads:
         notes.append(f"{len(heads)} tensors of mixed-training heads are kept apart: {', '.join(sorted(heads))}.")
@@ -142,26 +128,16 @@ def convert(
 
 
 def find_layer_types(tensors: dict[str, Tensor]) -> list[str]:
-    baseline = count_layers(tensors, "attns")
-    if baseline:
-        return ["attention"] * baseline
-    kinds = []
-    for i in range(count_layers(tensors, "layers")):
-        light, dark = f"layers.{i}.dct_mix.w" in tensors, f"layers.{i}.attn.qkv.weight" in tensors
-        if not light and not dark:
-            raise InputError(f"layer {i} has neither layers.{i}.dct_mix.w nor layers.{i}.attn.qkv.weight.")
-        kinds.append("routed" if light and dark else "spectral" if light else "attention")
-    if not kinds:
-        raise InputError("no layers found: the tensors are named neither layers.N.* nor attns.N.*.")
-    return kinds
+    """Of the layers from 0 on; `rename` finds what is missing in one, or belongs to none."""
 
+    def layers(prefix: str) -> list[int]:
+        return [*takewhile(lambda i: any(name.startswith(f"{prefix}.{i}.") for name in tensors), count())]
 
-def count_layers(tensors: dict[str, Tensor], prefix: str) -> int:
-    found = {int(match[1]) for name in tensors if (match := re.match(rf"{prefix}\.(\d+)\.", name))}
-    for number in range(len(found)):
-        if number not in found:
-            raise InputError(f"missing tensors: the file has {prefix}.{max(found)} but nothing of {prefix}.{number}.")
-    return len(found)
+    held = [(f"layers.{i}.dct_mix.w" in tensors, f"layers.{i}.attn.qkv.weight" in tensors) for i in layers("layers")]
+    kinds = [("routed" if dark else "spectral") if light else "attention" for light, dark in held]
+    if found := ["attention"] * len(layers("attns")) or kinds:
+        return found
+    raise InputError("no layers found: the tensors are named neither layers.N.* nor attns.N.*.")
 
 
 def find_rope(tensors: dict[str, Tensor]) -> tuple[int, int]:
@@ -169,14 +145,14 @@ def find_rope(tensors: dict[str, Tensor]) -> tuple[int, int]:
     names = sorted(name for name in tensors if name.endswith("rope.inv_freq"))
     if not names:
         raise InputError("missing tensor: no *.rope.inv_freq, from which the number of heads follows.")
-    head_size = 2 * take_shape(tensors, names[0], 1)[0]
+    head_size = 2 * shape_of(tensors, names[0], 1)[0]
     frequencies = 10000.0 ** -(torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
     for name in names:
         value = tensors[name].float()
         if value.shape != frequencies.shape or not torch.allclose(value, frequencies, rtol=1e-4):
             raise InputError(f"{name} is not RoPE with base 10000 for heads of {head_size}.")
     cache = names[0].replace("inv_freq", "cos_cache")
-    return head_size, take_shape(tensors, cache, 2)[0] if cache in tensors else 256
+    return head_size, shape_of(tensors, cache, 2)[0] if cache in tensors else 256
 
 
 def find_routing(has_router: bool, stored: str | None, given: str | None) -> str:
@@ -193,53 +169,33 @@ def find_routing(has_router: bool, stored: str | None, given: str | None) -> str
     return routing
 
 
-def find_threshold(tau: float | None, width: int, notes: list[str]) -> float:
-    if tau is not None:
-        return tau
-    if width not in PUBLISHED_TAU:
-        raise InputError(
-            f"the file carries no threshold and none is published for width {width}: pass --tau, for example from "
-            "'chiar calibrate' on the baseline."
-        )
-    notes.append(f"the file carries no threshold; using the published τ = {PUBLISHED_TAU[width]} (--tau).")
-    return PUBLISHED_TAU[width]
-
-
 def rename(tensors: dict[str, Tensor], config: ChiarConfig) -> dict[str, Tensor]:
     """Our names and values; every tensor must be there, with the right shape, and none may be left over."""
     assert config.layer_types is not None
-    names = AUTHORS_NAMES | (BASELINE_NAMES if set(config.layer_types) == {"attention"} else {})
-    result: dict[str, Tensor] = {}
-    wrong: list[str] = []
-    used = {name for name in tensors if ROPE_BUFFER.fullmatch(name)} | {"lm_head.weight"}
+    rules = AUTHORS_NAMES | (BASELINE_NAMES if set(config.layer_types) == {"attention"} else {})
     expected = empty_model(config, "classifier.weight" in tensors).state_dict()
     expected.pop("lm_head.weight", None)
-    for ours, parameter in expected.items():
-        theirs, shape = ours, tuple(parameter.shape)
-        for pattern, replacement in names.items():
-            theirs = re.sub(pattern, replacement, theirs)
-        used.add(theirs)
-        if theirs not in tensors:
-            wrong.append(f"missing {theirs}")
-        elif tuple(tensors[theirs].shape) != shape:
-            wrong.append(f"{theirs} has shape {tuple(tensors[theirs].shape)}, expected {shape}")
-        else:
-            value = tensors[theirs].float().contiguous()
-            result[ours] = value * FILTER_SCALE if theirs.endswith("dct_mix.w") else value
+    theirs = {ours: reduce(lambda name, rule: re.sub(rule[0], rule[1], name), rules.items(), ours) for ours in expected}
+    used = {*theirs.values(), "lm_head.weight", *filter(ROPE_BUFFER.fullmatch, tensors)}
+    wrong = [f"missing {name}" for name in theirs.values() if name not in tensors]
+    for ours, name in theirs.items():
+        found, shape = tuple(getattr(tensors.get(name), "shape", ())), tuple(expected[ours].shape)
+        if name in tensors and found != shape:
+            wrong.append(f"{name} has shape {found}, expected {shape}")
     tied = tensors.get("lm_head.weight")
     if tied is not None and not wrong and not torch.equal(tied, tensors["token_emb.weight"]):
         wrong.append("lm_head.weight differs from token_emb.weight, to which it should be tied")
     wrong += [f"unexpected {name}" for name in sorted(set(tensors) - used)]
     if wrong:
         raise InputError("the tensors do not fit: " + "; ".join(wrong) + ".")
-    return result
+    scales = {name: FILTER_SCALE if name.endswith("dct_mix.w") else 1.0 for name in tensors}
+    return {ours: tensors[name].float().contiguous() * scales[name] for ours, name in theirs.items()}
 
 
-def take_shape(tensors: dict[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:
-    if name not in tensors:
-        raise InputError(f"the tensors do not fit: missing {name}.")
-    if tensors[name].ndim != dimensions:
-        raise InputError(f"{name} has shape {tuple(tensors[name].shape)}, expected {dimensions} dimensions.")
+def shape_of(tensors: dict[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:
+    if name not in tensors or tensors[name].ndim != dimensions:
+        found = f"{name} has shape {tuple(tensors[name].shape)}" if name in tensors else f"missing {name}"
+        raise InputError(f"the tensors do not fit: {found}, expected {dimensions} dimensions.")
     return tuple(tensors[name].shape)
 
 
@@ -249,12 +205,10 @@ def empty_model(config: ChiarConfig, classifier: bool) -> Any:
         return (ChiarForSequenceClassification if classifier else ChiarForCausalLM)(config)
 
 
-def import_checkpoint(
-    path: Path, out: Path, tau: float | None = None, routing: str | None = None, classifier_pool: str = "last"
-) -> Imported:
-    """Convert the file and write a complete model folder to `out`, which must not exist or be empty."""
+def import_checkpoint(path: Path, out: Path, *options: Any, **named: Any) -> Imported:
+    """Convert the file, with `convert`'s options, and write a complete model folder to `out`, which must be new."""
     check_new(out)
-    imported = convert(*read_tensors(read_file(path)), tau, routing, classifier_pool)
+    imported = convert(*read_checkpoint(path), *options, **named)
     model = empty_model(imported.config, "score.weight" in imported.tensors).to_empty(device="cpu")
     missing, unexpected = model.load_state_dict(imported.tensors, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)

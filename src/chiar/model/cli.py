@@ -20,19 +20,12 @@ def models() -> None:
     table = Table("preset", "parameters", "D", "heads", "layers", "positions", "operators", "router", "gate", box=None)
     for name in presets.NAMES:
         config = presets.get(name)
-        kinds = config.layer_types or []
-        routed = "routed" in kinds
-        table.add_row(
-            name,
-            f"{count_parameters(config):,}",
-            str(config.hidden_size),
-            str(config.num_attention_heads),
-            " ".join(f"{kinds.count(k)} {k}" for k in LAYER_TYPES if k in kinds),
-            config.positions,
-            "+".join(config.operators or []) if routed else "attention",
-            f"{config.router}/{config.routing}" if routed else "–",
-            config.gate_pool if config.meta_router else "–",
-        )
+        kinds, sizes = config.layer_types or [], (config.hidden_size, config.num_attention_heads)
+        layers = " ".join(f"{kinds.count(k)} {k}" for k in LAYER_TYPES if k in kinds)
+        routed = ("+".join(config.operators or []), f"{config.router}/{config.routing}")
+        chosen = routed if "routed" in kinds else ("attention", "–")
+        gate = config.gate_pool if config.meta_router else "–"
+        table.add_row(name, f"{count_parameters(config):,}", *map(str, sizes), layers, config.positions, *chosen, gate)
     show(table)
 
 

@@ -1,9 +1,8 @@
 """Rotating a model's residual stream: the same function, with the basis in the weights instead of in every layer.
 
-With pre-norm RMSNorm nothing between the matrices that write to the residual stream and those that read from it
-notices a rotation: x' = C x has the same root mean square. Readers become W diag(γ) Cᵀ with the norm's γ folded in,
-writers C W, embeddings E Cᵀ, and the basis becomes the identity: H is then a row reduction and the filter an
-element-wise product.
+With pre-norm RMSNorm nothing between writers to the residual stream and readers from it notices a rotation: x' = C x
+has the same root mean square. Readers become W diag(γ) Cᵀ with the norm's γ folded in, writers C W, embeddings E Cᵀ,
+and the basis becomes the identity: H is then a row reduction and the filter an element-wise product.
 """
 
 from collections.abc import Callable
@@ -36,11 +35,8 @@ ENDS = {CausalAttention: lambda op: (op.qkv.weight, op.out), RBFMixing: lambda o
 
 
 def to_spectral_coordinates(model: Model) -> Model:
-    """The same model with basis="identity": logits, H and routes agree to rounding. The given one stays as it is.
-
-    Dropout of embeddings and of the FFN's output falls on other coordinates, so only inference, and training without
-    dropout, are the same.
-    """
+    """The same model with basis="identity": logits, H and routes agree to rounding (training only without dropout,
+    which falls on other coordinates). The given one stays as it is."""
     config = model.config
     if config.basis == "identity":
         raise InputError("basis is 'identity': the model is in spectral coordinates already.")
@@ -73,55 +69,38 @@ def convert_folder(name: str, out: Path, coordinates: str) -> Any:
     load_config(str(source))
     if not source.is_dir():
         raise InputError(f"{name} is a preset with random weights: give the folder of a model.")
-    kind = ChiarForCausalLM if architecture(str(source)) == "ChiarForCausalLM" else ChiarForSequenceClassification
-    model = open_weights(kind, str(source))
-    converted = convert(model)
-    heads = {
-        corpus: convert(as_classifier(model.model, head, [str(i) for i in range(head.out_features)])).score
-        for corpus, head in read_heads(source).items()
-    }
+    language = architecture(str(source)) == "ChiarForCausalLM"
+    model = open_weights(ChiarForCausalLM if language else ChiarForSequenceClassification, str(source))
+    converted, heads = convert(model), {}
+    for corpus, head in read_heads(source).items():
+        heads[corpus] = convert(as_classifier(model.model, head, [str(i) for i in range(head.out_features)])).score
     with new_folder(out) as aside:
         converted.save_pretrained(aside)
-        if heads:
-            save_heads(aside, heads)
+        save_heads(aside, heads)
         copy_tokenizer(source, aside)
     return converted
 
 
 def check_can_turn(model: Model) -> None:
     """Raise InputError where no rotation of the weights gives the same function."""
-    config = model.config
-    if config.norm_position != "pre":
-        raise InputError(
-            "only a pre-norm model has spectral coordinates: a post-norm layer multiplies the residual stream itself "
-            "by γ, one feature at a time, which no rotation passes."
-        )
-    if config.norm != "rmsnorm":
-        raise InputError(
-            "only a model with norm='rmsnorm' has spectral coordinates: LayerNorm subtracts the mean over features, "
-            "a direction that a rotation turns away."
-        )
-    if any(isinstance(module, TemporalFilter) for module in model.modules()):
-        raise InputError(
-            "a model with temporal filters has no spectral coordinates: they work on one feature at a time, which no "
-            "rotation passes."
-        )
-    for number, layer in enumerate(model.model.layers, 1):
-        assert isinstance(layer, Block)
-        known = all(type(operator) in (SpectralFilter, *ENDS) for operator in layer.operators.values())
-        own_router = layer.router is not None and not isinstance(layer.router, LearnedRouter)
-        if not known or (own_router and config.router_kind.reads_state):
-            raise InputError(
-                "a model with an operator of your own, or a router of your own that reads states, has no spectral "
-                "coordinates: nobody knows how to rotate its weights."
-            )
-        for name, operator in layer.operators.items():
-            if isinstance(operator, SpectralFilter) and not has_one_gamma(layer.norms[name]):
-                raise InputError(
-                    f"the filter's norm in layer {number} has a γ that differs between features, so C diag(γ) Cᵀ is "
-                    "not diagonal and the filter no element-wise product: train with filter_gamma=False, or with "
-                    "basis='identity' from the start."
-                )
+    config, layers = model.config, [layer for layer in model.model.layers if isinstance(layer, Block)]
+    operators = [operator for layer in layers for operator in layer.operators.values()]
+    routers = [layer.router for layer in layers if layer.router is not None]
+    own = not all(type(operator) in (SpectralFilter, *ENDS) for operator in operators)
+    own |= config.router_kind.reads_state and not all(isinstance(router, LearnedRouter) for router in routers)
+    filters = [layer.norms[name] for layer in layers for name in layer.operators if name == "spectral"]
+    reasons = {
+        "it is post-norm: γ multiplies the residual stream itself": config.norm_position != "pre",
+        "LayerNorm subtracts the mean over features, a direction that a rotation turns": config.norm != "rmsnorm",
+        "its temporal filters work on one feature at a time, which no rotation passes": any(
+            isinstance(module, TemporalFilter) for module in model.modules()
+        ),
+        "nobody knows how to rotate an operator of your own, or a router of your own that reads states": own,
+        "a filter's norm has a γ that differs between features, so C diag(γ) Cᵀ is not diagonal: train with "
+        "filter_gamma=False, or with basis='identity' from the start": not all(map(has_one_gamma, filters)),
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        raise InputError(f"the model has no spectral coordinates: {reason}.")
 
 
 def turned(model: Model, turn: Turn, basis: str, seed: int) -> Model:
@@ -160,16 +139,14 @@ def turn_layer(layer: Block, turn: Turn) -> None:
         turn_reader(reads, turn, gammas[name])
         turn_writer(writes, turn)
     if isinstance(layer.router, LearnedRouter):
-        # It reads [x; H], with x as attention reads it.
-        gamma_D = gammas["attention"]
+        gamma_D = gammas["attention"]  # it reads [x; H], with x as attention reads it
         turn_reader(layer.router.score.weight[:, : len(gamma_D)], turn, gamma_D)
     turn_reader(layer.ffn.up.weight, turn, take_gamma(layer.ffn_norm))
     turn_writer(layer.ffn.down, turn)
 
 
-def take_gamma(norm: nn.Module) -> Tensor:
+def take_gamma(norm: Any) -> Tensor:
     """A norm's γ, which becomes 1; a norm may have none."""
-    assert isinstance(norm, nn.RMSNorm)
     if norm.weight is None:
         return torch.ones(norm.normalized_shape)
     gamma_D = norm.weight.detach().clone()
@@ -194,6 +171,5 @@ def exact(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().double()
 
 
-def has_one_gamma(norm: nn.Module) -> bool:
-    assert isinstance(norm, nn.RMSNorm)
+def has_one_gamma(norm: Any) -> bool:
     return norm.weight is None or bool((norm.weight == norm.weight[0]).all())

@@ -1,8 +1,5 @@
-"""Classifiers as a decoder and a head: how a run exports them, how an evaluation opens them.
-
-A run whose first corpus is classified exports a ChiarForSequenceClassification. Heads of further corpora, and of those
-a language model was trained beside, lie in `heads.safetensors` in the same folder, by the corpus' name.
-"""
+"""Classifiers as a decoder and a head. A run whose first corpus is classified exports a ChiarForSequenceClassification;
+heads of further corpora, and of those beside a language model, lie in `heads.safetensors`, by the corpus' name."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -47,11 +44,12 @@ def export_model(model: Any, corpus: Classified, target: Path) -> None:
         as_classifier(model.language.model, heads.pop(corpus.name), corpus.labels).save_pretrained(target)
     else:
         model.language.save_pretrained(target)
-    if heads:
-        save_heads(target, heads)
+    save_heads(target, heads)
 
 
 def save_heads(folder: Path, heads: dict[str, nn.Linear]) -> None:
+    if not heads:
+        return
     named = {f"{name}.{part}": value for name, head in heads.items() for part, value in head.state_dict().items()}
     save_file({name: value.detach().cpu().contiguous() for name, value in named.items()}, folder / HEADS)
 
@@ -74,21 +72,16 @@ def read_heads(folder: Path) -> dict[str, nn.Linear]:
 
 def open_classifier(name: str, corpus: Classified) -> ChiarForSequenceClassification:
     """The classifier a folder holds for a corpus: the head of the corpus' name, or the folder's own classifier."""
-    heads = read_heads(Path(name))
-    own = Path(name).is_dir() and architecture(name) != "ChiarForCausalLM"
+    heads, own = read_heads(Path(name)), Path(name).is_dir() and architecture(name) != "ChiarForCausalLM"
     kind = ChiarForSequenceClassification if own else ChiarForCausalLM
     if corpus.name in heads:
-        head = heads[corpus.name]
-        if head.out_features != len(corpus.labels):
-            raise InputError(
-                f"the head for {corpus.name} in {name} knows {head.out_features} classes, but {corpus.folder} has "
-                f"{len(corpus.labels)}: it was trained on another corpus of that name."
-            )
+        head, classes = heads[corpus.name], len(corpus.labels)
+        if head.out_features != classes:
+            told = f"the head for {corpus.name} in {name} knows {head.out_features} classes"
+            raise InputError(f"{told}, but {corpus.folder} has {classes}: it was trained on another corpus.")
         return as_classifier(open_weights(kind, name).model, head, corpus.labels)
     if own:
         return open_weights(kind, name)
     if heads:
         raise InputError(f"{name} has no head for {corpus.name}, only for {', '.join(heads)}.")
-    raise InputError(
-        f"{name} is a language model without a classifier: it has no classes to choose from; chiar finetune makes one."
-    )
+    raise InputError(f"{name} is a language model without a classifier: chiar finetune makes one.")

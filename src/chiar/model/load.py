@@ -25,13 +25,12 @@ def copy_tokenizer(source: Path | None, target: Path) -> None:
 
 
 def choose_device(name: str) -> torch.device:
+    here = torch.cuda.is_available()
     if name not in DEVICES:
         raise unknown_name("device", name, DEVICES)
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "cuda" and not here:
         raise InputError("there is no CUDA device here: use --device cpu.")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    return torch.device(name if name != "auto" else "cuda" if here else "cpu")
 
 
 def describe_device(device: torch.device) -> str:
@@ -59,10 +58,8 @@ def load_config(name: str) -> ChiarConfig:
         if kind != ChiarConfig.model_type:
             raise InputError(f"{name} holds a {kind!r} model, not a CHIAR-Former.")
         return ChiarConfig.from_pretrained(name)
-    if Path(name).exists():
-        raise InputError(f"{name} is not a model folder: it has no config.json.")
-    if "/" in name:
-        raise InputError(f"there is no folder {name}.")
+    if Path(name).exists() or "/" in name:
+        raise InputError(f"there is no folder {name} with a config.json.")
     if name not in presets.NAMES:
         raise unknown_name("preset or folder", name, presets.NAMES)
     return presets.get(name)
@@ -92,11 +89,11 @@ def load_weights(folder: str, config: ChiarConfig) -> Any:
     """A language model of this configuration to train on, in fp32, with the weights of a folder; a classifier's too."""
     from chiar.model.modeling import ChiarForCausalLM
 
-    return open_weights(ChiarForCausalLM, folder, whole=True, config=config, dtype=torch.float32)
+    return open_weights(ChiarForCausalLM, folder, config=config, dtype=torch.float32)
 
 
-def open_weights(kind: Any, folder: str, whole: bool = False, **options: Any) -> Any:
-    """A model of class `kind` with all its weights from a folder; `whole`: and no layer of the folder left over."""
+def open_weights(kind: Any, folder: str, **options: Any) -> Any:
+    """A model of class `kind` with all its weights from a folder, and none left over but a classifier's head."""
     logging.disable_progress_bar()
     try:
         model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
@@ -104,8 +101,7 @@ def open_weights(kind: Any, folder: str, whole: bool = False, **options: Any) ->
         raise InputError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
     if info["missing_keys"]:
         raise InputError(f"{folder} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
-    left = sorted(name for name in info["unexpected_keys"] if not name.startswith("score."))
-    if whole and left:
+    if left := sorted(name for name in info["unexpected_keys"] if not name.startswith("score.")):
         raise InputError(f"the model has no place for {left[0]} of {folder}: keep the folder's own configuration.")
     return model
 
@@ -114,11 +110,12 @@ def check_tokenizer(folder: str, config: ChiarConfig, corpus: Any) -> list[str]:
     """InputError where the corpus was not prepared for this model; a remark where that cannot be told."""
     from chiar.data.tokenizers import Tokenizer
 
+    made, room = (
+        f"{corpus.folder} has a vocabulary of {corpus.vocab_size}",
+        f"the {config.vocab_size} entries of {folder}",
+    )
     if corpus.vocab_size > config.vocab_size:
-        raise InputError(
-            f"{corpus.folder} has a vocabulary of {corpus.vocab_size} ({corpus.tokenizer_kind}), more than the "
-            f"{config.vocab_size} entries of {folder}: prepare the corpus with the model's tokenizer."
-        )
+        raise InputError(f"{made}, more than {room}: prepare the corpus with the model's tokenizer.")
     if not Path(folder).is_dir():
         return [f"{folder} is a preset with random weights."]
     places = [place for place in (Path(folder), Path(folder) / "tokenizer") if (place / "tokenizer.json").is_file()]
@@ -129,10 +126,7 @@ def check_tokenizer(folder: str, config: ChiarConfig, corpus: Any) -> list[str]:
     except InputError as error:
         return [f"the tokenizers of model and corpus were not compared: {error}"]
     if own != corpus.tokenizer_fingerprint:
-        raise InputError(
-            f"{corpus.folder} was prepared with another tokenizer ({corpus.tokenizer_kind}, {corpus.vocab_size} "
-            f"entries) than the one in {folder}: prepare it again with that one."
-        )
+        raise InputError(f"{made} and was prepared with another tokenizer than the one in {folder}: prepare it again.")
     return []
 
 

@@ -22,16 +22,11 @@ class LayerTrace:
     index: int
     kind: str
     operators: list[str]
-    choice_BT: Tensor
-    """Index into `operators`."""
-    weights_BTK: Tensor
-    """What each operator's output was multiplied by (one-hot unless routing is soft)."""
-    entropy_BT: Tensor | None = None
-    """H of the layer's input."""
-    probabilities_BTK: Tensor | None = None
-    """The learned router's softmax."""
-    gate_BT: Tensor | None = None
-    """The MetaRouter's g (layer 1 only)."""
+    choice_BT: Tensor  # index into `operators`
+    weights_BTK: Tensor  # what each operator's output was multiplied by (one-hot unless routing is soft)
+    entropy_BT: Tensor | None = None  # H of the layer's input
+    probabilities_BTK: Tensor | None = None  # the learned router's softmax
+    gate_BT: Tensor | None = None  # the MetaRouter's g (layer 1 only)
     thresholds: list[float] | None = None
 
 
@@ -43,21 +38,12 @@ def trace_layer(index: int, layer: nn.Module, output: LayerOutput, context: Toke
         choice_BT = torch.zeros_like(context.positions_BT)
         route = Route(choice_BT, one_hot(choice_BT, 1))
     if isinstance(layer.router, EntropyRouter):
-        thresholds = list(layer.router.values)
-        if layer.router.follows:
-            assert context.threshold is not None
-            thresholds = [float(context.threshold)]
-    return LayerTrace(
-        index=index,
-        kind=layer.kind,
-        operators=list(layer.operators),
-        choice_BT=route.choice_BT,
-        weights_BTK=route.weights_BTK.detach(),
-        entropy_BT=None if output.entropy_BT is None else output.entropy_BT.detach(),
-        probabilities_BTK=None if route.probabilities_BTK is None else route.probabilities_BTK.detach(),
-        gate_BT=None if gate_BT1 is None else gate_BT1.detach()[..., 0],
-        thresholds=thresholds,
-    )
+        followed = context.threshold if layer.router.follows else None
+        thresholds = list(layer.router.values) if followed is None else [float(followed)]
+    optional = (output.entropy_BT, route.probabilities_BTK, None if gate_BT1 is None else gate_BT1[..., 0])
+    entropy_BT, probabilities_BTK, gate_BT = (value if value is None else value.detach() for value in optional)
+    chosen = (list(layer.operators), route.choice_BT, route.weights_BTK.detach())
+    return LayerTrace(index, layer.kind, *chosen, entropy_BT, probabilities_BTK, gate_BT, thresholds)
 
 
 @dataclass
@@ -65,8 +51,7 @@ class RoutingTrace:
     """All layers of one forward pass."""
 
     layers: list[LayerTrace]
-    real_BT: Tensor
-    """False marks padding."""
+    real_BT: Tensor  # False marks padding
     token_ids_BT: Tensor | None = None
     gate_pool: str | None = None
 
@@ -88,20 +73,14 @@ class RoutingTrace:
 
     @classmethod
     def from_json(cls, text: str) -> "RoutingTrace":
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(f"this is not a routing trace: it is not JSON ({error}).") from error
-        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-            raise InputError(f"this is not a routing trace: it does not say format {FORMAT!r}.")
-        if not isinstance(data.get("layers"), list):
-            raise InputError("this routing trace has no layers: it is incomplete.")
-
         def tensors(record: dict[str, Any]) -> dict[str, Any]:
             is_tensor = {key: key.endswith(("_BT", "_BTK")) and value is not None for key, value in record.items()}
             return {key: torch.tensor(value) if is_tensor[key] else value for key, value in record.items()}
 
         try:
+            data = json.loads(text)
+            if data.pop("format") != FORMAT:
+                raise ValueError(f"it does not say format {FORMAT!r}")
             return cls(**tensors(data) | {"layers": [LayerTrace(**tensors(layer)) for layer in data["layers"]]})
-        except (TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"this routing trace is damaged: {first_line(error)}") from error
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise InputError(f"this is not a routing trace, or damaged: {first_line(error)}") from error

@@ -9,7 +9,7 @@ import typer
 
 from chiar.console import Json, ModelName, Overwrite, show, write_json
 from chiar.errors import InputError
-from chiar.files import check_new
+from chiar.files import check_new, new_folder
 
 Tokenizer = Annotated[Path | None, typer.Option(metavar="FOLDER", help="If the model folder has none.")]
 
@@ -45,7 +45,6 @@ def flops(
 def calibrate(
     model: ModelName,
     text_file: Annotated[Path | None, typer.Option(metavar="FILE", help="UTF-8 text to calibrate on.")] = None,
-    token_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Ids instead: .npy, or raw uint16.")] = None,
     data: Annotated[Path | None, typer.Option(metavar="CORPUS", help="A prepared corpus instead.")] = None,
     split: Annotated[str, typer.Option(help="Split of the corpus.")] = "valid",
     tokenizer: Tokenizer = None,
@@ -54,9 +53,6 @@ def calibrate(
     rows: Annotated[int, typer.Option(min=1, help="Rows of text to read.")] = 200,
     length: Annotated[int, typer.Option(min=1, help="Tokens a row.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
-    apply_to: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Who gets the thresholds, if not MODEL.")
-    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="New folder for the calibrated model.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="For train --thresholds; - to print.")] = None,
     overwrite: Overwrite = False,
@@ -64,51 +60,46 @@ def calibrate(
     """Measure the entropies a model produces and set the routing thresholds from them."""
     import numpy as np
     from rich.progress import Progress
+    from transformers.utils import logging
 
     from chiar.data.shards import Corpus
-    from chiar.data.tokens import batches, encode, read_text_file, read_token_file
-    from chiar.model.load import check_tokenizer, load_model, resolve_model
-    from chiar.routing.calibration import calibrate, check_comparable, save_calibrated, to_json
+    from chiar.data.tokens import batches, encode, read_text_file
+    from chiar.model.load import check_tokenizer, copy_tokenizer, load_model, resolve_model
+    from chiar.routing.calibration import calibrate, to_json
     from chiar.routing.tables import calibration_table
 
-    if [text_file, token_file, data].count(None) != 2:
-        raise InputError("give the stream to calibrate on as exactly one of --text-file, --token-file and --data.")
-    if apply_to is not None and out is None:
-        raise InputError("--apply-to needs --out: the calibrated model goes to a new folder.")
-    if apply_to is not None and rule != "embeddings":
-        raise InputError("--apply-to goes with --rule embeddings: per-layer thresholds belong to the model measured.")
+    if (text_file is None) == (data is None):
+        raise InputError("give the stream to calibrate on as exactly one of --text-file and --data.")
     if json is not None and str(json) != "-":
         check_new(json, overwrite)
     if out is not None:
         check_new(out)
     measured, folder = load_model(resolve_model(model)[0])
+    if out is not None and not measured.config.routed_layers:
+        raise InputError("the model has no routed layers to write thresholds for: use --json, then train --thresholds.")
     if data is not None:
         corpus = Corpus.open(data)
         check_tokenizer(str(folder or model), measured.config, corpus)
         opened = corpus.split(split)
         ids = opened.read(0, min(rows * length, opened.tokens))
-    elif token_file is not None:
-        ids = read_token_file(token_file)
     else:
         assert text_file is not None
         ids = np.array(encode(read_text_file(text_file), measured.config, folder, tokenizer)[0], dtype=np.int64)
-    target, target_folder = measured, folder
-    if apply_to is not None:
-        target, target_folder = load_model(resolve_model(str(apply_to))[0])
-        check_comparable(measured.config.to_dict(), target.config)
-    if out is not None and not target.config.routed_layers:
-        raise InputError("the model to write has no routed layers: name one that has with --apply-to.")
-    stream = batches(ids, rows, length, batch)
     with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("reading tokens", total=None)
-        advance = partial(bar.advance, task)
-        found = calibrate(measured, stream, rule, fraction, target, progress=advance)
+        advance = partial(bar.advance, bar.add_task("reading tokens", total=None))
+        found = calibrate(measured, batches(ids, rows, length, batch), rule, fraction, progress=advance)
     if str(json) != "-":
         show(calibration_table(found, model))
         if not found.converged:
             typer.echo("warning: the splits were still moving in the last pass: read more rows.")
     if out is not None:
-        save_calibrated(target, found, out, (tokenizer, target_folder))
+        measured.model.set_thresholds(found.thresholds(len(measured.config.routed_layers)))
+        logging.disable_progress_bar()
+        with new_folder(out) as aside:
+            measured.save_pretrained(aside)
+            (aside / "calibration.json").write_text(to_json(found, measured.config), encoding="utf-8")
+            for source in (tokenizer, folder):
+                copy_tokenizer(source, aside)
         typer.echo(f"wrote {out}", err=str(json) == "-")
     if json is not None:
         write_json(json, to_json(found, measured.config), overwrite)

@@ -1,10 +1,9 @@
 """Counted floating-point operations of a forward pass, per token, by layer, operator and route.
 
 A multiply-add is 2 FLOPs. Counted: every matrix product (projections, scores, DCT, router, gate, output projection),
-and the W multiply-adds a channel of filters along time, whose taps are made once a pass and cost nothing a token.
-Excluded: norms, activations, softmax, biases, residual sums, dropout, the embedding look-up, the row reduction that
-turns a spectrum into H, all of order D a token, and the gate where it is computed once a batch or row. Training costs
-about three times as much, in the same proportions.
+and the W multiply-adds a channel of filters along time. Excluded: norms, activations, softmax, biases, residual sums,
+dropout, the embedding look-up, the reduction of a spectrum to H, all of order D a token, and the gate where it is
+computed once a batch or row. Training costs about three times as much, in the same proportions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,32 +21,30 @@ Shares = Sequence[Mapping[str, float]]
 """For each routed layer, the share of tokens each operator runs on."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """FLOPs per token of one part of one layer (layer None: outside the layers)."""
-
-    layer: int | None
-    part: str
-    flops: float
+Costs = dict[tuple[int | None, str], float]
+Setting = tuple[float, str, bool]
+"""FLOPs of one transform, which tokens are keys, whether light tokens run the FFN of routed layers."""
 
 
 @dataclass(frozen=True)
 class FlopCount:
-    """The costs of one model at one length."""
+    """FLOPs per token of one model at one length, by layer (None: outside the layers) and part."""
 
-    costs: tuple[Cost, ...]
+    costs: Costs
     length: int
 
     @property
     def total(self) -> float:
-        return sum(cost.flops for cost in self.costs)
+        return sum(self.costs.values())
 
     def part(self, *parts: str, layers: Sequence[int] | None = None) -> float:
         """FLOPs of the named parts, in all layers or only some."""
-        return sum(c.flops for c in self.costs if c.part in parts and (layers is None or c.layer in layers))
+        return sum(
+            n for (layer, part), n in self.costs.items() if part in parts and (layers is None or layer in layers)
+        )
 
     def layer(self, layer: int) -> float:
-        return sum(cost.flops for cost in self.costs if cost.layer == layer)
+        return sum(flops for (where, _), flops in self.costs.items() if where == layer)
 
 
 def count_flops(
@@ -58,41 +55,26 @@ def count_flops(
     light_ffn: bool | None = None,
     transform: str = "even_odd",
 ) -> FlopCount:
-    """What routing has to compute when each token runs only its own operator.
-
-    `shares` are what a trace measured, or `operator_shares` of an f; its default when not given. `transform` is one of
-    TRANSFORMS. The filter Cᵀ diag(w) C costs two, to the spectrum and back, as it runs.
-    """
+    """What routing has to compute when each token runs only its own operator. `shares` are what a trace measured, or
+    `operator_shares` of an f; its default when not given. The filter Cᵀ diag(w) C costs two transforms."""
     if length < 1:
         raise InputError(f"length must be at least 1, got {length}.")
-    transform_cost = transform_flops(config, transform)
-    keys = config.keys if keys is None else keys
-    if keys not in CHOICES["keys"]:
-        raise unknown_name("keys", keys, CHOICES["keys"])
-    light_ffn = config.light_ffn if light_ffn is None else light_ffn
+    setting = checked_setting(config, keys, light_ffn, transform)
     shares_of = dict(zip(config.routed_layers, checked_shares(config, shares), strict=True))
-
     assert config.layer_types is not None
-    costs: list[Cost] = []
+    costs = model_costs(config)
     for i, kind in enumerate(config.layer_types):
         runs = shares_of.get(i, {kind: 1.0})
-        key_shares = runs if keys == "routed" else {name: float(share > 0) for name, share in runs.items()}
-        works = {
-            name: Work(share, key_shares[name], visible_pairs(length, share, key_shares[name]), transform_cost)
-            for name, share in runs.items()
-        }
-        apart = kind == "routed" and not light_ffn
-        ffn_runs = sum(share for name, share in runs.items() if not is_light(name)) if apart else 1.0
-        costs += layer_costs(config, i, works, ffn_runs, transform_cost)
-    return FlopCount((*costs, *model_costs(config)), length)
+        gives = runs if setting[1] == "routed" else {name: float(share > 0) for name, share in runs.items()}
+        pairs = {name: visible_pairs(length, share, gives[name]) for name, share in runs.items()}
+        works = {name: Work(share, gives[name], pairs[name], setting[0]) for name, share in runs.items()}
+        costs |= layer_costs(config, i, works, setting)
+    return FlopCount(costs, length)
 
 
 def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | None = None) -> list[dict[str, float]]:
-    """The shares of f, for all routed layers or one a layer; with three operators the rest is shared evenly.
-
-    When not given f is the target_fraction, the random router's own, else ½. A static router's layers decide for
-    themselves, and under soft routing every operator runs on every token.
-    """
+    """The shares of f, for all routed layers or one a layer; with three operators the rest is shared evenly. When not
+    given f is the target_fraction, the random router's own, else ½. A static router's layers decide for themselves."""
     assert config.operators is not None
     count, others = len(config.routed_layers), len(config.operators) - 1
     if config.routing == "soft":
@@ -119,13 +101,24 @@ def checked_shares(config: ChiarConfig, shares: Shares | None) -> Shares:
     if len(shares) != len(config.routed_layers):
         raise InputError(f"shares of {len(shares)} layers for {len(config.routed_layers)} routed layers.")
     total = len(config.operators) if config.routing == "soft" else 1
-    for share in shares:
+    for share in map(dict, shares):
         if set(share) != set(config.operators) or not all(0.0 <= value <= 1.0 for value in share.values()):
-            raise InputError(f"a share between 0 and 1 is needed for each of {config.operators}, got {dict(share)}.")
-        # Measured shares are rounded to six digits in metrics.
-        if abs(sum(share.values()) - total) > 1e-5:
-            raise InputError(f"shares of a layer must add up to {total} under {config.routing} routing: {dict(share)}.")
+            raise InputError(f"a share between 0 and 1 is needed for each of {config.operators}, got {share}.")
+        if abs(sum(share.values()) - total) > 1e-5:  # measured shares are rounded to six digits in metrics
+            raise InputError(f"shares of a layer must add up to {total} under {config.routing} routing: {share}.")
     return shares
+
+
+def checked_setting(config: ChiarConfig, keys: str | None, light_ffn: bool | None, transform: str) -> Setting:
+    """The model's own where not given. Only a DCT of even width has halves, and the identity costs nothing."""
+    if keys not in (None, *CHOICES["keys"]):
+        raise unknown_name("keys", keys, CHOICES["keys"])
+    if transform not in TRANSFORMS:
+        raise unknown_name("transform", transform, TRANSFORMS)
+    D = config.hidden_size
+    halved = transform == "even_odd" and config.basis == "dct" and D % 2 == 0
+    cost = 0.0 if transform == "free" or config.basis == "identity" else float(D * D if halved else 2 * D * D)
+    return cost, keys or config.keys, config.light_ffn if light_ffn is None else light_ffn
 
 
 def route_costs(
@@ -134,40 +127,29 @@ def route_costs(
     shares: Shares | None = None,
     keys: str | None = None,
     light_ffn: bool | None = None,
-    transform: str = "even_odd",
 ) -> dict[str, float]:
     """FLOPs of one token in the first routed layer, by the operator it takes. Keys it gives to others are its cost."""
     assert config.operators is not None
-    keys, light_ffn = keys or config.keys, config.light_ffn if light_ffn is None else light_ffn
-    first = checked_shares(config, shares)[0]
-    layer, transform_cost = config.routed_layers[0], transform_flops(config, transform)
+    setting = checked_setting(config, keys, light_ffn, "even_odd")
+    first, routed = checked_shares(config, shares)[0], setting[1] == "routed"
     result = {}
     for taken in config.operators:
-        works = {}
-        for name in config.operators:
-            runs = float(name == taken)
-            pairs = visible_pairs(length, runs, first[name] if keys == "routed" else 1.0)
-            works[name] = Work(runs, 1.0 if keys == "all" else runs, pairs, transform_cost)
-        ffn_runs = 1.0 if light_ffn or not is_light(taken) else 0.0
-        result[taken] = sum(cost.flops for cost in layer_costs(config, layer, works, ffn_runs, transform_cost))
+        runs = {name: float(name == taken) for name in config.operators}
+        pairs = {name: visible_pairs(length, runs[name], first[name] if routed else 1.0) for name in runs}
+        works = {n: Work(share, share if routed else 1.0, pairs[n], setting[0]) for n, share in runs.items()}
+        result[taken] = sum(layer_costs(config, config.routed_layers[0], works, setting).values())
     return result
 
 
 def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
-    """What dense execution runs: every operator on every token, full T×T score matrices.
-
-    This is what `torch.utils.flop_counter` sees, and agrees with it exactly; but it sees no filters along time.
-    """
+    """What dense execution runs: every operator on every token, full T×T score matrices. This is what
+    `torch.utils.flop_counter` sees, and agrees with it exactly; but it sees no filters along time."""
     assert config.layer_types is not None and config.operators is not None
-    transform_cost = transform_flops(config, "even_odd")
-    costs: list[Cost] = []
+    costs, setting = model_costs(config), checked_setting(config, None, None, "even_odd")
     for i, kind in enumerate(config.layer_types):
-        names = config.operators if kind == "routed" else [kind]
-        works = dict.fromkeys(names, Work(1.0, 1.0, float(length), transform_cost))
-        apart = kind == "routed" and not config.light_ffn
-        ffn_runs = sum(not is_light(name) for name in names) if apart else 1
-        costs += layer_costs(config, i, works, float(ffn_runs), transform_cost)
-    return FlopCount((*costs, *model_costs(config)), length)
+        names, work = config.operators if kind == "routed" else [kind], Work(1.0, 1.0, float(length), setting[0])
+        costs |= layer_costs(config, i, dict.fromkeys(names, work), setting)
+    return FlopCount(costs, length)
 
 
 def counted_parts() -> tuple[str, ...]:
@@ -180,24 +162,17 @@ def visible_pairs(length: int, queries: float, keys: float) -> float:
     return queries * (keys * (length - 1) / 2 + 1)
 
 
-def transform_flops(config: ChiarConfig, transform: str) -> float:
-    """Of one row, to the basis or back. Only a DCT of even width has halves, and the identity costs nothing."""
-    if transform not in TRANSFORMS:
-        raise unknown_name("transform", transform, TRANSFORMS)
-    D = config.hidden_size
-    if transform == "free" or config.basis == "identity":
-        return 0.0
-    halved = transform == "even_odd" and config.basis == "dct" and D % 2 == 0
-    return float(D * D if halved else 2 * D * D)
-
-
-def layer_costs(
-    config: ChiarConfig, layer: int, works: Mapping[str, Work], ffn_runs: float, transform_cost: float
-) -> list[Cost]:
+def layer_costs(config: ChiarConfig, layer: int, works: Mapping[str, Work], setting: Setting) -> Costs:
     """What each operator of a layer has to do, the router, the feed-forward network and a filter for every token."""
     assert config.intermediate_size is not None and config.layer_types is not None
+    transform_cost, _, light_ffn = setting
+    routed, dark = (
+        config.layer_types[layer] == "routed",
+        sum(work.share for n, work in works.items() if not is_light(n)),
+    )
+    ffn_runs = dark if routed and not light_ffn else 1.0
     costs = {"ffn": ffn_runs * 4 * config.hidden_size * config.intermediate_size}
-    if config.layer_types[layer] == "routed":
+    if routed:
         kind = config.router_kind
         costs["router"] = kind.count(config) + (transform_cost if kind.reads_entropy else 0.0)
     counts = [OPERATORS[name].count(name, config, work) for name, work in works.items()]
@@ -206,27 +181,20 @@ def layer_costs(
     for count in counts:
         for part, flops in count.items():
             costs[part] = costs.get(part, 0.0) + flops
-    return [Cost(layer, part, flops) for part, flops in costs.items() if flops]
+    return {(layer, part): flops for part, flops in costs.items() if flops}
 
 
-def model_costs(config: ChiarConfig) -> list[Cost]:
-    """What a model costs once, whatever its layers are."""
-    logits = Cost(None, "logits", 2.0 * config.hidden_size * config.vocab_size)
-    # Under the batch and sequence pools the gate is one product a batch or row: nothing a token.
-    has_gate = config.meta_router and config.gate_pool == "causal"
-    return [Cost(0, "gate", 2.0 * config.hidden_size), logits] if has_gate else [logits]
+def model_costs(config: ChiarConfig) -> Costs:
+    """What a model costs once. Under the batch and sequence pools the gate is nothing a token."""
+    gate = 2.0 * config.hidden_size if config.meta_router and config.gate_pool == "causal" else 0.0
+    return {(0, "gate"): gate, (None, "logits"): 2.0 * config.hidden_size * config.vocab_size}
 
 
 def baseline_of(config: ChiarConfig) -> ChiarConfig:
     """The same sizes with attention in every layer."""
-    assert config.layer_types is not None
-    return ChiarConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-        layer_types=["attention"] * len(config.layer_types),
-    )
+    sizes = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")
+    layer_types = ["attention"] * len(config.layer_types or [])
+    return ChiarConfig(layer_types=layer_types, **{name: getattr(config, name) for name in sizes})
 
 
 @dataclass(frozen=True)
@@ -249,14 +217,11 @@ def compare_flops(
     transform: str = "even_odd",
 ) -> Savings:
     chiar = count_flops(config, length, shares, keys, light_ffn, transform)
-    baseline = count_flops(baseline_of(config), length)
-    routed = config.routed_layers
-    attention = ("projections", "scores")
-    before = baseline.part(*attention, layers=routed)
-    return Savings(
-        chiar=chiar,
-        baseline=baseline,
-        total=1.0 - chiar.total / baseline.total,
-        attention_in_routed_layers=1.0 - chiar.part(*attention, layers=routed) / before if routed else None,
-        attention_share_of_baseline=baseline.part(*attention) / baseline.total,
+    baseline, routed, attention = (
+        count_flops(baseline_of(config), length),
+        config.routed_layers,
+        ("projections", "scores"),
     )
+    before, after = (count.part(*attention, layers=routed) for count in (baseline, chiar))
+    share = baseline.part(*attention) / baseline.total
+    return Savings(chiar, baseline, 1.0 - chiar.total / baseline.total, 1.0 - after / before if routed else None, share)
