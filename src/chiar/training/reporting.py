@@ -130,7 +130,9 @@ def training_flops(config: ChiarConfig, length: int, shares: Shares | None = Non
     backward pass costs twice the forward pass, but for the spectrum of the entropy router, which has none.
     """
     count = count_dense_execution(config, length) if shares is None else count_flops(config, length, shares)
-    without_backward = count.part("router") if config.router == "entropy" and not config.router_kind.has_gradient else 0.0
+    without_backward = (
+        count.part("router") if config.router == "entropy" and not config.router_kind.has_gradient else 0.0
+    )
     return 3.0 * count.total - 2.0 * without_backward
 
 
