@@ -25,7 +25,6 @@ def prepare(
     vocab_size: A[int | None, Option(help="Entries of a trained bpe (8192).")] = None,
     like: A[Path | None, Option(help="Take the tokenizer of this prepared corpus.")] = None,
     from_hub: A[bool, Option("--from-hub", help="Fetch WikiText or the gpt2 tokenizer if no path is given.")] = False,
-    workers: A[int | None, Option(help="Processes that tokenise; one a core by default.")] = None,
     shard_tokens: A[int, Option(help="Tokens a shard.")] = 1 << 26,
     split_fractions: A[str | None, Option(help="Shares of train, valid, test, if not given (0.9,0.05,0.05).")] = None,
     field: A[str | None, Option(help="Field of .jsonl, column of .parquet with the text (text).")] = None,
@@ -40,7 +39,7 @@ def prepare(
 ) -> None:
     """Turn a corpus into token shards with a manifest. Interrupted, the same command goes on where it stopped."""
     from chiar.data.catalog import build_source
-    from chiar.data.prepare import Bars
+    from chiar.data.prepare import Display
     from chiar.data.prepare import prepare as prepare_corpus
     from chiar.data.tokenizers import TokenizerChoice
 
@@ -54,8 +53,8 @@ def prepare(
     )  # fmt: skip
     source.name = name or source.name
     choice = TokenizerChoice(tokenizer, tokenizer_path, vocab_size, like, from_hub)
-    with (bars := Bars()).progress:
-        prepare_corpus(source, out, choice, workers=workers, shard_tokens=shard_tokens, display=bars)
+    with (display := Display(quiet=False)).progress:
+        prepare_corpus(source, out, choice, shard_tokens=shard_tokens, display=display)
     typer.echo(f"wrote {out}")
     show_corpus(out)
 
@@ -73,9 +72,9 @@ def show_corpus(
     if folder is None:
         from chiar.data.catalog import CATALOG
 
-        catalog = Table("name", "kind", "what", "read from", "offline", box=None)
+        catalog = Table("name", "kind", "what", "read from", box=None)
         for name, listed in CATALOG.items():
-            catalog.add_row(name, listed.kind, listed.about, listed.needs, listed.offline)
+            catalog.add_row(name, listed.kind, listed.about, listed.needs)
         return show(catalog)
 
     from chiar.data.shards import Corpus

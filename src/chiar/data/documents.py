@@ -32,7 +32,16 @@ PUBLISHED = {
     "mrpc": {"train": 3_668, "valid": 408},
     "rte": {"train": 2_490, "valid": 277},
 }
-PUBLISHED |= {f"{name}-raw": sizes for name, sizes in PUBLISHED.items() if name.startswith("wikitext")}
+# Columns of tables by their names in lower case; a pair becomes one text with a newline between.
+TEXT_COLUMNS = (
+    ("text",),
+    ("review",),
+    ("sentence",),
+    ("source",),
+    ("sentence1", "sentence2"),
+    ("#1 string", "#2 string"),
+)
+LABEL_COLUMNS = ("label", "sentiment", "target", "quality")
 
 
 class Document(NamedTuple):
@@ -80,21 +89,62 @@ class Source:
         if self.carve:
             found["train"] = found.get("train", 0) + found.pop("valid", 0)
         remarks = []
-        for split, size in PUBLISHED.get(self.name, {}).items():
+        for split, size in PUBLISHED.get(self.name.removesuffix("-raw"), {}).items():
+            what = "train and valid together hold" if self.carve and split == "train" else f"{split} holds"
             if split not in found:
                 remarks.append(f"{self.name} has no {split} split here.")
             elif found[split] != size:
-                what = "train and valid together hold" if self.carve and split == "train" else f"{split} holds"
                 counted = f"{found[split]:,} {'word tokens' if words else 'documents'}"
                 remarks.append(f"{what} {counted}, the published {self.name} {size:,}: not the same set.")
         return remarks
 
     def expected_bytes(self, split: str) -> int | None:
         """About how much text the split holds, where the sizes of its files say so; for the progress bar only."""
-        files = self.paths.get("train" if split in self.carve else split)
-        if not files or any(path.suffix in COMPRESSIONS for path in files):
-            return None
-        return int(sum(path.stat().st_size for path in files) * self.carve.get(split, 1.0))
+        files = self.paths.get("train" if split in self.carve else split, [])
+        plain = files and not any(path.suffix in COMPRESSIONS for path in files)
+        return int(sum(path.stat().st_size for path in files) * self.carve.get(split, 1.0)) if plain else None
+
+
+class Table(Source):
+    """Labelled texts, one a row: .csv with quotes as usual, anything else tab-separated without them."""
+
+    kind = "classification"
+    spellings: dict[str, int]  # how files write the labels
+    columns: tuple[list[int], int] = ([1], 0)  # of the text and the label, where no header names them
+
+    def checked(self, text: str, label: int) -> str:
+        """The text as it is kept, or a ValueError."""
+        return text
+
+    def read_file(self, path: Path) -> Iterator[Document]:
+        csv.field_size_limit(2**30)  # a review can be longer than the usual 128 KiB
+        style: Any = {} if plain_name(path).endswith(".csv") else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+        rows = csv.reader(read_lines(path), **style)
+        try:
+            first = next(rows, None)
+            if first is None:
+                raise InputError(f"{path} is empty.")
+            head = [cell.strip().lower() for cell in first]
+            texts = next(([head.index(name) for name in names] for names in TEXT_COLUMNS if {*names} <= {*head}), None)
+            label_at = next((head.index(name) for name in LABEL_COLUMNS if name in head), None)
+            if texts is None or label_at is None:
+                texts, label_at = self.columns
+                rows = csv.reader(read_lines(path), **style)
+            for row in rows:
+                if not any(row):
+                    continue
+                if len(row) <= max(*texts, label_at):
+                    raise ValueError(f"it has {len(row)} columns, expected {max(*texts, label_at) + 1}")
+                label, text = self.spellings.get(row[label_at].strip().lower()), "\n".join(row[at] for at in texts)
+                if label is None:
+                    raise ValueError(f"label {row[label_at]!r} is none of {', '.join(self.spellings)}")
+                if not text.strip():
+                    raise ValueError("it has a label but no text")
+                yield Document(self.checked(text, label), label)
+        except InputError:
+            raise
+        except (csv.Error, ValueError) as error:
+            raise InputError(f"{path}, line {rows.line_num} cannot be read: {error}.") from error
 
 
 def split_by_hash(text: str, fractions: dict[str, float]) -> str:
@@ -107,9 +157,10 @@ def split_by_hash(text: str, fractions: dict[str, float]) -> str:
 def carve_all(fractions: Fractions | None = None) -> dict[str, float]:
     """For a corpus that comes as one piece: the share of each split that has one."""
     fractions = fractions or DEFAULT_FRACTIONS
-    if not all(0.0 <= f <= 1.0 for f in fractions) or abs(sum(fractions) - 1.0) > 1e-6 or fractions[0] == 0.0:
-        rule = "split fractions must lie between 0 and 1, add up to 1 and leave some for train"
-        raise InputError(f"{rule}: {fractions}.")
+    if min(fractions) < 0.0 or abs(sum(fractions) - 1.0) > 1e-6 or fractions[0] == 0.0:
+        raise InputError(
+            f"split fractions must lie between 0 and 1, add up to 1 and leave some for train: {fractions}."
+        )
     return {name: fraction for name, fraction in zip(SPLITS, fractions, strict=True) if fraction}
 
 
@@ -117,6 +168,11 @@ def carve_valid(given: Collection[str], fractions: Fractions | None = None) -> d
     """For a corpus that may lack a validation set: its share is taken out of train."""
     valid = carve_all(fractions).get("valid")
     return {"train": 1.0 - valid, "valid": valid} if valid and "train" in given and "valid" not in given else None
+
+
+def spelling(option: str) -> str:
+    """An option as the command line spells it."""
+    return {"fractions": "--split-fractions", "unit": "--documents"}.get(option, f"--{option.replace('_', '-')}")
 
 
 def plain_name(path: Path) -> str:
@@ -130,14 +186,13 @@ def split_of_file(path: Path) -> str | None:
     return named.pop() if len(named) == 1 else None
 
 
-def find_files(folder: Path, names: dict[str, tuple[str, ...]]) -> dict[str, list[Path]]:
+def find_files(folder: Path, names: dict[str, list[str]]) -> dict[str, list[Path]]:
     """By split, the first of its names that lies in the folder, compressed or not."""
-    found: dict[str, list[Path]] = {}
-    for split, candidates in names.items():
-        for path in (folder / f"{name}{ending}" for name in candidates for ending in ("", *COMPRESSIONS)):
-            if path.is_file():
-                found.setdefault(split, [path])
-    return found
+    tried = {
+        split: [folder / f"{name}{end}" for name in names[split] for end in ("", *COMPRESSIONS)] for split in names
+    }
+    found = {split: [path for path in paths if path.is_file()][:1] for split, paths in tried.items()}
+    return {split: paths for split, paths in found.items() if paths}
 
 
 def one_folder(name: str, paths: list[Path], layout: str, inner: str = "") -> Path:
@@ -151,12 +206,10 @@ def one_folder(name: str, paths: list[Path], layout: str, inner: str = "") -> Pa
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    if not path.is_file():
-        raise InputError(f"there is no file {path}.")
     try:
         with COMPRESSIONS.get(path.suffix, open)(path, "rb") as handle:
             yield cast(IO[bytes], handle)
-    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+    except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
         raise InputError(f"{path} is damaged or not a {path.suffix} file: {error}") from error
 
 
@@ -173,53 +226,3 @@ def read_lines(path: Path) -> Iterator[str]:
                 raise InputError(f"{path} holds a NUL character (byte {position + raw.index(0)}): is it binary?")
             yield line if position else line.removeprefix("\ufeff")
             position += len(raw)
-
-
-def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Rows of a table with their line numbers: .csv with quotes as usual, anything else tab-separated without them."""
-    if not plain_name(path).endswith(".csv"):
-        yield from ((n, line.rstrip("\r\n").split("\t")) for n, line in enumerate(read_lines(path), start=1))
-        return
-    csv.field_size_limit(2**30)  # a review can be longer than the usual 128 KiB
-    reader = csv.reader(read_lines(path))
-    try:
-        yield from ((reader.line_num, row) for row in reader)
-    except csv.Error as error:
-        raise InputError(f"{path}, line {reader.line_num}: {error}.") from error
-
-
-class Table(Source):
-    """Labelled texts, one a row. `spellings`: how files write the labels."""
-
-    kind = "classification"
-    spellings: dict[str, int]
-
-    def columns(self, head: list[str]) -> tuple[bool, tuple[int, ...], int]:
-        """Given the first row in lower case: whether it is a header, the columns of the text, the one of the label."""
-        raise NotImplementedError
-
-    def checked(self, text: str, label: int) -> str:
-        """The text as it is kept, or a ValueError."""
-        return text
-
-    def read_file(self, path: Path) -> Iterator[Document]:
-        head = next((row for _, row in read_rows(path)), None)
-        if head is None:
-            raise InputError(f"{path} is empty.")
-        header, texts, label_at = self.columns([cell.strip().lower() for cell in head])
-        needed = max(*texts, label_at) + 1
-        for number, row in read_rows(path):
-            if (header and number == 1) or row in ([], [""]):
-                continue
-            if len(row) < needed:
-                raise InputError(f"{path}, line {number} has {len(row)} columns, expected {needed}.")
-            try:
-                label = self.spellings.get(row[label_at].strip().lower())
-                if label is None:
-                    raise ValueError(f"label {row[label_at]!r} is none of {', '.join(self.spellings)}")
-                text = self.checked("\n".join(row[column] for column in texts), label)
-            except ValueError as error:
-                raise InputError(f"{path}, line {number} cannot be read: {error}.") from error
-            if not text.strip():
-                raise InputError(f"{path}, line {number} has a label but no text.")
-            yield Document(text, label)

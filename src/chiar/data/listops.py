@@ -6,14 +6,13 @@ carry no meaning and are ignored here.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
-from chiar.data.documents import SPLITS, Document, Fractions, Source, Table, carve_valid, split_of_file
+from chiar.data.documents import SPLITS, Document, Fractions, Source, Table, carve_valid, spelling, split_of_file
 from chiar.errors import InputError
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
@@ -32,31 +31,12 @@ OPERATOR_SHARE = 0.25
 PATIENCE = 1_000_000
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What generated expressions look like. Lengths count tokens without round brackets, both ends included."""
-
-    depth: int = 20
-    arguments: int = 5
-    min_length: int = 1
-    max_length: int = 100_000
-    brackets: bool = True
-    seed: int = 0
-    examples: tuple[int, int, int] = (85_000, 5_000, 10_000)
-
-    def __post_init__(self) -> None:
-        if self.depth < 2 or self.arguments < 2:
-            raise InputError(f"--depth and --arguments must be at least 2, got {self.depth} and {self.arguments}.")
-        if not 1 <= self.min_length <= self.max_length:
-            raise InputError(f"--min-length must be from 1 to --max-length, got {self.min_length}, {self.max_length}.")
-        if min(self.examples) < 0 or self.examples[0] == 0:
-            raise InputError(f"--examples counts train (at least 1), valid and test expressions, got {self.examples}.")
-
-
-PRESETS = {
-    "listops": Shape(),  # Nangia and Bowman 2018
-    # The long-range arena, whose readers drop the round brackets.
-    "listops-lra": Shape(10, 10, 501, 1999, brackets=False, examples=(96_000, 2_000, 2_000)),
+# Of the generator, with what the two published shapes have: first Nangia and Bowman 2018, then the long-range arena,
+# whose readers drop the round brackets. Lengths count tokens without these, both ends included.
+GENERATOR = ("depth", "arguments", "min_length", "max_length", "brackets", "seed", "examples")
+SHAPES = {
+    "listops": (20, 5, 1, 100_000, True, 0, (85_000, 5_000, 10_000)),
+    "listops-lra": (10, 10, 501, 1999, False, 0, (96_000, 2_000, 2_000)),
 }
 
 
@@ -67,11 +47,18 @@ class GeneratedListOps(Source):
     labels = DIGITS
 
     def __init__(self, name: str, **changes: Any) -> None:
-        self.shape = replace(PRESETS[name], **changes)
-        self.counts = dict(zip(SPLITS, self.shape.examples, strict=True))
+        shape = dict(zip(GENERATOR, SHAPES[name], strict=True)) | changes
+        self.depth, self.arguments, self.shortest, self.longest, self.brackets, self.seed, examples = shape.values()
+        if min(self.depth, self.arguments) < 2:
+            raise InputError(f"--depth and --arguments must be at least 2, got {self.depth} and {self.arguments}.")
+        if not 1 <= self.shortest <= self.longest:
+            raise InputError(f"--min-length must be from 1 to --max-length, got {self.shortest}, {self.longest}.")
+        if min(examples) < 0 or examples[0] == 0:
+            raise InputError(f"--examples counts train (at least 1), valid and test expressions, got {examples}.")
+        self.counts = dict(zip(SPLITS, examples, strict=True))
         self._used: dict[str, set[bytes]] = {}
-        options = {**asdict(self.shape), "examples": list(self.shape.examples)}
-        super().__init__(name, [split for split in SPLITS if self.counts[split]], options, [])
+        splits = [split for split in SPLITS if self.counts[split]]
+        super().__init__(name, splits, shape | {"examples": list(examples)}, [])
 
     def read(self, given: str) -> Iterator[Document]:
         """No expression comes twice: train avoids what valid and test hold, valid what test holds."""
@@ -82,23 +69,20 @@ class GeneratedListOps(Source):
             taken |= self._used[other]
         for tokens, _ in self._generate(given, taken):
             text = " ".join(tokens)
-            yield Document(with_brackets(tokens) if self.shape.brackets else text, evaluate(text))
+            yield Document(with_brackets(tokens) if self.brackets else text, evaluate(text))
 
     def _generate(self, split: str, taken: set[bytes]) -> Iterator[tuple[list[str], bytes]]:
-        shape, seen = self.shape, set(taken)
-        rng = Random(f"listops {shape.seed} {split}")
+        seen, rng = set(taken), Random(f"listops {self.seed} {split}")
         for wanted in range(self.counts[split]):
             for _ in range(PATIENCE):
-                tokens = generate(rng, shape.depth, shape.arguments, shape.min_length > 1, shape.max_length)
-                if tokens is not None and len(tokens) >= shape.min_length:
+                tokens = generate(rng, self.depth, self.arguments, self.shortest > 1, self.longest)
+                if tokens is not None and len(tokens) >= self.shortest:
                     key = sha256(" ".join(tokens).encode()).digest()[:12]
                     if key not in seen:
                         break
             else:
-                raise InputError(
-                    f"no new expression of {shape.min_length} to {shape.max_length} tokens in {PATIENCE:,} tries after "
-                    f"{wanted:,} in {split}: ask for fewer --examples, or a larger --depth or length range."
-                )
+                what = f"of {self.shortest} to {self.longest} tokens in {PATIENCE:,} tries after {wanted:,} in {split}"
+                raise InputError(f"no new expression {what}: ask for fewer --examples, more --depth or other lengths.")
             seen.add(key)
             yield tokens, key
 
@@ -124,15 +108,19 @@ class ListOpsFiles(Table):
         options = {"brackets": "as given" if brackets is None else brackets}
         super().__init__(name, given, options, carve=carve_valid(given, fractions))
 
-    def columns(self, head: list[str]) -> tuple[bool, tuple[int, ...], int]:
-        return (True, (0,), 1) if head == ["source", "target"] else (False, (1,), 0)
-
     def checked(self, text: str, label: int) -> str:
         if evaluate(text) != label:
             raise ValueError(f"the expression is {evaluate(text)}, but the row says {label}")
-        if self.brackets is None:
-            return text.strip()
-        return with_brackets(without_brackets(text)) if self.brackets else " ".join(without_brackets(text))
+        tokens = [token for token in text.split() if token not in ROUND]
+        return text.strip() if self.brackets is None else with_brackets(tokens) if self.brackets else " ".join(tokens)
+
+
+def listops(paths: list[Path], name: str, **options: Any) -> Source:
+    """Generated, or read where there are files."""
+    for option in options.keys() & ({*GENERATOR} - {"brackets"} if paths else {"fractions"}):
+        where = "expressions read from files" if paths else "generated expressions"
+        raise InputError(f"{spelling(option)} cannot be used with {where}.")
+    return ListOpsFiles(paths, name, **options) if paths else GeneratedListOps(name, **options)
 
 
 def evaluate(expression: str) -> int:
@@ -184,10 +172,6 @@ def generate(rng: Random, depth: int, arguments: int, operator_at_root: bool, ma
             else:
                 return tokens if len(tokens) <= max_length else None
         draw = random()
-
-
-def without_brackets(expression: str) -> list[str]:
-    return [token for token in expression.split() if token not in ROUND]
 
 
 def with_brackets(tokens: list[str]) -> str:

@@ -20,7 +20,6 @@ from chiar.errors import InputError, first_line, unknown_name
 END_OF_TEXT = "<|endoftext|>"
 KINDS = ("gpt2", "bpe", "bytes")
 DEFAULT_VOCAB_SIZE = 8192
-GPT2_REPOSITORY = "openai-community/gpt2"
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 GPT2_ENTRIES = 50_257
 # GPT-2's alphabet, which fits vocabularies of bytes into JSON text: printable Latin-1 characters stand for themselves;
@@ -63,13 +62,9 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """Of what the tokenizer does, not of its files: libraries write the same tokenizer in several ways."""
-        definition = {
-            "family": "byte-level-bpe",
-            "pattern": None if self.kind == "bytes" else "gpt2",
-            "vocabulary": self.vocabulary,
-            "merges": self.merges,
-            "end_of_text": [END_OF_TEXT, self.end_of_text],
-        }
+        definition = {"family": "byte-level-bpe", "pattern": None if self.kind == "bytes" else "gpt2"}
+        definition |= {"vocabulary": self.vocabulary, "merges": self.merges}
+        definition |= {"end_of_text": [END_OF_TEXT, self.end_of_text]}
         return hashlib.sha256(json.dumps(definition, separators=(",", ":")).encode()).hexdigest()
 
     @cached_property
@@ -116,25 +111,36 @@ class Tokenizer:
 
     @classmethod
     def open(cls, folder: Path) -> "Tokenizer":
-        """From a folder with a tokenizer.json that is byte-level BPE as described above."""
-        path = folder / "tokenizer.json"
+        """From GPT-2's two files under either pair of names, or a tokenizer.json that is byte-level BPE as above."""
+        pair = next((pair for pair in GPT2_FILES if all((folder / name).is_file() for name in pair)), None)
+        path = folder / (pair[0] if pair else "tokenizer.json")
         if not path.is_file():
-            raise InputError(f"{folder} has no tokenizer.json.")
+            raise InputError(f"{folder} has no tokenizer.json, and neither vocab.json with merges.txt.")
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
-            model, before = stored["model"], stored["pre_tokenizer"]
-            plain = not any((stored["normalizer"], model.get("dropout"), model.get("ignore_merges")))
-            if not plain or (model["type"], before["type"], before["add_prefix_space"]) != ("BPE", "ByteLevel", False):
-                raise InputError(f"{path} is not plain byte-level BPE, the only family of tokenizers known here.")
-            kind = "bytes" if not before["use_regex"] else "gpt2" if len(model["merges"]) == 50_000 else "bpe"
-            opened = cls.checked(kind, model["vocab"], model["merges"], str(path))
-            if kind == "bytes" and opened != cls.of_bytes():
-                raise InputError(f"{path} does not split words and yet is not the tokenizer of bytes.")
-            return opened
+            if pair:
+                lines = (folder / pair[1]).read_text(encoding="utf-8").splitlines()
+                vocab, merges = stored, [line for line in lines if line and not line.startswith("#version")]
+            else:
+                model, before = stored["model"], stored["pre_tokenizer"]
+                plain = not any((stored["normalizer"], model.get("dropout"), model.get("ignore_merges")))
+                if not plain or (model["type"], before["type"], before["add_prefix_space"]) != (
+                    "BPE",
+                    "ByteLevel",
+                    False,
+                ):
+                    raise InputError(f"{path} is not plain byte-level BPE, the only family of tokenizers known here.")
+                vocab, merges = model["vocab"], model["merges"]
+            words = pair or before.get("use_regex", True)
+            kind = "bytes" if not words else "gpt2" if len(merges) == GPT2_ENTRIES - 257 else "bpe"
+            opened = cls.checked(kind, vocab, merges, str(path))
         except InputError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"{path} is not a readable tokenizer: {error!r}.") from error
+        if kind == "bytes" and opened != cls.of_bytes():
+            raise InputError(f"{path} does not split words and yet is not the tokenizer of bytes.")
+        return opened
 
     @classmethod
     def checked(cls, kind: str, vocab: dict[str, int], merges: Iterable[Any], where: str) -> "Tokenizer":
@@ -228,65 +234,35 @@ class TokenizerChoice:
         if self.kind is not None and self.kind not in KINDS:
             raise unknown_name("tokenizer", self.kind, KINDS)
         if self.like is not None:
-            return self._like(self.like)
+            from chiar.data.shards import Corpus
+
+            opened = Corpus.open(self.like).tokenizer()
+            if self.kind not in (None, opened.kind) or self.vocab_size not in (None, opened.vocab_size):
+                what = f"{self.like} was prepared with {opened.kind} of {opened.vocab_size} entries"
+                raise InputError(f"{what}, not the --tokenizer or --vocab-size asked for: with --like, leave them out.")
+            if self.path is not None and Tokenizer.open(self.path).fingerprint != opened.fingerprint:
+                raise InputError(f"the tokenizer in {self.path} is not the one {self.like} was prepared with.")
+            return opened
         if self.vocab_size is not None and (self.kind in ("gpt2", "bytes") or self.path is not None):
             raise InputError("--vocab-size is for a BPE trained on the corpus: leave it out here.")
         if self.kind == "bytes":
             if self.path is not None:
                 raise InputError("the bytes tokenizer has no files: leave --tokenizer-path out.")
             return Tokenizer.of_bytes()
-        if self.kind == "gpt2":
-            return read_gpt2(self.path or self._fetch_gpt2())
-        return None if self.path is None else Tokenizer.open(self.path)
+        path = self.path
+        if self.kind == "gpt2" and path is None:
+            if not self.from_hub:
+                files = "vocab.json and merges.txt (or encoder.json and vocab.bpe)"
+                raise InputError(f"gpt2 needs --tokenizer-path FOLDER with {files}, or --from-hub to fetch them.")
+            from huggingface_hub import hf_hub_download
 
-    def _like(self, folder: Path) -> Tokenizer:
-        from chiar.data.shards import Corpus
-
-        corpus = Corpus.open(folder)
-        if self.kind not in (None, corpus.tokenizer_kind) or self.vocab_size not in (None, corpus.vocab_size):
-            raise InputError(
-                f"{folder} was prepared with {corpus.tokenizer_kind} of {corpus.vocab_size} entries, which does not "
-                f"match the --tokenizer or --vocab-size asked for: with --like, leave them out."
-            )
-        if self.path is not None and Tokenizer.open(self.path).fingerprint != corpus.tokenizer_fingerprint:
-            raise InputError(f"the tokenizer in {self.path} is not the one {folder} was prepared with.")
-        return corpus.tokenizer()
-
-    def _fetch_gpt2(self) -> Path:
-        if not self.from_hub:
-            raise InputError(
-                "the gpt2 tokenizer needs its files: --tokenizer-path FOLDER with vocab.json and merges.txt (or "
-                "encoder.json and vocab.bpe), or --from-hub to fetch them."
-            )
-        from huggingface_hub import hf_hub_download
-
-        try:
-            vocab, _ = (Path(hf_hub_download(GPT2_REPOSITORY, name)) for name in GPT2_FILES[0])
-            return vocab.parent
-        except Exception as error:
-            # The Hub's client raises errors of many libraries; each means that the files did not come.
-            raise InputError(f"the gpt2 tokenizer could not be fetched from the Hub: {first_line(error)}") from error
-
-
-def read_gpt2(folder: Path) -> Tokenizer:
-    """From vocab.json and merges.txt, or encoder.json and vocab.bpe as first published, or tokenizer.json."""
-    for vocab, merges in GPT2_FILES:
-        if (folder / vocab).is_file() and (folder / merges).is_file():
-            where = f"{folder / vocab} with {merges}"
             try:
-                entries = json.loads((folder / vocab).read_text(encoding="utf-8"))
-                lines = (folder / merges).read_text(encoding="utf-8").splitlines()
-                pairs = [line for line in lines if line and not line.startswith("#version")]
-                tokenizer = Tokenizer.checked("gpt2", entries, pairs, where)
-            except InputError:
-                raise
-            except (ValueError, TypeError, AttributeError) as error:
-                raise InputError(f"{where} is not a readable GPT-2 tokenizer: {error}.") from error
-            break
-    else:
-        if not (folder / "tokenizer.json").is_file():
-            raise InputError(f"{folder} has neither vocab.json and merges.txt nor encoder.json and vocab.bpe.")
-        tokenizer = Tokenizer.open(folder)
-    if tokenizer.vocab_size != GPT2_ENTRIES:
-        raise InputError(f"{folder} holds {tokenizer.vocab_size} entries, but GPT-2's tokenizer has {GPT2_ENTRIES}.")
-    return tokenizer
+                path = [Path(hf_hub_download("openai-community/gpt2", name)) for name in GPT2_FILES[0]][0].parent
+            except Exception as error:  # of many libraries; each means that the files did not come
+                raise InputError(f"gpt2 could not be fetched from the Hub: {first_line(error)}") from error
+        if path is None:
+            return None
+        opened = Tokenizer.open(path)
+        if self.kind == "gpt2" and opened.vocab_size != GPT2_ENTRIES:
+            raise InputError(f"{path} holds {opened.vocab_size} entries, but GPT-2's tokenizer has {GPT2_ENTRIES}.")
+        return opened

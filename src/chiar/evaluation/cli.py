@@ -98,7 +98,7 @@ def measure_corpus(
 def measure_tasks(models: list[str], tasks: str, download: bool, settings: dict[str, Any]) -> Measured:
     import logging
 
-    from chiar.data.optional import optional_module
+    from chiar.errors import optional_module
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chiar.data.optional import optional_module
-from chiar.errors import InputError
+from chiar.errors import InputError, optional_module
 
 DEMO = ("runs/demo/v3", "runs/demo/baseline")
 

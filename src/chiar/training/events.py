@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from chiar.config import ChiarConfig
-from chiar.data.optional import optional_module
+from chiar.errors import optional_module
 
 
 def require_tensorboard() -> None:
