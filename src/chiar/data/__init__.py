@@ -4,14 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from chiar.data.shards import Corpus, Split
-    from chiar.data.tokenizers import Tokenizer
-
-__all__ = ["Corpus", "Split", "Tokenizer"]
+    from chiar.data.shards import Corpus as Corpus
 
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use: the command line imports this package to answer --help.
-    if name not in __all__:
+    if name != "Corpus":
         raise AttributeError(f"module 'chiar.data' has no attribute {name!r}")
-    return getattr(import_module(f"chiar.data.{'tokenizers' if name == 'Tokenizer' else 'shards'}"), name)
+    return import_module("chiar.data.shards").Corpus

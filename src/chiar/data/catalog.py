@@ -2,43 +2,36 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from chiar.data.corpora import Labelled, Stdlib, Text, TokensFile, WikiText
-from chiar.data.documents import Source, spelling
-from chiar.data.listops import GENERATOR, listops
+from chiar.data.corpora import Labelled, Source, Stdlib, Text, TokensFile, WikiText
+from chiar.data.listops import GENERATOR, GeneratedListOps, ListOpsFiles
 from chiar.errors import InputError, unknown_name
 
-
-class Entry(NamedTuple):
-    kind: str
-    about: str
-    needs: str
-    options: tuple[str, ...]
-    build: Callable[..., Source]
-
-
-_TOKENS, _RAW = "a folder with wiki.{train,valid,test}.tokens", "a folder with wiki.{train,valid,test}.raw"
-_GLUE, _TSV = "a folder with train.tsv and dev.tsv", "aclImdb, or train.tsv and test.tsv (.csv)"
-_TEXT, _IDS = ".txt, .jsonl or .parquet files, or folders", "a folder with train.u16 …, --tokenizer"
-_NOTHING, _LISTOPS = "nothing (generated), or .tsv files", (*GENERATOR, "fractions")
-_CARVE, _HUB = ("fractions",), ("from_hub",)
-CATALOG = {
-    "stdlib": Entry("language", "documentation of the running Python", "nothing", _CARVE, Stdlib),
-    "wikitext-103": Entry("language", "WikiText-103, tokens form", _TOKENS, _HUB, WikiText),
-    "wikitext-103-raw": Entry("language", "WikiText-103, raw form", _RAW, _HUB, WikiText),
-    "wikitext-2": Entry("language", "WikiText-2, tokens form", _TOKENS, _HUB, WikiText),
-    "wikitext-2-raw": Entry("language", "WikiText-2, raw form", _RAW, _HUB, WikiText),
-    "text": Entry("language", "your own text", _TEXT, ("fractions", "unit", "field"), Text),
-    "tokens": Entry("language", "ids made elsewhere", _IDS, (), TokensFile),
-    "imdb": Entry("classification", "movie reviews, 2 labels", _TSV, _CARVE, Labelled),
-    "listops": Entry("classification", "nested ListOps, 10 labels", _NOTHING, _LISTOPS, listops),
-    "listops-lra": Entry("classification", "ListOps of the long-range arena", _NOTHING, _LISTOPS, listops),
-    "sst-2": Entry("classification", "GLUE: sentiment, 2 labels", _GLUE, (), Labelled),
-    "cola": Entry("classification", "GLUE: grammar, 2 labels", _GLUE, (), Labelled),
-    "mrpc": Entry("classification", "GLUE: paraphrases, 2 labels", _GLUE, (), Labelled),
-    "rte": Entry("classification", "GLUE: entailment, 2 labels", _GLUE, (), Labelled),
+_WIKI, _GLUE = "a folder with wiki.{train,valid,test}.", "a folder with train.tsv and dev.tsv"
+_LISTOPS = "nothing (generated), or .tsv files"
+# Kind, what it is, what it is read from, options, and what builds it.
+CATALOG: dict[str, tuple[str, str, str, tuple[str, ...], Callable[..., Source]]] = {
+    "stdlib": ("language", "documentation of the running Python", "nothing", ("fractions",), Stdlib),
+    "wikitext-103": ("language", "WikiText-103, tokens form", f"{_WIKI}tokens", ("from_hub",), WikiText),
+    "wikitext-103-raw": ("language", "WikiText-103, raw form", f"{_WIKI}raw", ("from_hub",), WikiText),
+    "wikitext-2": ("language", "WikiText-2, tokens form", f"{_WIKI}tokens", ("from_hub",), WikiText),
+    "wikitext-2-raw": ("language", "WikiText-2, raw form", f"{_WIKI}raw", ("from_hub",), WikiText),
+    "text": ("language", "your own text", ".txt, .jsonl or .parquet, or folders", ("fractions", "unit", "field"), Text),
+    "tokens": ("language", "ids made elsewhere", "a folder with train.u16 …, --tokenizer", (), TokensFile),
+    "imdb": ("classification", "movie reviews, 2 labels", "aclImdb, or .tsv (.csv)", ("fractions",), Labelled),
+    "listops": ("classification", "nested ListOps, 10 labels", _LISTOPS, GENERATOR, GeneratedListOps),
+    "listops-lra": ("classification", "ListOps of the long-range arena", _LISTOPS, GENERATOR, GeneratedListOps),
+    "sst-2": ("classification", "GLUE: sentiment, 2 labels", _GLUE, (), Labelled),
+    "cola": ("classification", "GLUE: grammar, 2 labels", _GLUE, (), Labelled),
+    "mrpc": ("classification", "GLUE: paraphrases, 2 labels", _GLUE, (), Labelled),
+    "rte": ("classification", "GLUE: entailment, 2 labels", _GLUE, (), Labelled),
 }
+
+
+def spelling(option: str) -> str:
+    """An option as the command line spells it."""
+    return {"fractions": "--split-fractions", "unit": "--documents"}.get(option, f"--{option.replace('_', '-')}")
 
 
 def build_source(named: list[str], /, **options: Any) -> Source:
@@ -47,13 +40,15 @@ def build_source(named: list[str], /, **options: Any) -> Source:
         raise InputError(f"name a corpus ({', '.join(CATALOG)}) or a file.")
     name, paths = named[0].lower(), [Path(path) for path in named[1:]]
     if name not in CATALOG:
-        if not Path(named[0]).exists():
-            if "/" in named[0] or Path(named[0]).suffix:
-                raise InputError(f"there is no file or folder {named[0]}.")
+        if not Path(named[0]).exists() and not Path(named[0]).suffix and "/" not in named[0]:
             raise unknown_name("corpus or file", named[0], CATALOG)
         name, paths = "text", [Path(path) for path in named]
+    *_, allowed, build = CATALOG[name]
+    if build is GeneratedListOps and paths:
+        allowed, build = ("brackets", "fractions"), ListOpsFiles
     given = {option: value for option, value in options.items() if value is not None}
-    for option in given.keys() - set(CATALOG[name].options):
-        users = [other for other, entry in CATALOG.items() if option in entry.options]
-        raise InputError(f"{spelling(option)} is an option of {', '.join(users)}, not of {name}.")
-    return CATALOG[name].build(paths, name, **given)
+    for option in given.keys() - set(allowed):
+        users = [other for other, entry in CATALOG.items() if option in entry[3] and other != name]
+        also = f" is an option of {', '.join(users)}," if users else " is"
+        raise InputError(f"{spelling(option)}{also} not for {name}{' from files' if paths else ''}.")
+    return build(paths, name, **given)

@@ -1,22 +1,36 @@
-"""The corpora themselves: where each one's documents lie in the files its publisher gives out, or the user has."""
+"""The corpora: documents in an order that never changes, and where they lie in files as published or the user's own."""
 
 import ast
+import bz2
+import csv
+import gzip
+import hashlib
 import json
+import lzma
 import platform
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
-from chiar.data import documents
-from chiar.data.documents import SPLITS, Document, Fractions, Source, Table, plain_name, read_lines
 from chiar.errors import InputError, first_line, optional_module, unknown_name
 
-# Of WikiText's train sets, which are published in one order.
-FIRST_TITLE = "Valkyria Chronicles III"
+SPLITS = ("train", "valid", "test")
+# Other people's names for the three splits, in file names.
+SPLIT_ALIASES = {name: name for name in SPLITS} | dict.fromkeys(("validation", "val", "dev"), "valid")
+Fractions = tuple[float, float, float]
+DEFAULT_FRACTIONS: Fractions = (0.9, 0.05, 0.05)
+COMPRESSIONS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+# Columns of tables by their names in lower case; a pair becomes one text with a newline between.
+TEXT_COLUMNS = [names.split("/") for names in ("text", "review", "sentence", "source", "sentence1/sentence2")]
+TEXT_COLUMNS.append(["#1 string", "#2 string"])
+LABEL_COLUMNS = ("label", "sentiment", "target", "quality")
 # Corpora of two labels: the folder inside the given one, the labels.
 LABELLED = {
     "imdb": ("aclImdb", ("neg", "pos")),
@@ -33,34 +47,159 @@ DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 NO_CHARACTER = re.compile("[\0\ud800-\udfff]")
 
 
-class WikiText(Source):
-    """WikiText-103 and -2, in the tokens form (rare words are <unk>) and the raw form. A document is an article.
+class Document(NamedTuple):
+    text: str
+    label: int | None = None
 
-    The articles of a split, joined, are the published file byte for byte, so words and lines in the manifest add up to
-    the token counts of the literature (each newline counts there as one `<eos>`): 245,569 for either test set.
-    """
+
+class Source:
+    """Give it a `read`, or files by split (`given`) and a `read_file`; `carve` makes splits out of the given train."""
+
+    kind = "language"
+    labels: tuple[str, ...] = ()
+
+    def __init__(
+        self, name: str, given: Collection[str] | dict[str, list[Path]], options: dict[str, Any],
+        files: list[Path] | None = None, carve: dict[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self.carve = name, carve or {}
+        self.splits = tuple(split for split in SPLITS if split in given or split in self.carve)
+        self.options = options | ({"hash_split": carve} if carve else {})
+        self.paths = given if isinstance(given, dict) else {}
+        self.files = [path for paths in self.paths.values() for path in paths] if files is None else files
+
+    def read(self, given: str) -> Iterator[Document]:
+        """The documents of one of the splits the corpus comes with, in the same order each time."""
+        return (document for path in self.paths[given] for document in self.read_file(path))
+
+    def read_file(self, path: Path) -> Iterator[Document]:
+        raise NotImplementedError
+
+    def documents(self, split: str) -> Iterator[Document]:
+        if split not in self.carve:
+            return self.read(split)
+        return (document for document in self.read("train") if split_by_hash(document.text, self.carve) == split)
+
+
+class Table(Source):
+    """Labelled texts, one a row: .csv with quotes as usual, anything else tab-separated without them."""
+
+    kind = "classification"
+    spellings: dict[str, int]  # how files write the labels
+    columns: tuple[list[int], int] = ([1], 0)  # of the text and the label, where no header names them
+
+    def checked(self, text: str, label: int) -> str:
+        return text  # as it is kept, or a ValueError
+
+    def read_file(self, path: Path) -> Iterator[Document]:
+        csv.field_size_limit(2**30)  # a review can be longer than the usual 128 KiB
+        style: Any = {} if plain_name(path).endswith(".csv") else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+        rows = csv.reader(read_lines(path), **style)
+        try:
+            head = [cell.strip().lower() for cell in next(rows, ())]
+            texts = next(([head.index(name) for name in names] for names in TEXT_COLUMNS if {*names} <= {*head}), None)
+            label_at = next((head.index(name) for name in LABEL_COLUMNS if name in head), None)
+            if texts is None or label_at is None:
+                texts, label_at = self.columns
+                rows = csv.reader(read_lines(path), **style)
+            for row in filter(any, rows):
+                if len(row) <= max(*texts, label_at):
+                    raise ValueError(f"it has {len(row)} columns, expected {max(*texts, label_at) + 1}")
+                label, text = self.spellings.get(row[label_at].strip().lower()), "\n".join(row[at] for at in texts)
+                if label is None:
+                    raise ValueError(f"label {row[label_at]!r} is none of {', '.join(self.spellings)}")
+                if not text.strip():
+                    raise ValueError("it has a label but no text")
+                yield Document(self.checked(text, label), label)
+        except InputError:
+            raise
+        except (csv.Error, ValueError) as error:
+            raise InputError(f"{path}, line {rows.line_num} cannot be read: {error}.") from error
+        if rows.line_num == 0:
+            raise InputError(f"{path} is empty.")
+
+
+def split_by_hash(text: str, fractions: dict[str, float]) -> str:
+    """Nothing but the document itself decides: adding documents moves no other, and copies stay in one split."""
+    share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+    bounds = zip(fractions, accumulate(fractions.values()), strict=True)
+    return next((name for name, bound in bounds if share < bound), list(fractions)[-1])
+
+
+def carve_all(fractions: Fractions | None = None) -> dict[str, float]:
+    """For a corpus that comes as one piece: the share of each split that has one."""
+    fractions = fractions or DEFAULT_FRACTIONS
+    if min(fractions) < 0.0 or abs(sum(fractions) - 1.0) > 1e-6 or fractions[0] == 0.0:
+        raise InputError(f"split fractions must be from 0 to 1, add up to 1 and leave some for train: {fractions}.")
+    return {name: fraction for name, fraction in zip(SPLITS, fractions, strict=True) if fraction}
+
+
+def carve_valid(given: Collection[str], fractions: Fractions | None = None) -> dict[str, float] | None:
+    """For a corpus that may lack a validation set: its share is taken out of train."""
+    valid = carve_all(fractions).get("valid")
+    return {"train": 1.0 - valid, "valid": valid} if valid and "train" in given and "valid" not in given else None
+
+
+def plain_name(path: Path) -> str:
+    """The file's name without the ending of a compression."""
+    return path.stem if path.suffix in COMPRESSIONS else path.name
+
+
+def split_of_file(path: Path) -> str | None:
+    """The split a file's name speaks of: train.txt, test_d20s.tsv, basic_val.tsv; None if it names none or several."""
+    named = {SPLIT_ALIASES[part] for part in re.split(r"[_.\-]", path.name.lower()) if part in SPLIT_ALIASES}
+    return named.pop() if len(named) == 1 else None
+
+
+def one_folder(name: str, paths: list[Path], layout: str, inner: str = "") -> tuple[Path, dict[str, Path]]:
+    """The folder of a corpus that is read from one, or the `inner` one there; its files by name without compression."""
+    if len(paths) != 1 or not paths[0].is_dir():
+        got = f"{paths[0]} is not a folder" if len(paths) == 1 else f"got {len(paths)}"
+        raise InputError(f"{name} is read from one folder with {layout}: {got}.")
+    folder = paths[0] / inner if (paths[0] / inner).is_dir() else paths[0]
+    return folder, {plain_name(path): path for path in sorted(folder.iterdir(), reverse=True) if path.is_file()}
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    try:
+        with COMPRESSIONS.get(path.suffix, open)(path, "rb") as handle:
+            yield cast(IO[bytes], handle)
+    except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
+        raise InputError(f"{path} is damaged or not a {path.suffix} file: {error}") from error
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Lines with their newlines, exactly as they are; only a byte order mark at the start is dropped."""
+    position = 0
+    with open_bytes(path) as handle:
+        for raw in handle:
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise InputError(f"{path} is not UTF-8 text (byte {position + error.start}): is it binary?") from error
+            if "\0" in line:
+                raise InputError(f"{path} holds a NUL character (byte {position + raw.index(0)}): is it binary?")
+            yield line if position else line.removeprefix("\ufeff")
+            position += len(raw)
+
+
+class WikiText(Source):
+    """WikiText-103 and -2. A document is an article; joined, they are the published file byte for byte."""
 
     def __init__(self, paths: list[Path], name: str, from_hub: bool = False) -> None:
         form = "raw" if name.endswith("-raw") else "tokens"
-        layout = f"wiki.train.{form}, wiki.valid.{form} and wiki.test.{form}"
-        given: dict[str, list[Path]] = {}
-        if paths:
-            folder = documents.one_folder(name, paths, layout)
-            given = documents.find_files(folder, {split: [f"wiki.{split}.{form}"] for split in SPLITS})
-            if not given:
-                raise InputError(f"{folder} holds none of {layout} (also as .xz or .gz).")
-        elif not from_hub:
-            raise InputError(f"{name} needs its files: a folder with {layout}, or --from-hub to fetch them.")
+        names = {f"wiki.{split}.{form}": split for split in SPLITS}
+        if not paths and not from_hub:
+            raise InputError(f"{name} needs its files: a folder with {', '.join(names)}, or --from-hub to fetch them.")
+        files = one_folder(name, paths, ", ".join(names))[1] if paths else {}
+        given = {split: [files[file]] for file, split in names.items() if file in files}
+        if paths and not given:
+            raise InputError(f"{paths[0]} holds none of {', '.join(names)} (also as .xz or .gz).")
         super().__init__(name, given or SPLITS, {"form": form})
 
     def read(self, given: str) -> Iterator[Document]:
         return map(Document, articles(read_lines(self.paths[given][0]) if self.paths else self._hub_lines(given)))
-
-    def remarks(self, entries: dict[str, Any]) -> list[str]:
-        remarks = super().remarks(entries)
-        if "train" in self.splits and f" = {FIRST_TITLE} = \n" not in next(self.read("train")).text:
-            remarks.append(f"train does not begin with {FIRST_TITLE}: its articles are not in the published order.")
-        return remarks
 
     def _hub_lines(self, split: str) -> Iterator[str]:
         """The Hub's rows are the lines of the file, except that it empties blank ones."""
@@ -74,10 +213,7 @@ class WikiText(Source):
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:
-    """Cuts before the blank line that precedes a title: ` = Title = ` between blank lines.
-
-    Deeper headings have more equals signs; formulas and tables give such lines too, but not between blank ones.
-    """
+    """Cuts before the blank line that precedes a title, ` = Title = ` between blank lines (formulas have none)."""
     article: list[str] = []
     for line in lines:
         article.append(line)
@@ -90,55 +226,42 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
 
 
 class Labelled(Table):
-    """IMDB and GLUE: train.tsv, dev.tsv and test.tsv (.csv), or IMDB's official folders, whose texts keep their `<br />`.
-
-    IMDB has no validation reviews: some of train become valid. GLUE's test sets carry no labels and are not read.
-    """
+    """IMDB and GLUE as tables, or IMDB's official folders. GLUE's test sets carry no labels and are not read."""
 
     def __init__(self, paths: list[Path], name: str, fractions: Fractions | None = None) -> None:
         inner, self.labels = LABELLED[name]
         self.spellings = {spelling: n for n in (0, 1) for spelling in (str(n), self.labels[n])}
-        stems = {"train": ["train"], "valid": ["valid", "dev"], "test": ["test"] if name == "imdb" else []}
-        names = {split: [f"{stem}{end}" for stem in stems[split] for end in (".tsv", ".csv")] for split in SPLITS}
-        layout = "train.tsv and dev.tsv"
+        self.columns, layout = ([3], 1) if name == "cola" else ([1], 0), "train.tsv and dev.tsv"
+        read: tuple[str, ...] = SPLITS[:2]
+        options = {"pair_separator": "\n"} if name in ("mrpc", "rte") else {}
         if name == "imdb":
             self.spellings |= {"negative": 0, "positive": 1}
-            layout = "train/pos, train/neg, test/pos and test/neg, or train.tsv and test.tsv (.csv)"
-        if name == "cola":
-            self.columns = ([3], 1)
-        folder = documents.one_folder(name, paths, layout, inner)
-        given = documents.find_files(folder, names)
-        for place in [folder / split for split in SPLITS if name == "imdb" and (folder / split).is_dir()]:
+            layout, read = "train/pos, train/neg, test/pos and test/neg, or train.tsv and test.tsv (.csv)", SPLITS
+        folder, files = one_folder(name, paths, layout, inner)
+        named = [(split, f"{stem}{end}") for stem, split in SPLIT_ALIASES.items() for end in (".tsv", ".csv")]
+        given = {split: [files[file]] for split, file in reversed(named) if file in files and split in read}
+        for place in [folder / split for split in read if name == "imdb" and (folder / split).is_dir()]:
             if lacking := [label for label in self.labels if not (place / label).is_dir()]:
                 raise InputError(f"{place} has no folder {lacking[0]}.")
             reviews = [path for label in self.labels for path in (place / label).glob("*.txt")]
             # By the number of a review, 12 in 12_7.txt, which gave 7 stars: negative and positive ones take turns.
-            given[place.name] = sorted(
-                reviews, key=lambda file: (file.stem.split("_")[0].zfill(9), file.name, file.parts)
-            )
+            given[place.name] = sorted(reviews, key=lambda file: (file.stem.split("_")[0].zfill(9), file.name, file))
         if not given:
             raise InputError(f"{folder} holds neither {layout} (also as .xz or .gz).")
-        options = {"pair_separator": "\n"} if name in ("mrpc", "rte") else {}
-        super().__init__(
-            name, given, options, carve=documents.carve_valid(given, fractions) if name == "imdb" else None
-        )
+        carve = carve_valid(given, fractions) if name == "imdb" else None
+        super().__init__(name, given, options, carve=carve)
 
     def read_file(self, path: Path) -> Iterator[Document]:
         if path.suffix != ".txt":
-            yield from super().read_file(path)
-            return
+            return super().read_file(path)
         text = "".join(read_lines(path))
         if not text.strip():
             raise InputError(f"{path} is empty.")
-        yield Document(text, self.labels.index(path.parent.name))
+        return iter([Document(text, self.labels.index(path.parent.name))])
 
 
 class Text(Source):
-    """The user's own text: .jsonl, .parquet and anything else that is UTF-8 text, compressed or not.
-
-    `unit`: what a document is in plain text. `field`: where the text lies in JSON lines and parquet. Files whose names
-    say train, valid or test make those splits; otherwise documents are sent to splits by hash.
-    """
+    """.jsonl, .parquet (the text in `field`) or plain UTF-8 (a document a `unit`), split by file name or by hash."""
 
     def __init__(
         self, paths: list[Path], name: str = "text", unit: str = "paragraphs", field: str = "text",
@@ -147,15 +270,24 @@ class Text(Source):
         if unit not in (units := ("paragraphs", "lines", "files")):
             raise unknown_name("--documents", unit, units)
         self.unit, self.field = unit, field
-        files = [file for path in paths for file in text_files(path)]
+        files: list[Path] = []
+        for path in paths:
+            if not path.exists():
+                raise InputError(f"there is no file or folder {path}.")
+            if path.is_file() and plain_name(path).endswith((".csv", ".tsv")):
+                raise InputError(f'{path} is a table: write its text column as .jsonl, a {{"text": …}} a line.')
+            inside = [file for file in path.rglob("*") if file.is_file() and plain_name(file).endswith(TEXT_ENDINGS)]
+            files += [path] if path.is_file() else sorted(inside)
+            if not path.is_file() and not inside:
+                raise InputError(f"{path} holds no text file ({', '.join(TEXT_ENDINGS)}, compressed or not).")
         if not files:
             raise InputError("name at least one text file or folder: chiar data prepare FILE… --out DIR.")
-        splits = [documents.split_of_file(file) or "" for file in files]
-        named = "train" in splits and "" not in splits
+        splits = [split_of_file(file) for file in files]
+        named = "train" in splits and None not in splits
         given: dict[str, list[Path]] = {}
         for file, split in zip(files, splits, strict=True):
-            given.setdefault(split if named else "train", []).append(file)
-        carve = documents.carve_valid(given, fractions) if named else documents.carve_all(fractions)
+            given.setdefault(split if named and split else "train", []).append(file)
+        carve = carve_valid(given, fractions) if named else carve_all(fractions)
         super().__init__(name, given, {"documents": unit, "field": field}, files, carve)
 
     def read_file(self, path: Path) -> Iterator[Document]:
@@ -210,43 +342,24 @@ def rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}, row {number}", row
 
 
-def text_files(path: Path) -> list[Path]:
-    """The file itself, or the text files anywhere below a folder, by name."""
-    if path.is_file():
-        if plain_name(path).endswith((".csv", ".tsv")):
-            raise InputError(f'{path} is a table: write its text column as .jsonl, one object with a "text" a line.')
-        return [path]
-    if not path.is_dir():
-        raise InputError(f"there is no file or folder {path}.")
-    found = sorted(file for file in path.rglob("*") if file.is_file() and plain_name(file).endswith(TEXT_ENDINGS))
-    if not found:
-        raise InputError(f"{path} holds no text file ({', '.join(TEXT_ENDINGS)}, compressed or not).")
-    return found
-
-
 class Stdlib(Source):
-    """The embedded corpus: every documentation string of the running Python's library, and the topics of `help()`.
-
-    Sources are parsed, never imported, so nothing of them runs. Another version of Python gives another corpus: the
-    manifest says which one it was.
-    """
+    """The embedded corpus: what documents the running Python's library. Sources are parsed, so nothing of them runs."""
 
     # Installed packages differ from one environment to the next, and some systems leave the tests out.
     skipped = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
-    def __init__(
-        self, paths: list[Path] | None = None, name: str = "stdlib", fractions: Fractions | None = None,
-        folder: Path | None = None,
-    ) -> None:  # fmt: skip
+    folder = Path(sysconfig.get_paths()["stdlib"])
+
+    def __init__(self, paths: Collection[Path] = (), name: str = "stdlib", fractions: Fractions | None = None) -> None:
         if paths:
-            raise InputError(f"stdlib is read from the running Python and takes no files, got {paths[0]}.")
-        self.folder = folder = folder or Path(sysconfig.get_paths()["stdlib"])
+            raise InputError("stdlib is read from the running Python and takes no files.")
+        folder = self.folder
         found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
         files = [found[place] for place in sorted(found) if not self.skipped & set(Path(place).parts)]
         if not files:
             raise InputError(f"{folder} holds no Python sources to take documentation from: give a text of your own.")
         self._harvest: list[Document] = []
-        super().__init__(name, ["train"], {"python": platform.python_version()}, files, documents.carve_all(fractions))
+        super().__init__(name, ["train"], {"python": platform.python_version()}, files, carve_all(fractions))
 
     def read(self, given: str) -> Iterator[Document]:
         if not self._harvest:  # a few MB, and parsing takes seconds for each of the three splits
@@ -254,7 +367,6 @@ class Stdlib(Source):
         return iter(self._harvest)
 
     def _texts(self) -> Iterator[str]:
-        """One document a module or topic; a documentation string that was seen before is left out."""
         seen: set[str] = set()
         for path in self.files:
             try:
@@ -277,10 +389,7 @@ class Stdlib(Source):
 
 
 def docstrings(node: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Headings and documentation strings of a definition and those inside it, those under `except` last.
-
-    Looking at statements only is much quicker than `ast.walk`.
-    """
+    """Of a definition and those inside it, those under `except` last. Looking at statements only is quick."""
     text = (ast.get_docstring(node) or "").strip() if isinstance(node, ast.Module | DEFINITIONS) else ""
     if text and not NO_CHARACTER.search(text):
         yield name + (f"({ast.unparse(node.args)})" if hasattr(node, "args") else ""), text
@@ -292,21 +401,18 @@ def docstrings(node: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 class TokensFile(Source):
-    """Ids made elsewhere: little-endian uint16 in `train.u16`, or `train.0.u16`, `train.1.u16`…, compressed or not.
-
-    It gives ids, not documents. They are stored as they are: a document ends at each end of text, and what has none is
-    one document.
-    """
+    """Ids made elsewhere, stored as they are; a document ends at each end of text. It gives ids, not documents."""
 
     def __init__(self, paths: list[Path], name: str = "tokens") -> None:
-        folder = documents.one_folder(name, paths, "train.u16 (or train.0.u16, train.1.u16…), valid.u16 and test.u16")
+        layout = "train.u16 (or train.0.u16, train.1.u16…), valid.u16 and test.u16 (or .bin)"
+        folder, files = one_folder(name, paths, layout)
         parts: dict[str, list[tuple[int, Path]]] = {}
-        for path in sorted(folder.iterdir()):
-            match = TOKEN_FILE.fullmatch(plain_name(path))
-            if match and match[1] in documents.SPLIT_ALIASES:
-                parts.setdefault(documents.SPLIT_ALIASES[match[1]], []).append((int(match[2] or 0), path))
+        for file, path in files.items():
+            match = TOKEN_FILE.fullmatch(file)
+            if match and match[1] in SPLIT_ALIASES:
+                parts.setdefault(SPLIT_ALIASES[match[1]], []).append((int(match[2] or 0), path))
         if not parts:
-            raise InputError(f"{folder} holds no train, valid or test file of uint16 ids (.u16 or .bin).")
+            raise InputError(f"{folder} holds none of {layout}.")
         for split, numbered in parts.items():
             if sorted(number for number, _ in numbered) != list(range(len(numbered))):
                 raise InputError(f"{folder}: the files of {split} are not numbered 0 to {len(numbered) - 1}.")
@@ -316,7 +422,7 @@ class TokensFile(Source):
     def blocks(self, split: str) -> Iterator[np.ndarray]:
         """The ids of a split in order, a few million at a time."""
         for path in self.paths[split]:
-            with documents.open_bytes(path) as handle:
+            with open_bytes(path) as handle:
                 while data := handle.read(BLOCK_BYTES):
                     if len(data) % 2:
                         raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")

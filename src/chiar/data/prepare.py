@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from chiar import __version__
-from chiar.data.corpora import TokensFile
-from chiar.data.documents import Document, Source
+from chiar.data.corpora import Document, Source, TokensFile
 from chiar.data.shards import COUNTED, FORMAT, Corpus, file_hash, fingerprint
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
 from chiar.errors import InputError
@@ -25,7 +24,8 @@ from chiar.files import check_new, hold, write_whole
 
 SHARD_TOKENS = 1 << 26
 CHECKPOINT_SECONDS = 2.0
-BATCH_DOCUMENTS = 64  # after each batch progress is shown and may be kept
+# Some documents' ids in a row, (documents, 2) their lengths and labels, and what they add to the counts.
+Encoded = tuple[np.ndarray, np.ndarray, list[int]]
 
 
 class Display:
@@ -35,20 +35,19 @@ class Display:
         from rich import progress as rich
         from rich.console import Console
 
-        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(bar_width=16), rich.DownloadColumn())
-        columns += (rich.TransferSpeedColumn(), rich.TimeRemainingColumn(), rich.TextColumn("{task.fields[note]}"))
+        columns: list[Any] = ["{task.description}", rich.BarColumn(bar_width=16), rich.DownloadColumn()]
+        columns += [rich.TransferSpeedColumn(), rich.TimeRemainingColumn(), "{task.fields[note]}"]
         console = Console(stderr=True, quiet=quiet)
         self.progress = rich.Progress(*columns, console=console, disable=quiet or not sys.stderr.isatty())
         self.tasks: dict[str, Any] = {}
 
     def at(self, task: str, done: int, expected: int | None = None, note: str = "") -> None:
-        """A split, or the training of a tokenizer, has come so many bytes far; all is done where that is expected."""
+        """A split, or the training of a tokenizer, has come so many bytes far."""
         if task not in self.tasks:
             self.tasks[task] = self.progress.add_task(task, total=None, note="")
         self.progress.update(self.tasks[task], completed=done, total=expected, note=note)
 
     def note(self, sentence: str) -> None:
-        """Something the person should know."""
         self.progress.console.print(f"note: {sentence}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -56,28 +55,28 @@ def prepare(
     source: Source, out: Path, tokenizer: TokenizerChoice, *, shard_tokens: int = SHARD_TOKENS,
     display: Display | None = None,
 ) -> Corpus:  # fmt: skip
-    display = display or Display()
+    display, given_ids = display or Display(), isinstance(source, TokensFile)
     check_new(out)
     if shard_tokens < 1:
         raise InputError(f"--shard-tokens must be at least 1, got {shard_tokens}.")
-    ready, given_ids = tokenizer.ready(), isinstance(source, TokensFile)
-    if ready is None and (given_ids or "train" not in source.splits):
+    used, vocab_size = tokenizer.ready(), 8192 if tokenizer.vocab_size is None else tokenizer.vocab_size
+    if used is None and (given_ids or "train" not in source.splits):
         what = "is tokenised already" if given_ids else "has no train split to train a BPE on"
         raise InputError(f"{source.name} {what}: name its tokenizer, such as --tokenizer gpt2 --tokenizer-path FOLDER.")
-    files = [[str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns] for p in source.files]
-    about = [__version__, FORMAT, source.name, source.kind, source.options, shard_tokens, files]
-    inputs = [*about, ready.describe() if ready else tokenizer.trained_size]
+    files = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in source.files]
+    inputs = [__version__, FORMAT, source.name, source.kind, source.options, shard_tokens, files]
+    inputs.append(used.describe() if used else vocab_size)
     with partial_folder(out, json.dumps(inputs, sort_keys=True), display.note) as folder:
         saved = folder / "tokenizer"
-        used = Tokenizer.open(saved) if saved.is_dir() else ready  # an interrupted run may have left it
-        if used is None:
+        if (saved / "tokenizer.json").is_file():  # left by an interrupted run
+            used = Tokenizer.open(saved)
+        else:
             display.at("tokenizer", 0)
-            used = Tokenizer.train((document.text for document in source.documents("train")), tokenizer.trained_size)
+            used = used or Tokenizer.train((document.text for document in source.documents("train")), vocab_size)
+            used.save(folder / "tokenizer.new")
+            os.replace(folder / "tokenizer.new", saved)
             display.at("tokenizer", 1, 1)
-        if not saved.is_dir():
-            used.save(saved.with_suffix(".new"))
-            os.replace(saved.with_suffix(".new"), saved)
-        entries = {split: write_split(folder, split, source, used, shard_tokens, display) for split in source.splits}
+        splits = {split: write_split(folder, split, source, used, shard_tokens, display) for split in source.splits}
         manifest: dict[str, Any] = {
             "format": FORMAT,
             "name": source.name,
@@ -87,13 +86,12 @@ def prepare(
             "dtype": used.dtype.newbyteorder("=").name,
             "shard_tokens": shard_tokens,
             "options": source.options,
-            "remarks": [] if given_ids else source.remarks(entries),
+            "remarks": [],  # of older corpora: how they differ from the published ones
             "inputs": {"files": len(files), "bytes": sum(size for _, size, _ in files)},
-            "splits": entries,
+            "splits": splits,
         }
         manifest["fingerprint"] = fingerprint(manifest)
-        text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
-        (folder / "manifest.json").write_text(text, encoding="utf-8")
+        write_whole(folder / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
         for path in [*folder.glob("*.part"), *folder.glob("*.progress.json")]:
             path.unlink()
     return Corpus.open(out)
@@ -101,28 +99,23 @@ def prepare(
 
 @contextmanager
 def partial_folder(out: Path, inputs: str, note: Callable[[str], None]) -> Iterator[Path]:
-    """`.NAME.partial` beside `out`, where work is kept until it is complete; becomes `out` when the block ends well.
+    """`.NAME.partial` beside `out`, which becomes `out` when the block ends well.
 
-    Work found there is kept if it was begun with equal `inputs` and cleared otherwise. It survives a kill, a full disk
-    or an interruption; input that is refused leaves nothing behind.
+    Work found there from equal `inputs` is kept; it survives all but an InputError, which leaves nothing behind.
     """
     out = Path(os.path.abspath(out))
     folder = out.with_name(f".{out.name}.partial")
     folder.mkdir(parents=True, exist_ok=True)
-    recorded = folder / "inputs.json"
-    with (folder / "lock").open("w") as lock:
-        hold(lock, f"another process is preparing {out} right now.")
+    recorded, lock = folder / "inputs.json", folder / "lock"
+    with lock.open("w") as held:
+        hold(held, f"another process is preparing {out} right now.")
         before = recorded.read_text(encoding="utf-8") if recorded.is_file() else None
-        if before == inputs:
-            note(f"going on with the unfinished {out.name}.")
-        else:
-            if before is not None:
-                note(f"an unfinished {out.name} from other inputs or options was there; it is begun anew.")
-            shutil.rmtree(folder / "tokenizer", ignore_errors=True)
-            shutil.rmtree(folder / "tokenizer.new", ignore_errors=True)
-            for path in folder.glob("*.*"):
-                path.unlink()
-            recorded.write_text(inputs, encoding="utf-8")
+        if before is not None:
+            other = f"an unfinished {out.name} from other inputs or options was there; it is begun anew."
+            note(f"going on with the unfinished {out.name}." if before == inputs else other)
+        for path in [path for path in folder.rglob("*") if path.is_file() and path != lock and before != inputs]:
+            path.unlink()
+        recorded.write_text(inputs, encoding="utf-8")
         try:
             yield folder
         except InputError:
@@ -130,93 +123,73 @@ def partial_folder(out: Path, inputs: str, note: Callable[[str], None]) -> Itera
             raise
         check_new(out)
         recorded.unlink()
-        (folder / "lock").unlink()
+        lock.unlink()
         if out.exists():
             out.rmdir()
         os.replace(folder, out)
 
 
-class Encoded(NamedTuple):
-    """Some documents' ids in a row, (documents, 2) their lengths and labels, and what they add to the counts."""
-
-    ids: np.ndarray
-    documents: np.ndarray
-    counts: list[int]
-
-
 def write_split(
     folder: Path, split: str, source: Source, tokenizer: Tokenizer, shard_tokens: int, display: Display
 ) -> dict[str, Any]:
-    """Writes one split so that a kill at any moment loses seconds of work; its entry in the manifest.
-
-    Ids go to shards, document ends and labels to a table beside them. Every few seconds what came meanwhile is
-    appended, synced to disk and noted in a file of progress, from which the next run goes on.
-    """
+    """Shards, and a table of document ends and labels; what is synced is noted, and the next run goes on from there."""
     progress, table = folder / f"{split}.progress.json", folder / f"{split}.documents.part"
-    noted = json.loads(progress.read_text()) if progress.is_file() else {"counts": [0] * len(COUNTED), "last_end": 0}
+    noted: dict[str, Any] = (
+        json.loads(progress.read_text()) if progress.is_file() else {"counts": [0] * len(COUNTED), "end": 0}
+    )
     if "entry" in noted:
         return noted["entry"]
-    counts = written = np.array(noted["counts"])
-    last_end, pending, flushed, expected = noted["last_end"], [], time.monotonic(), None
+    counts, end = np.array(noted["counts"]), noted["end"]
     if isinstance(source, TokensFile):
         stream = read_ids(source, split, tokenizer)
     else:
-        expected, remaining = source.expected_bytes(split), islice(source.documents(split), int(counts[0]), None)
-        stream = encode(remaining, tokenizer, source.kind == "classification")
-    for encoded in chain(stream, [None]):
-        if encoded is not None:
-            pending.append(encoded)
-            counts = counts + encoded.counts
-            display.at(split, int(counts[2]), expected, f"{counts[1]:,} tokens")
-            if time.monotonic() - flushed < CHECKPOINT_SECONDS:
-                continue
-        place = int(written[1])
-        ids = np.concatenate([np.empty(0, tokenizer.dtype), *(one.ids for one in pending)])
-        while len(ids):
-            number, used = divmod(place, shard_tokens)
-            part, ids = np.split(ids, [shard_tokens - used])
-            write_at(folder / f"{split}.{number:03d}.bin", used * part.itemsize, part.tobytes())
-            place += len(part)
-        documents = np.concatenate([np.empty((0, 2), "<i8"), *(one.documents for one in pending)])
-        documents[:, 0] = last_end + np.cumsum(documents[:, 0])
-        write_at(table, int(written[0]) * documents[:1].nbytes, documents.tobytes())
-        last_end = int(documents[-1, 0]) if len(documents) else last_end
-        written, flushed, pending = counts, time.monotonic(), []
+        stream = encode(islice(source.documents(split), int(counts[0]), None), tokenizer, bool(source.labels))
+    for ids, documents, more in stream:
+        written, place = divmod(int(counts[1]), shard_tokens)
+        for part in np.split(ids, range(shard_tokens - place, len(ids), shard_tokens)):
+            write_at(
+                folder / f"{split}.{written:03d}.bin", place * tokenizer.dtype.itemsize, part.astype(tokenizer.dtype)
+            )
+            written, place = written + 1, 0
+        documents[:, 0] = end + np.cumsum(documents[:, 0])
+        write_at(table, 16 * int(counts[0]), documents)
+        end = int(documents[-1, 0]) if len(documents) else end
+        counts += more
+        display.at(split, int(counts[2]), None, f"{counts[1]:,} tokens")
         if not isinstance(source, TokensFile):  # words of ids are counted across blocks: such a split is one piece
-            write_whole(progress, json.dumps({"counts": counts.tolist(), "last_end": last_end}))
+            write_whole(progress, json.dumps({"counts": counts.tolist(), "end": end}))
     if not counts[1]:
         few = ": give more documents, another --split-fractions or, for plain text, another --documents"
         raise InputError(f"{source.name} is empty in its {split} split{few if source.carve else ''}.")
     documents = np.fromfile(table, "<i8").reshape(-1, 2)
-    if counts[1] > last_end:  # ids after the last end of text are a document too
-        documents = np.append(documents, [[int(counts[1]), 0]], axis=0)
+    if counts[1] > end:  # ids after the last end of text are a document too
+        documents = np.append(documents, [[counts[1], 0]], axis=0)
     counts[0] = len(documents)
     display.at(split, int(counts[2]), int(counts[2]), f"{counts[1]:,} tokens")
     entry: dict[str, Any] = dict(zip(COUNTED, counts.tolist(), strict=True)) | {"shards": []}
-    for path in [folder / f"{split}.{number:03d}.bin" for number in range(-(-entry["tokens"] // shard_tokens))]:
-        tokens = path.stat().st_size // tokenizer.dtype.itemsize
+    for start in range(0, entry["tokens"], shard_tokens):
+        path, tokens = folder / f"{split}.{start // shard_tokens:03d}.bin", min(shard_tokens, entry["tokens"] - start)
         entry["shards"].append({"file": path.name, "tokens": tokens, "sha256": file_hash(path)})
-    entry["offsets"] = write_array(folder / f"{split}.documents.npy", np.append(0, documents[:, 0]).astype("<u8"))
+    arrays = {"offsets": ("documents", np.append(0, documents[:, 0]).astype("<u8"))}
     if source.labels:
-        entry["labels"] = write_array(folder / f"{split}.labels.npy", documents[:, 1].copy())
+        arrays["labels"] = ("labels", documents[:, 1])
+    for what, (name, array) in arrays.items():
+        np.save(buffer := io.BytesIO(), array)
+        write_at(path := folder / f"{split}.{name}.npy", 0, buffer.getbuffer())
+        entry[what] = {"file": path.name, "sha256": file_hash(path)}
+    if source.labels:
         entry["label_counts"] = np.bincount(documents[:, 1], minlength=len(source.labels)).tolist()
     write_whole(progress, json.dumps({"entry": entry}))
     return entry
 
 
-def write_at(path: Path, place: int, data: bytes) -> None:
+def write_at(path: Path, place: int, data: Any) -> None:
     """From `place` on, to disk; what lay there was not noted and is not trusted."""
     with path.open("ab") as handle:
         handle.truncate(place)
         handle.write(data)
         handle.flush()
         os.fsync(handle.fileno())
-
-
-def write_array(path: Path, array: np.ndarray) -> dict[str, str]:
-    np.save(buffer := io.BytesIO(), array)
-    write_at(path, 0, buffer.getvalue())
-    return {"file": path.name, "sha256": file_hash(path)}
 
 
 def read_ids(source: TokensFile, split: str, tokenizer: Tokenizer) -> Iterator[Encoded]:
@@ -237,16 +210,22 @@ def read_ids(source: TokensFile, split: str, tokenizer: Tokenizer) -> Iterator[E
         lengths = np.diff(ends, prepend=-before_last_end)
         before_last_end = len(ids) - int(ends[-1]) if len(ends) else before_last_end + len(ids)
         counts = [len(ends), len(ids), len(data) - len(ends), words, text.count("\n")]
-        yield Encoded(ids, np.stack([lengths, np.zeros_like(lengths)], axis=1), counts)
+        yield ids, np.stack([lengths, np.zeros_like(lengths)], axis=1), counts
 
 
 def encode(documents: Iterator[Document], tokenizer: Tokenizer, labelled: bool) -> Iterator[Encoded]:
     """Language documents are followed by the end of text; labelled ones are not, the label is what comes next."""
     end = np.array([] if labelled else [tokenizer.end_of_text], tokenizer.dtype)
-    while batch := list(islice(documents, BATCH_DOCUMENTS)):
-        texts = [document.text for document in batch]
-        rows = [np.concatenate([ids, end]) for ids in tokenizer.encode_batch(texts)]
-        lengths = [(len(row), document.label or 0) for row, document in zip(rows, batch, strict=True)]
-        sizes = [sum(len(text.encode()) for text in texts), sum(len(text.split()) for text in texts)]
-        counts = [len(batch), sum(map(len, rows)), *sizes, sum(text.count("\n") for text in texts)]
-        yield Encoded(np.concatenate(rows), np.array(lengths, "<i8"), counts)
+    rows: list[np.ndarray] = []
+    table: list[tuple[int, int]] = []
+    counts, began = np.zeros(3, np.int64), time.monotonic()
+    for document in chain(documents, [None]):
+        if document is not None:
+            text = document.text
+            rows.append(np.concatenate([*tokenizer.encode_batch([text]), end]))
+            table.append((len(rows[-1]), document.label or 0))
+            counts += (len(text.encode()), len(text.split()), text.count("\n"))
+        if rows and (document is None or time.monotonic() - began >= CHECKPOINT_SECONDS):
+            ids = np.concatenate(rows)
+            yield ids, np.array(table, "<i8"), [len(rows), len(ids), *counts.tolist()]
+            rows, table, counts, began = [], [], np.zeros(3, np.int64), time.monotonic()

@@ -13,7 +13,7 @@ import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -35,20 +35,24 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def read_npy(path: Path, mmap_mode: Literal["r"] | None = None) -> np.ndarray:
+def read_npy(path: Path, length: int | None = None) -> np.ndarray:
+    """One row of whole numbers; of so many, mapped into memory, if `length` is given."""
     try:
-        return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+        array = np.load(path, mmap_mode=None if length is None else "r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise InputError(f"{path} is not a readable .npy file: {error}") from error
+    if array.ndim != 1 or array.dtype.kind not in "iu" or length not in (None, len(array)):
+        expected = f"{length or 'one row of'} whole numbers"
+        raise InputError(f"{path} holds {array.dtype} of shape {array.shape}, expected {expected}.")
+    return array
 
 
 class Split:
     """Random access to the ids of one split."""
 
     def __init__(self, folder: Path, name: str, entry: dict[str, Any], dtype: np.dtype, shard_tokens: int) -> None:
-        self.name, self.dtype = name, dtype
+        self.name, self.dtype, self._folder, self._entry, self._shard_tokens = name, dtype, folder, entry, shard_tokens
         self.documents, self.tokens, self.bytes, self.words, self.lines = (int(entry[count]) for count in COUNTED)
-        self._folder, self._entry, self._shard_tokens = folder, entry, shard_tokens
         # Plain arrays over the maps: slices of np.memmap cost several times as much.
         self._shards = [np.asarray(np.memmap(folder / shard["file"], dtype, "r")) for shard in entry["shards"]]
 
@@ -74,12 +78,13 @@ class Split:
     @cached_property
     def offsets(self) -> np.ndarray:
         """Where documents begin, and where the last one ends: documents + 1 numbers."""
-        return self._load("offsets", self.documents + 1)
+        return read_npy(self._folder / self._entry["offsets"]["file"], self.documents + 1)
 
     @cached_property
     def labels(self) -> np.ndarray | None:
         """One label a document, or None in a language corpus."""
-        return self._load("labels", self.documents) if "labels" in self._entry else None
+        entry = self._entry.get("labels")
+        return None if entry is None else read_npy(self._folder / entry["file"], self.documents)
 
     def document(self, index: int) -> np.ndarray:
         """A document's ids, with its end of text where there is one."""
@@ -87,13 +92,6 @@ class Split:
             raise IndexError(f"document {index} of split {self.name!r}, which has {self.documents}")
         start, stop = self.offsets[index : index + 2].tolist()
         return self.read(start, stop - start)
-
-    def _load(self, what: str, length: int) -> np.ndarray:
-        path = self._folder / self._entry[what]["file"]
-        array = read_npy(path, "r")
-        if array.shape != (length,) or array.dtype.kind not in "iu":
-            raise InputError(f"{path} holds {array.dtype} of shape {array.shape}, expected {length} whole numbers.")
-        return array
 
 
 class Corpus:
@@ -118,10 +116,9 @@ class Corpus:
     def open(cls, path: Path | str, verify: bool = False) -> "Corpus":
         """`verify` reads all of it and compares every hash; sizes are always compared."""
         folder, where = Path(path), Path(path) / "manifest.json"
-        if not folder.exists():
-            raise InputError(f"there is no folder {folder}: chiar data prepare makes one.")
         if not where.is_file():
-            raise InputError(f"{folder} is not a prepared corpus: it has no manifest.json (see chiar data prepare).")
+            what = f"{folder} is not a prepared corpus" if folder.exists() else f"there is no folder {folder}"
+            raise InputError(f"{what}: chiar data prepare makes one, with a manifest.json.")
         try:
             manifest = json.loads(where.read_text(encoding="utf-8"))
             if manifest["format"] != FORMAT:
@@ -133,16 +130,17 @@ class Corpus:
             corpus = cls(folder, manifest)
             for entry in manifest["splits"].values():
                 for file in [*entry["shards"], *(entry[what] for what in ("offsets", "labels") if what in entry)]:
-                    stored = folder / file["file"]
+                    stored, wrong = folder / file["file"], ""
+                    size = stored.stat().st_size if stored.is_file() else None
+                    expected = file["tokens"] * corpus.dtype.itemsize if "tokens" in file else size
                     if stored.name != file["file"]:
-                        raise InputError(f"{where} names a file outside its folder: {file['file']!r}.")
-                    if not stored.is_file():
-                        raise InputError(f"{stored} is missing: prepare the corpus again.")
-                    size = stored.stat().st_size
-                    if size != (expected := file["tokens"] * corpus.dtype.itemsize if "tokens" in file else size):
-                        raise InputError(f"{stored} has {size} bytes, expected {expected}: prepare the corpus again.")
-                    if verify and file_hash(stored) != file["sha256"]:
-                        raise InputError(f"{stored} does not have the hash in the manifest: prepare the corpus again.")
+                        wrong = "lies outside its folder"
+                    elif size is None or size != expected:
+                        wrong = "is missing" if size is None else f"has {size} bytes, expected {expected}"
+                    elif verify and file_hash(stored) != file["sha256"]:
+                        wrong = "does not have the hash in the manifest"
+                    if wrong:
+                        raise InputError(f"{stored} {wrong}: prepare the corpus again.")
         except InputError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -161,18 +159,17 @@ class Corpus:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer the corpus was prepared with; its folder is `self.folder / "tokenizer"`."""
-        folder = self.folder / "tokenizer"
-        tokenizer = Tokenizer.open(folder)
+        tokenizer = Tokenizer.open(self.folder / "tokenizer")
         if tokenizer.fingerprint != self.tokenizer_fingerprint:
-            raise InputError(f"{folder} is not the tokenizer this corpus was prepared with: prepare it again.")
+            raise InputError(f"{self.folder / 'tokenizer'} is not the tokenizer this corpus was prepared with.")
         return tokenizer
 
     def require_same_tokenizer(self, other: "Corpus") -> None:
         """For whatever reads both with one model."""
         if self.tokenizer_fingerprint != other.tokenizer_fingerprint:
-            each = (
+            each = [
                 f"{corpus.folder} ({corpus.tokenizer_kind}, {corpus.vocab_size} entries)" for corpus in (self, other)
-            )
+            ]
             raise InputError(
                 f"{' and '.join(each)} have different tokenizers: prepare one again with --like the other."
             )
