@@ -25,7 +25,7 @@ def in_new_process(arguments, heavy):
 
 def test_help_imports_nothing_heavy():
     done = in_new_process(["prepare", "--help"], {"torch", "transformers", "tokenizers", "numpy", "rich"})
-    for option in {option for entry in CATALOG.values() for option in entry.options}:
+    for option in {option for *_, options, _ in CATALOG.values() for option in options}:
         assert spelling(option) in done.stdout
 
 
@@ -46,7 +46,7 @@ def test_show_without_a_corpus_names_all_that_can_be_prepared():
 def test_prepare_and_show(tmp_path):
     wikitext_folder(tmp_path / "files")
     out = tmp_path / "out"
-    code, output = run("prepare", "wikitext-2", tmp_path / "files", "--out", out, "--vocab-size", 300, "--workers", 1)
+    code, output = run("prepare", "wikitext-2", tmp_path / "files", "--out", out, "--vocab-size", 300)
     assert code == 0
     assert "wikitext-2: language, bpe with 300 entries" in output
     code, shown = run("show", out, "--verify")
@@ -99,7 +99,6 @@ def test_text_options_and_like(tmp_path):
         (["notes.txt", "--depth", "3"], "--depth is an option of listops"),
         (["notes.txt", "--split-fractions", "1"], "three numbers"),
         (["notes.txt", "--split-fractions", "a,b,c"], "three numbers"),
-        (["notes.txt", "--workers", "9999"], "9999 workers are more than"),
         (["notes.txt", "--out", "notes.txt"], "exists already"),
         (["binary.txt"], "is it binary"),
         (["empty.txt"], "is empty"),

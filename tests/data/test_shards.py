@@ -129,7 +129,7 @@ def test_manifests_that_cannot_be_used(copy, tmp_path):
     right = json.loads(path.read_text())
     outside = json.loads(path.read_text().replace("valid.000.bin", "../outside.bin"))["splits"]
     for changes, message in [
-        ({"splits": outside}, "a file outside its folder"),
+        ({"splits": outside}, "lies outside its folder"),
         ({"splits": {"train": {}}}, "incomplete"),
         ({"format": "chiar-corpus/9"}, "'chiar-corpus/9', expected 'chiar-corpus/1'"),
     ]:
