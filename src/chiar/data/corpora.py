@@ -13,6 +13,7 @@ import sysconfig
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -358,15 +359,15 @@ class Stdlib(Source):
         files = [found[place] for place in sorted(found) if not self.skipped & set(Path(place).parts)]
         if not files:
             raise InputError(f"{folder} holds no Python sources to take documentation from: give a text of your own.")
-        self._harvest: list[Document] = []
         super().__init__(name, ["train"], {"python": platform.python_version()}, files, carve_all(fractions))
 
     def read(self, given: str) -> Iterator[Document]:
-        if not self._harvest:  # a few MB, and parsing takes seconds for each of the three splits
-            self._harvest = [Document(text) for text in self._texts()]
-        return iter(self._harvest)
+        return map(Document, self._texts)
 
-    def _texts(self) -> Iterator[str]:
+    @cached_property
+    def _texts(self) -> list[str]:
+        """Kept: a few MB, and parsing takes seconds for each of the three splits."""
+        texts: list[str] = []
         seen: set[str] = set()
         for path in self.files:
             try:
@@ -377,15 +378,15 @@ class Stdlib(Source):
             if place == Path("pydoc_data", "topics"):  # the file assigns one dictionary of texts
                 tables = [s.value for s in tree.body if isinstance(s, ast.Assign) and isinstance(s.value, ast.Dict)]
                 topics = sorted(item for table in tables for item in ast.literal_eval(table).items())
-                yield from (f"{name}\n\n{text.strip()}\n" for name, text in topics)
+                texts += [f"{name}\n\n{text.strip()}\n" for name, text in topics]
                 continue
             new = {}
             for heading, text in docstrings(tree, ".".join(place.parts).removesuffix(".__init__")):
                 if text not in seen:
                     new[text] = f"{heading}\n\n{text}\n"
                     seen.add(text)
-            if new:
-                yield "\n".join(new.values())
+            texts += ["\n".join(new.values())] if new else []
+        return texts
 
 
 def docstrings(node: Any, name: str) -> Iterator[tuple[str, str]]:

@@ -160,7 +160,7 @@ def write_split(
             write_whole(progress, json.dumps({"counts": counts.tolist(), "end": end}))
     if not counts[1]:
         few = ": give more documents, another --split-fractions or, for plain text, another --documents"
-        raise InputError(f"{source.name} is empty in its {split} split{few if source.carve else ''}.")
+        raise InputError(f"{source.name} is empty: its {split} split has no text{few if source.carve else ''}.")
     documents = np.fromfile(table, "<i8").reshape(-1, 2)
     if counts[1] > end:  # ids after the last end of text are a document too
         documents = np.append(documents, [[counts[1], 0]], axis=0)

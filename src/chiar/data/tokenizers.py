@@ -30,9 +30,6 @@ BYTE_OF_CHARACTER = {character: byte for byte, character in CHARACTER_OF_BYTE.it
 # no space. What lies between two such places is encoded on its own, once, and remembered. Rarer kinds of space start
 # no new piece, because Python and the tokenizers library disagree about some of them.
 PIECES = re.compile(r"\s*\S+(?:[^\S \n\t\r]\s*\S*)*|\s+")
-# GPT-2's pattern for text that is all ASCII, where Python's own regular expressions are equal to it. A new piece is
-# mostly made of words that are not new.
-ASCII_WORDS = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
 REMEMBERED_PIECES = 400_000
 
 
@@ -68,9 +65,6 @@ class Tokenizer:
 
         @lru_cache(REMEMBERED_PIECES)
         def ids_of(piece: str) -> bytes:
-            words = ASCII_WORDS.findall(piece) if piece.isascii() else []
-            if len(words) > 1:
-                return b"".join(map(ids_of, words))
             return np.array(model.encode(piece, add_special_tokens=False).ids, self.dtype).tobytes()
 
         return ids_of
