@@ -86,10 +86,8 @@ def show_corpus(
     corpus = Corpus.open(folder, verify=verify)
     typer.echo(f"{corpus.name}: {corpus.kind}, {corpus.tokenizer_kind} with {corpus.vocab_size:,} entries")
     typer.echo(f"fingerprint {corpus.fingerprint}" + (", every hash is right" if verify else ""))
-    table, balance = (
-        Table("split", *COUNTED, "bytes/token", "shards", box=None),
-        Table("split", *corpus.labels, box=None),
-    )
+    table = Table("split", *COUNTED, "bytes/token", "shards", box=None)
+    balance = Table("split", *corpus.labels, box=None)
     for name, entry in corpus.manifest["splits"].items():
         ratio, counts = f"{entry['bytes'] / entry['tokens']:.3f}", entry.get("label_counts", [])
         table.add_row(name, *(f"{entry[column]:,}" for column in COUNTED), ratio, str(len(entry["shards"])))

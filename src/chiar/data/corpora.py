@@ -135,10 +135,10 @@ def carve_all(fractions: Fractions | None = None) -> dict[str, float]:
     return {name: fraction for name, fraction in zip(SPLITS, fractions, strict=True) if fraction}
 
 
-def carve_valid(given: Collection[str], fractions: Fractions | None = None) -> dict[str, float] | None:
+def carve_valid(given: Collection[str], fractions: Fractions | None = None) -> dict[str, float]:
     """For a corpus that may lack a validation set: its share is taken out of train."""
     valid = carve_all(fractions).get("valid")
-    return {"train": 1.0 - valid, "valid": valid} if valid and "train" in given and "valid" not in given else None
+    return {"train": 1.0 - valid, "valid": valid} if valid and "train" in given and "valid" not in given else {}
 
 
 def plain_name(path: Path) -> str:
@@ -249,8 +249,7 @@ class Labelled(Table):
             given[place.name] = sorted(reviews, key=lambda file: (file.stem.split("_")[0].zfill(9), file.name, file))
         if not given:
             raise InputError(f"{folder} holds neither {layout} (also as .xz or .gz).")
-        carve = carve_valid(given, fractions) if name == "imdb" else None
-        super().__init__(name, given, options, carve=carve)
+        super().__init__(name, given, options, carve=carve_valid(given, fractions) if name == "imdb" else {})
 
     def read_file(self, path: Path) -> Iterator[Document]:
         if path.suffix != ".txt":
@@ -279,10 +278,9 @@ class Text(Source):
                 raise InputError(f'{path} is a table: write its text column as .jsonl, a {{"text": …}} a line.')
             inside = [file for file in path.rglob("*") if file.is_file() and plain_name(file).endswith(TEXT_ENDINGS)]
             files += [path] if path.is_file() else sorted(inside)
-            if not path.is_file() and not inside:
-                raise InputError(f"{path} holds no text file ({', '.join(TEXT_ENDINGS)}, compressed or not).")
         if not files:
-            raise InputError("name at least one text file or folder: chiar data prepare FILE… --out DIR.")
+            where = ", ".join(map(str, paths)) or "nothing"
+            raise InputError(f"{where} holds no text file ({', '.join(TEXT_ENDINGS)}): name at least one text file.")
         splits = [split_of_file(file) for file in files]
         named = "train" in splits and None not in splits
         given: dict[str, list[Path]] = {}

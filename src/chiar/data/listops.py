@@ -128,13 +128,10 @@ def evaluate(expression: str) -> tuple[int, str]:
         if value in DIGITS:
             stack[-1][1].append(int(value))
             stack[-1][2].append(text)
-    if len(stack) != 1 or len(stack[0][1]) != 1:
-        what = (
-            f"{stack[-1][0]} is never closed"
-            if len(stack) != 1
-            else f"it holds {len(stack[0][1])} expressions, not one"
-        )
-        raise ValueError(what)
+    if len(stack) != 1:
+        raise ValueError(f"{stack[-1][0]} is never closed")
+    if len(stack[0][1]) != 1:
+        raise ValueError(f"it holds {len(stack[0][1])} expressions, expected one")
     return stack[0][1][0], stack[0][2][0]
 
 

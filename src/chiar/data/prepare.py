@@ -134,9 +134,9 @@ def write_split(
 ) -> dict[str, Any]:
     """Shards, and a table of document ends and labels; what is synced is noted, and the next run goes on from there."""
     progress, table = folder / f"{split}.progress.json", folder / f"{split}.documents.part"
-    noted: dict[str, Any] = (
-        json.loads(progress.read_text()) if progress.is_file() else {"counts": [0] * len(COUNTED), "end": 0}
-    )
+    noted: dict[str, Any] = {"counts": [0] * len(COUNTED), "end": 0}
+    if progress.is_file():
+        noted = json.loads(progress.read_text())
     if "entry" in noted:
         return noted["entry"]
     counts, end = np.array(noted["counts"]), noted["end"]
@@ -147,9 +147,8 @@ def write_split(
     for ids, documents, more in stream:
         written, place = divmod(int(counts[1]), shard_tokens)
         for part in np.split(ids, range(shard_tokens - place, len(ids), shard_tokens)):
-            write_at(
-                folder / f"{split}.{written:03d}.bin", place * tokenizer.dtype.itemsize, part.astype(tokenizer.dtype)
-            )
+            shard = folder / f"{split}.{written:03d}.bin"
+            write_at(shard, place * tokenizer.dtype.itemsize, part.astype(tokenizer.dtype))
             written, place = written + 1, 0
         documents[:, 0] = end + np.cumsum(documents[:, 0])
         write_at(table, 16 * int(counts[0]), documents)

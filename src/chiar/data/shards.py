@@ -124,9 +124,7 @@ class Corpus:
             if manifest["format"] != FORMAT:
                 raise InputError(f"{where} has the format {manifest['format']!r}, expected {FORMAT!r}.")
             if manifest["fingerprint"] != fingerprint(manifest):
-                raise InputError(
-                    f"{where} does not have the fingerprint it states: it was changed after the preparation."
-                )
+                raise InputError(f"{where} was changed after the preparation: it does not have its own fingerprint.")
             corpus = cls(folder, manifest)
             for entry in manifest["splits"].values():
                 for file in [*entry["shards"], *(entry[what] for what in ("offsets", "labels") if what in entry)]:
@@ -167,9 +165,5 @@ class Corpus:
     def require_same_tokenizer(self, other: "Corpus") -> None:
         """For whatever reads both with one model."""
         if self.tokenizer_fingerprint != other.tokenizer_fingerprint:
-            each = [
-                f"{corpus.folder} ({corpus.tokenizer_kind}, {corpus.vocab_size} entries)" for corpus in (self, other)
-            ]
-            raise InputError(
-                f"{' and '.join(each)} have different tokenizers: prepare one again with --like the other."
-            )
+            one, two = (f"{c.folder} ({c.tokenizer_kind}, {c.vocab_size} entries)" for c in (self, other))
+            raise InputError(f"{one} and {two} have different tokenizers: prepare one of them --like the other.")
