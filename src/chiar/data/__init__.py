@@ -4,11 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from chiar.data.shards import Corpus as Corpus
+    from chiar.data.shards import Corpus, Split
+    from chiar.data.tokenizers import Tokenizer
+
+__all__ = ["Corpus", "Split", "Tokenizer"]
 
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use: the command line imports this package to answer --help.
-    if name != "Corpus":
+    if name not in __all__:
         raise AttributeError(f"module 'chiar.data' has no attribute {name!r}")
-    return import_module("chiar.data.shards").Corpus
+    return getattr(import_module("chiar.data.shards"), name)  # which imports Tokenizer too
