@@ -14,8 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from chiar.data.corpora import Stdlib, TokensFile, WikiText
-from chiar.data.documents import Document, Source
+from chiar.data.corpora import Document, Source, Stdlib, TokensFile, WikiText
 from chiar.data.prepare import prepare
 from chiar.data.shards import Corpus
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
@@ -49,7 +48,7 @@ def prepare_rows(table: Table, source: InMemory, gpt2: Path | None, folder: Path
         choices["gpt2"] = TokenizerChoice("gpt2", path=gpt2)
     for name, choice in choices.items():
         # Once, as a user runs it: pieces of text are remembered only within a run.
-        seconds = elapsed(partial(prepare, source, folder / f"{name}-corpus", choice, workers=1))
+        seconds = elapsed(partial(prepare, source, folder / f"{name}-corpus", choice))
         corpus = Corpus.open(folder / f"{name}-corpus")
         note = f"{corpus.split('train').tokens:,} tokens, one process, tokenizer loading and hashes included"
         table.add_row(f"prepare, {name}", f"{megabytes / seconds:.2f} MB/s", note)

@@ -51,7 +51,6 @@ CASES = {
     "blank text": ([*PREPARE, "blank.txt"], "no text"),
     "binary text": ([*PREPARE, "binary.txt"], "is it binary"),
     "an existing corpus": (["data", "prepare", "notes.txt", "--out", "corpus"], "exists already"),
-    "more workers than documents": ([*PREPARE, "few.jsonl", "--workers", "31"], "more than the 27 documents"),
     "a shard with a wrong hash": (["data", "show", "damaged", "--verify"], "train.000.bin does not have the hash"),
     "a shard that is cut off": ([*TRAIN, "--data", "cut", "--out", "new"], "train.000.bin"),
     "a tokenizer that does not match": ([*TRAIN, "--data", "corpus", "--data", "bpe", "--out", "new"], "tokenizer"),

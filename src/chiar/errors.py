@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
 
 MANY = 24  # more names than one wants to read where one of them was surely meant
 
@@ -31,3 +33,12 @@ def unknown_name(kind: str, received: object, allowed: Iterable[str], more: str 
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     listed = "" if near and len(names) > MANY else f" Allowed: {', '.join(names)}."
     return InputError(f"unknown {kind} {received!r}.{hint}{listed}{more and ' ' + more}")
+
+
+def optional_module(name: str, extra: str, what: str) -> Any:
+    """The module, or a sentence that says how to install it. `what` is the thing that needs it."""
+    try:
+        return import_module(name)
+    except ImportError:
+        package = name.split(".")[0]
+        raise InputError(f"{what} needs the package {package}: pip install 'chiar[{extra}]'.") from None

@@ -10,6 +10,7 @@ from chiar.data.tokenizers import TokenizerChoice
 from chiar.errors import InputError
 
 BYTES = TokenizerChoice("bytes")
+WHOLE = (1.0, 0.0, 0.0)
 WORDS = "the of many light dark filter attention carbon naïve 漢字 don't 42 , .".split()  # noqa: SIM905
 
 

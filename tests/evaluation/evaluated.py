@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from chiar.data.corpora import Glue, Text
+from chiar.data.corpora import Labelled, Text
 from chiar.data.prepare import prepare
 from chiar.data.shards import Corpus
 from chiar.data.tokenizers import TokenizerChoice
@@ -33,7 +33,7 @@ def class_corpus(folder: Path) -> Corpus:
     for name, count in (("train", 8), ("dev", 23)):
         rows = [f"x\t{int(n % 3 > 0)}\t\t{sentence(n, 1 + n % 9)}" for n in range(count)]
         (folder / f"{name}.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    return prepare(Glue([folder], "cola"), folder / "corpus", BYTES)
+    return prepare(Labelled([folder], "cola"), folder / "corpus", BYTES)
 
 
 def tiny_model(preset: str = "v3-tiny", kind: type = ChiarForCausalLM, **changes):

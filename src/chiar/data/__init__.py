@@ -14,4 +14,4 @@ def __getattr__(name: str) -> Any:
     # Loaded on first use: the command line imports this package to answer --help.
     if name not in __all__:
         raise AttributeError(f"module 'chiar.data' has no attribute {name!r}")
-    return getattr(import_module(f"chiar.data.{'tokenizers' if name == 'Tokenizer' else 'shards'}"), name)
+    return getattr(import_module("chiar.data.shards"), name)  # which imports Tokenizer too

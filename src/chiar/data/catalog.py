@@ -2,23 +2,31 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from chiar.data.corpora import Glue, Imdb, Stdlib, Text, TokensFile, WikiText
-from chiar.data.documents import Source
-from chiar.data.listops import GeneratedListOps, ListOpsFiles
+from chiar.data.corpora import Labelled, Source, Stdlib, Text, TokensFile, WikiText
+from chiar.data.listops import GENERATOR, GeneratedListOps, ListOpsFiles
 from chiar.errors import InputError, unknown_name
 
-GENERATOR = ("depth", "arguments", "min_length", "max_length", "seed", "examples")
-
-
-class Entry(NamedTuple):
-    kind: str
-    about: str
-    needs: str
-    offline: str
-    options: tuple[str, ...]
-    build: Callable[..., Source]
+_WIKI, _GLUE = "a folder with wiki.{train,valid,test}.", "a folder with train.tsv and dev.tsv"
+_LISTOPS = "nothing (generated), or .tsv files"
+# Kind, what it is, what it is read from, options, and what builds it.
+CATALOG: dict[str, tuple[str, str, str, tuple[str, ...], Callable[..., Source]]] = {
+    "stdlib": ("language", "documentation of the running Python", "nothing", ("fractions",), Stdlib),
+    "wikitext-103": ("language", "WikiText-103, tokens form", f"{_WIKI}tokens", ("from_hub",), WikiText),
+    "wikitext-103-raw": ("language", "WikiText-103, raw form", f"{_WIKI}raw", ("from_hub",), WikiText),
+    "wikitext-2": ("language", "WikiText-2, tokens form", f"{_WIKI}tokens", ("from_hub",), WikiText),
+    "wikitext-2-raw": ("language", "WikiText-2, raw form", f"{_WIKI}raw", ("from_hub",), WikiText),
+    "text": ("language", "your own text", ".txt, .jsonl or .parquet, or folders", ("fractions", "unit", "field"), Text),
+    "tokens": ("language", "ids made elsewhere", "a folder with train.u16 …, --tokenizer", (), TokensFile),
+    "imdb": ("classification", "movie reviews, 2 labels", "aclImdb, or .tsv (.csv)", ("fractions",), Labelled),
+    "listops": ("classification", "nested ListOps, 10 labels", _LISTOPS, GENERATOR, GeneratedListOps),
+    "listops-lra": ("classification", "ListOps of the long-range arena", _LISTOPS, GENERATOR, GeneratedListOps),
+    "sst-2": ("classification", "GLUE: sentiment, 2 labels", _GLUE, (), Labelled),
+    "cola": ("classification", "GLUE: grammar, 2 labels", _GLUE, (), Labelled),
+    "mrpc": ("classification", "GLUE: paraphrases, 2 labels", _GLUE, (), Labelled),
+    "rte": ("classification", "GLUE: entailment, 2 labels", _GLUE, (), Labelled),
+}
 
 
 def spelling(option: str) -> str:
@@ -26,54 +34,21 @@ def spelling(option: str) -> str:
     return {"fractions": "--split-fractions", "unit": "--documents"}.get(option, f"--{option.replace('_', '-')}")
 
 
-def _listops(paths: list[Path], name: str, **options: Any) -> Source:
-    unused = set(GENERATOR) if paths else {"fractions"}
-    if wrong := sorted(spelling(option) for option in unused & options.keys()):
-        where = "expressions read from files" if paths else "generated expressions"
-        raise InputError(f"{', '.join(wrong)} cannot be used with {where}.")
-    return ListOpsFiles(paths, name, **options) if paths else GeneratedListOps(name, **options)
-
-
-_TOKENS, _RAW = "a folder with wiki.{train,valid,test}.tokens", "a folder with wiki.{train,valid,test}.raw"
-_GLUE, _TSV = "a folder with train.tsv and dev.tsv", "aclImdb, or train.tsv and test.tsv (.csv)"
-_TEXT, _IDS = ".txt, .jsonl or .parquet files, or folders", "a folder with train.u16 …, --tokenizer"
-_NOTHING, _LISTOPS = "nothing (generated), or .tsv files", (*GENERATOR, "brackets", "fractions")
-_CARVE, _HUB = ("fractions",), ("from_hub",)
-CATALOG = {
-    "stdlib": Entry("language", "documentation of the running Python", "nothing", "yes", _CARVE, Stdlib),
-    "wikitext-103": Entry("language", "WikiText-103, tokens form", _TOKENS, "with files", _HUB, WikiText),
-    "wikitext-103-raw": Entry("language", "WikiText-103, raw form", _RAW, "with files", _HUB, WikiText),
-    "wikitext-2": Entry("language", "WikiText-2, tokens form", _TOKENS, "with files", _HUB, WikiText),
-    "wikitext-2-raw": Entry("language", "WikiText-2, raw form", _RAW, "with files", _HUB, WikiText),
-    "text": Entry("language", "your own text", _TEXT, "yes", ("fractions", "unit", "field"), Text),
-    "tokens": Entry("language", "ids made elsewhere", _IDS, "yes", (), TokensFile),
-    "imdb": Entry("classification", "movie reviews, 2 labels", _TSV, "with files", _CARVE, Imdb),
-    "listops": Entry("classification", "nested ListOps, 10 labels", _NOTHING, "yes", _LISTOPS, _listops),
-    "listops-lra": Entry("classification", "ListOps of the long-range arena", _NOTHING, "yes", _LISTOPS, _listops),
-    "sst-2": Entry("classification", "GLUE: sentiment, 2 labels", _GLUE, "with files", (), Glue),
-    "cola": Entry("classification", "GLUE: grammar, 2 labels", _GLUE, "with files", (), Glue),
-    "mrpc": Entry("classification", "GLUE: paraphrases, 2 labels", _GLUE, "with files", (), Glue),
-    "rte": Entry("classification", "GLUE: entailment, 2 labels", _GLUE, "with files", (), Glue),
-}
-
-
 def build_source(named: list[str], /, **options: Any) -> Source:
-    """From what follows `chiar data prepare`: a name and what it is read from, or files of the user's.
-
-    Options that are None were not given.
-    """
+    """From what follows `chiar data prepare`: a name and what it is read from, or files; None is not given."""
     if not named:
         raise InputError(f"name a corpus ({', '.join(CATALOG)}) or a file.")
     name, paths = named[0].lower(), [Path(path) for path in named[1:]]
     if name not in CATALOG:
-        if not Path(named[0]).exists():
-            if "/" in named[0] or Path(named[0]).suffix:
-                raise InputError(f"there is no file or folder {named[0]}.")
+        if not Path(named[0]).exists() and not Path(named[0]).suffix and "/" not in named[0]:
             raise unknown_name("corpus or file", named[0], CATALOG)
         name, paths = "text", [Path(path) for path in named]
-    entry = CATALOG[name]
+    *_, allowed, build = CATALOG[name]
+    if build is GeneratedListOps and paths:
+        allowed, build = ("brackets", "fractions"), ListOpsFiles
     given = {option: value for option, value in options.items() if value is not None}
-    for option in given.keys() - set(entry.options):
-        users = [other for other, candidate in CATALOG.items() if option in candidate.options]
-        raise InputError(f"{spelling(option)} is an option of {', '.join(users)}, not of {name}.")
-    return entry.build(paths, name, **given)
+    for option in given.keys() - set(allowed):
+        users = [other for other, entry in CATALOG.items() if option in entry[3] and other != name]
+        also = f" is an option of {', '.join(users)}," if users else " is"
+        raise InputError(f"{spelling(option)}{also} not for {name}{' from files' if paths else ''}.")
+    return build(paths, name, **given)

@@ -9,10 +9,9 @@ from typer import Option
 
 from chiar.errors import InputError
 
-data_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Turn corpora into memory-mapped token shards, and look at them."
-)
+ABOUT = "Turn corpora into memory-mapped token shards, and look at them."
 WHAT = "A corpus of `chiar data show` and the folder or files it is read from, or text files of your own."
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=ABOUT)
 
 
 @data_app.command()
@@ -25,7 +24,6 @@ def prepare(
     vocab_size: A[int | None, Option(help="Entries of a trained bpe (8192).")] = None,
     like: A[Path | None, Option(help="Take the tokenizer of this prepared corpus.")] = None,
     from_hub: A[bool, Option("--from-hub", help="Fetch WikiText or the gpt2 tokenizer if no path is given.")] = False,
-    workers: A[int | None, Option(help="Processes that tokenise; one a core by default.")] = None,
     shard_tokens: A[int, Option(help="Tokens a shard.")] = 1 << 26,
     split_fractions: A[str | None, Option(help="Shares of train, valid, test, if not given (0.9,0.05,0.05).")] = None,
     field: A[str | None, Option(help="Field of .jsonl, column of .parquet with the text (text).")] = None,
@@ -39,9 +37,8 @@ def prepare(
     seed: A[int | None, Option(help="ListOps: seed of the generator (0).")] = None,
 ) -> None:
     """Turn a corpus into token shards with a manifest. Interrupted, the same command goes on where it stopped."""
+    from chiar.data import prepare as preparation
     from chiar.data.catalog import build_source
-    from chiar.data.prepare import Bars
-    from chiar.data.prepare import prepare as prepare_corpus
     from chiar.data.tokenizers import TokenizerChoice
 
     # The flag may be meant for the tokenizer alone; then a corpus that knows no Hub is not troubled with it.
@@ -49,15 +46,24 @@ def prepare(
     source = build_source(
         corpus, from_hub=corpus_from_hub or None, field=field, unit=documents, depth=depth, arguments=arguments,
         min_length=min_length, max_length=max_length, brackets=brackets, seed=seed,
-        fractions=three("--split-fractions", "numbers", float, "0.9,0.05,0.05", split_fractions),
-        examples=three("--examples", "whole numbers", int, "85000,5000,10000", examples),
+        fractions=three("--split-fractions", "numbers", float, split_fractions),
+        examples=three("--examples", "whole numbers", int, examples),
     )  # fmt: skip
     source.name = name or source.name
     choice = TokenizerChoice(tokenizer, tokenizer_path, vocab_size, like, from_hub)
-    with (bars := Bars()).progress:
-        prepare_corpus(source, out, choice, workers=workers, shard_tokens=shard_tokens, display=bars)
+    with (display := preparation.Display(quiet=False)).progress:
+        preparation.prepare(source, out, choice, shard_tokens=shard_tokens, display=display)
     typer.echo(f"wrote {out}")
     show_corpus(out)
+
+
+def three(option: str, what: str, number: type, text: str | None) -> tuple[Any, ...] | None:
+    """An option's value for train, valid and test, or None where it was not given."""
+    try:
+        first, second, third = map(number, text.split(",")) if text is not None else (None, None, None)
+    except ValueError:
+        raise InputError(f"{option} takes three {what} (train, valid, test) as in 7,2,1; got {text!r}.") from None
+    return None if text is None else (first, second, third)
 
 
 @data_app.command("show")
@@ -69,41 +75,25 @@ def show_corpus(
     from rich.table import Table
 
     from chiar.console import show
+    from chiar.data.catalog import CATALOG
+    from chiar.data.shards import COUNTED, Corpus
 
     if folder is None:
-        from chiar.data.catalog import CATALOG
-
-        catalog = Table("name", "kind", "what", "read from", "offline", box=None)
-        for name, listed in CATALOG.items():
-            catalog.add_row(name, listed.kind, listed.about, listed.needs, listed.offline)
+        catalog = Table("name", "kind", "what", "read from", box=None)
+        for name, (*listed, _, _) in CATALOG.items():
+            catalog.add_row(name, *map(str, listed))
         return show(catalog)
-
-    from chiar.data.shards import Corpus
-
     corpus = Corpus.open(folder, verify=verify)
     typer.echo(f"{corpus.name}: {corpus.kind}, {corpus.tokenizer_kind} with {corpus.vocab_size:,} entries")
     typer.echo(f"fingerprint {corpus.fingerprint}" + (", every hash is right" if verify else ""))
-    columns = ["tokens", "documents", "bytes", "words", "lines"]
-    table = Table("split", *columns, "bytes/token", "tokens/word", "shards", box=None)
+    table = Table("split", *COUNTED, "bytes/token", "shards", box=None)
     balance = Table("split", *corpus.labels, box=None)
     for name, entry in corpus.manifest["splits"].items():
-        ratios = [f"{entry['bytes'] / entry['tokens']:.3f}", f"{entry['tokens'] / max(entry['words'], 1):.3f}"]
-        table.add_row(name, *(f"{entry[column]:,}" for column in columns), *ratios, str(len(entry["shards"])))
-        counts = entry.get("label_counts", [])
+        ratio, counts = f"{entry['bytes'] / entry['tokens']:.3f}", entry.get("label_counts", [])
+        table.add_row(name, *(f"{entry[column]:,}" for column in COUNTED), ratio, str(len(entry["shards"])))
         balance.add_row(name, *(f"{count:,} ({count / sum(counts):.1%})" for count in counts))
     show(table)
     for remark in corpus.remarks:
         typer.echo(f"note: {remark}")
     if corpus.labels:
         show(balance)
-
-
-def three(option: str, what: str, number: type, example: str, text: str | None) -> tuple[Any, ...] | None:
-    """An option's value for train, valid and test, or None where it was not given."""
-    try:
-        values = None if text is None else tuple(number(part) for part in text.split(","))
-    except ValueError:
-        values = ()
-    if values is not None and len(values) != 3:
-        raise InputError(f"{option} takes three {what} (train, valid, test) such as {example}; got {text!r}.")
-    return values

@@ -1,79 +1,220 @@
-"""The corpora themselves: where each one's documents lie in the files its publisher gives out, or the user has."""
+"""The corpora: documents in an order that never changes, and where they lie in files as published or the user's own."""
 
 import ast
+import bz2
+import csv
+import gzip
 import hashlib
 import json
+import lzma
 import platform
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
-from chiar.data import documents
-from chiar.data.documents import SPLITS, Document, Fractions, Source, Table, plain_name, read_lines
-from chiar.data.optional import optional_module
-from chiar.errors import InputError, unknown_name
+from chiar.errors import InputError, first_line, optional_module, unknown_name
 
-WIKITEXT_REPOSITORY = "Salesforce/wikitext"
-# Of WikiText's train sets, which are published in one order.
-FIRST_TITLE = "Valkyria Chronicles III"
+SPLITS = ("train", "valid", "test")
+# Other people's names for the three splits, in file names.
+SPLIT_ALIASES = {name: name for name in SPLITS} | dict.fromkeys(("validation", "val", "dev"), "valid")
+Fractions = tuple[float, float, float]
+DEFAULT_FRACTIONS: Fractions = (0.9, 0.05, 0.05)
+COMPRESSIONS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+# Columns of tables by their names in lower case; a pair becomes one text with a newline between.
+TEXT_COLUMNS = [names.split("/") for names in ("text", "review", "sentence", "source", "sentence1/sentence2")]
+TEXT_COLUMNS.append(["#1 string", "#2 string"])
+LABEL_COLUMNS = ("label", "sentiment", "target", "quality")
+# Corpora of two labels: the folder inside the given one, the labels.
+LABELLED = {
+    "imdb": ("aclImdb", ("neg", "pos")),
+    "sst-2": ("SST-2", ("negative", "positive")),
+    "cola": ("CoLA", ("unacceptable", "acceptable")),
+    "mrpc": ("MRPC", ("different", "paraphrase")),
+    "rte": ("RTE", ("entailment", "not_entailment")),
+}
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text", ".jsonl", ".parquet")
 TOKEN_FILE = re.compile(r"(\w+?)(?:\.(\d+))?\.(?:u16|bin)")
 BLOCK_BYTES = 1 << 22
+DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+# What JSON and Python sources can spell and no text file holds: NUL, and halves of characters.
+NO_CHARACTER = re.compile("[\0\ud800-\udfff]")
+
+
+class Document(NamedTuple):
+    text: str
+    label: int | None = None
+
+
+class Source:
+    """Give it a `read`, or files by split (`given`) and a `read_file`; `carve` makes splits out of the given train."""
+
+    kind = "language"
+    labels: tuple[str, ...] = ()
+
+    def __init__(
+        self, name: str, given: Collection[str] | dict[str, list[Path]], options: dict[str, Any],
+        files: list[Path] | None = None, carve: dict[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self.carve = name, carve or {}
+        self.splits = tuple(split for split in SPLITS if split in given or split in self.carve)
+        self.options = options | ({"hash_split": carve} if carve else {})
+        self.paths = given if isinstance(given, dict) else {}
+        self.files = [path for paths in self.paths.values() for path in paths] if files is None else files
+
+    def read(self, given: str) -> Iterator[Document]:
+        """The documents of one of the splits the corpus comes with, in the same order each time."""
+        return (document for path in self.paths[given] for document in self.read_file(path))
+
+    def read_file(self, path: Path) -> Iterator[Document]:
+        raise NotImplementedError
+
+    def documents(self, split: str) -> Iterator[Document]:
+        if split not in self.carve:
+            return self.read(split)
+        return (document for document in self.read("train") if split_by_hash(document.text, self.carve) == split)
+
+
+class Table(Source):
+    """Labelled texts, one a row: .csv with quotes as usual, anything else tab-separated without them."""
+
+    kind = "classification"
+    spellings: dict[str, int]  # how files write the labels
+    columns: tuple[list[int], int] = ([1], 0)  # of the text and the label, where no header names them
+
+    def checked(self, text: str, label: int) -> str:
+        return text  # as it is kept, or a ValueError
+
+    def read_file(self, path: Path) -> Iterator[Document]:
+        csv.field_size_limit(2**30)  # a review can be longer than the usual 128 KiB
+        style: Any = {} if plain_name(path).endswith(".csv") else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+        rows = csv.reader(read_lines(path), **style)
+        try:
+            head = [cell.strip().lower() for cell in next(rows, ())]
+            texts = next(([head.index(name) for name in names] for names in TEXT_COLUMNS if {*names} <= {*head}), None)
+            label_at = next((head.index(name) for name in LABEL_COLUMNS if name in head), None)
+            if texts is None or label_at is None:
+                texts, label_at = self.columns
+                rows = csv.reader(read_lines(path), **style)
+            for row in filter(any, rows):
+                if len(row) <= max(*texts, label_at):
+                    raise ValueError(f"it has {len(row)} columns, expected {max(*texts, label_at) + 1}")
+                label, text = self.spellings.get(row[label_at].strip().lower()), "\n".join(row[at] for at in texts)
+                if label is None:
+                    raise ValueError(f"label {row[label_at]!r} is none of {', '.join(self.spellings)}")
+                if not text.strip():
+                    raise ValueError("it has a label but no text")
+                yield Document(self.checked(text, label), label)
+        except InputError:
+            raise
+        except (csv.Error, ValueError) as error:
+            raise InputError(f"{path}, line {rows.line_num} cannot be read: {error}.") from error
+        if rows.line_num == 0:
+            raise InputError(f"{path} is empty.")
+
+
+def split_by_hash(text: str, fractions: dict[str, float]) -> str:
+    """Nothing but the document itself decides: adding documents moves no other, and copies stay in one split."""
+    share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+    bounds = zip(fractions, accumulate(fractions.values()), strict=True)
+    return next((name for name, bound in bounds if share < bound), list(fractions)[-1])
+
+
+def carve_all(fractions: Fractions | None = None) -> dict[str, float]:
+    """For a corpus that comes as one piece: the share of each split that has one."""
+    fractions = fractions or DEFAULT_FRACTIONS
+    if min(fractions) < 0.0 or abs(sum(fractions) - 1.0) > 1e-6 or fractions[0] == 0.0:
+        raise InputError(f"split fractions must be from 0 to 1, add up to 1 and leave some for train: {fractions}.")
+    return {name: fraction for name, fraction in zip(SPLITS, fractions, strict=True) if fraction}
+
+
+def carve_valid(given: Collection[str], fractions: Fractions | None = None) -> dict[str, float]:
+    """For a corpus that may lack a validation set: its share is taken out of train."""
+    valid = carve_all(fractions).get("valid")
+    return {"train": 1.0 - valid, "valid": valid} if valid and "train" in given and "valid" not in given else {}
+
+
+def plain_name(path: Path) -> str:
+    """The file's name without the ending of a compression."""
+    return path.stem if path.suffix in COMPRESSIONS else path.name
+
+
+def split_of_file(path: Path) -> str | None:
+    """The split a file's name speaks of: train.txt, test_d20s.tsv, basic_val.tsv; None if it names none or several."""
+    named = {SPLIT_ALIASES[part] for part in re.split(r"[_.\-]", path.name.lower()) if part in SPLIT_ALIASES}
+    return named.pop() if len(named) == 1 else None
+
+
+def one_folder(name: str, paths: list[Path], layout: str, inner: str = "") -> tuple[Path, dict[str, Path]]:
+    """The folder of a corpus that is read from one, or the `inner` one there; its files by name without compression."""
+    if len(paths) != 1 or not paths[0].is_dir():
+        got = f"{paths[0]} is not a folder" if len(paths) == 1 else f"got {len(paths)}"
+        raise InputError(f"{name} is read from one folder with {layout}: {got}.")
+    folder = paths[0] / inner if (paths[0] / inner).is_dir() else paths[0]
+    return folder, {plain_name(path): path for path in sorted(folder.iterdir(), reverse=True) if path.is_file()}
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    try:
+        with COMPRESSIONS.get(path.suffix, open)(path, "rb") as handle:
+            yield cast(IO[bytes], handle)
+    except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
+        raise InputError(f"{path} is damaged or not a {path.suffix} file: {error}") from error
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Lines with their newlines, exactly as they are; only a byte order mark at the start is dropped."""
+    position = 0
+    with open_bytes(path) as handle:
+        for raw in handle:
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise InputError(f"{path} is not UTF-8 text (byte {position + error.start}): is it binary?") from error
+            if "\0" in line:
+                raise InputError(f"{path} holds a NUL character (byte {position + raw.index(0)}): is it binary?")
+            yield line if position else line.removeprefix("\ufeff")
+            position += len(raw)
 
 
 class WikiText(Source):
-    """WikiText-103 and -2, in the tokens form (rare words are <unk>) and the raw form. A document is an article.
-
-    The articles of a split, joined, are the published file byte for byte, so words and lines in the manifest add up to
-    the token counts of the literature (each newline counts there as one `<eos>`): 245,569 for either test set.
-    """
+    """WikiText-103 and -2. A document is an article; joined, they are the published file byte for byte."""
 
     def __init__(self, paths: list[Path], name: str, from_hub: bool = False) -> None:
         form = "raw" if name.endswith("-raw") else "tokens"
-        given: dict[str, list[Path]] = {}
-        if paths:
-            layout = f"wiki.train.{form}, wiki.valid.{form} and wiki.test.{form}"
-            folder = documents.one_folder(name, paths, layout)
-            given = documents.find_files(folder, {split: (f"wiki.{split}.{form}",) for split in SPLITS})
-            if not given:
-                raise InputError(f"{folder} holds none of {layout} (also as .xz or .gz).")
-        elif not from_hub:
-            raise InputError(
-                f"{name} needs its files: chiar data prepare {name} FOLDER, a folder with wiki.train.{form} and "
-                f"so on, or --from-hub to fetch them."
-            )
+        names = {f"wiki.{split}.{form}": split for split in SPLITS}
+        if not paths and not from_hub:
+            raise InputError(f"{name} needs its files: a folder with {', '.join(names)}, or --from-hub to fetch them.")
+        files = one_folder(name, paths, ", ".join(names))[1] if paths else {}
+        given = {split: [files[file]] for file, split in names.items() if file in files}
+        if paths and not given:
+            raise InputError(f"{paths[0]} holds none of {', '.join(names)} (also as .xz or .gz).")
         super().__init__(name, given or SPLITS, {"form": form})
 
     def read(self, given: str) -> Iterator[Document]:
         return map(Document, articles(read_lines(self.paths[given][0]) if self.paths else self._hub_lines(given)))
-
-    def remarks(self, entries: dict[str, Any]) -> list[str]:
-        remarks = super().remarks(entries)
-        if "train" in self.splits and f" = {FIRST_TITLE} = \n" not in next(self.read("train")).text:
-            remarks.append(f"train does not begin with {FIRST_TITLE}: its articles are not in the published order.")
-        return remarks
 
     def _hub_lines(self, split: str) -> Iterator[str]:
         """The Hub's rows are the lines of the file, except that it empties blank ones."""
         datasets = optional_module("datasets", "hub", f"{self.name} from the Hub")
         name = "validation" if split == "valid" else split
         try:
-            for row in datasets.load_dataset(WIKITEXT_REPOSITORY, f"{self.name}-v1", split=name, streaming=True):
+            for row in datasets.load_dataset("Salesforce/wikitext", f"{self.name}-v1", split=name, streaming=True):
                 yield row["text"] or " \n"
-        except Exception as error:
-            # The Hub's client raises errors of many libraries; each means that the text did not come.
-            raise InputError(f"{self.name} could not be fetched from the Hub: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # of many libraries; each means that the text did not come
+            raise InputError(f"{self.name} could not be fetched from the Hub: {first_line(error)}") from error
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:
-    """Cuts before the blank line that precedes a title: ` = Title = ` between blank lines.
-
-    Deeper headings have more equals signs; formulas and tables give such lines too, but not between blank ones.
-    """
+    """Cuts before the blank line that precedes a title, ` = Title = ` between blank lines (formulas have none)."""
     article: list[str] = []
     for line in lines:
         article.append(line)
@@ -85,85 +226,42 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
         yield "".join(article)
 
 
-class Imdb(Table):
-    """Movie reviews: the official folder (aclImdb), or tables with a label and a text. Texts keep their `<br />`.
+class Labelled(Table):
+    """IMDB and GLUE as tables, or IMDB's official folders. GLUE's test sets carry no labels and are not read."""
 
-    The official set has no validation reviews: some of train, chosen by a hash of the text, become valid.
-    """
-
-    labels = ("neg", "pos")
-    spellings = {"0": 0, "neg": 0, "negative": 0, "1": 1, "pos": 1, "positive": 1}  # noqa: RUF012
-
-    def __init__(self, paths: list[Path], name: str = "imdb", fractions: Fractions | None = None) -> None:
-        layout = "train/pos, train/neg, test/pos and test/neg, or train.tsv and test.tsv (.csv)"
-        folder = documents.one_folder(name, paths, layout, "aclImdb")
-        names = {split: (f"{split}.tsv", f"{split}.csv") for split in SPLITS}
-        given = documents.find_files(folder, names | {"valid": (*names["valid"], "dev.tsv", "dev.csv")})
-        for split in [split for split in SPLITS if (folder / split).is_dir()]:
-            for label in self.labels:
-                if not (folder / split / label).is_dir():
-                    raise InputError(f"{folder / split} has no folder {label}.")
-            reviews = [path for label in self.labels for path in (folder / split / label).glob("*.txt")]
-            given[split] = sorted(reviews, key=review_order)
+    def __init__(self, paths: list[Path], name: str, fractions: Fractions | None = None) -> None:
+        inner, self.labels = LABELLED[name]
+        self.spellings = {spelling: n for n in (0, 1) for spelling in (str(n), self.labels[n])}
+        self.columns, layout = ([3], 1) if name == "cola" else ([1], 0), "train.tsv and dev.tsv"
+        read: tuple[str, ...] = SPLITS[:2]
+        options = {"pair_separator": "\n"} if name in ("mrpc", "rte") else {}
+        if name == "imdb":
+            self.spellings |= {"negative": 0, "positive": 1}
+            layout, read = "train/pos, train/neg, test/pos and test/neg, or train.tsv and test.tsv (.csv)", SPLITS
+        folder, files = one_folder(name, paths, layout, inner)
+        named = [(split, f"{stem}{end}") for stem, split in SPLIT_ALIASES.items() for end in (".tsv", ".csv")]
+        given = {split: [files[file]] for split, file in reversed(named) if file in files and split in read}
+        for place in [folder / split for split in read if name == "imdb" and (folder / split).is_dir()]:
+            if lacking := [label for label in self.labels if not (place / label).is_dir()]:
+                raise InputError(f"{place} has no folder {lacking[0]}.")
+            reviews = [path for label in self.labels for path in (place / label).glob("*.txt")]
+            # By the number of a review, 12 in 12_7.txt, which gave 7 stars: negative and positive ones take turns.
+            given[place.name] = sorted(reviews, key=lambda file: (file.stem.split("_")[0].zfill(9), file.name, file))
         if not given:
-            raise InputError(f"{folder} holds neither {layout}.")
-        super().__init__(name, given, {}, carve=documents.carve_valid(given, fractions))
+            raise InputError(f"{folder} holds neither {layout} (also as .xz or .gz).")
+        super().__init__(name, given, options, carve=carve_valid(given, fractions) if name == "imdb" else {})
 
     def read_file(self, path: Path) -> Iterator[Document]:
         if path.suffix != ".txt":
-            yield from super().read_file(path)
-            return
+            return super().read_file(path)
         text = "".join(read_lines(path))
         if not text.strip():
             raise InputError(f"{path} is empty.")
-        yield Document(text, self.labels.index(path.parent.name))
-
-    def columns(self, head: list[str]) -> tuple[bool, tuple[int, ...], int]:
-        """Those that say so; without a header, label first."""
-        text = next((head.index(name) for name in ("text", "review", "sentence") if name in head), None)
-        label = next((head.index(name) for name in ("label", "sentiment") if name in head), None)
-        return (False, (1,), 0) if text is None or label is None else (True, (text,), label)
-
-
-def review_order(path: Path) -> tuple[int, str, str]:
-    """By the number of a review, 12 in 12_7.txt, which gave 7 stars: negative and positive ones take turns."""
-    number = path.name.split("_")[0]
-    return int(number) if number.isdigit() else 0, path.name, path.parent.name
-
-
-class Glue(Table):
-    """A GLUE task from the official TSV files. Pairs of sentences become one text with a newline between them.
-
-    Official test sets carry no labels, so a corpus has train and valid (the file dev.tsv) only.
-    """
-
-    # Folder, labels, and layout: whether there is a header, columns of the text, column of the label.
-    tasks: ClassVar[dict[str, tuple[str, tuple[str, str], tuple[bool, tuple[int, ...], int]]]] = {
-        "sst-2": ("SST-2", ("negative", "positive"), (True, (0,), 1)),
-        "cola": ("CoLA", ("unacceptable", "acceptable"), (False, (3,), 1)),
-        "mrpc": ("MRPC", ("different", "paraphrase"), (True, (3, 4), 0)),
-        "rte": ("RTE", ("entailment", "not_entailment"), (True, (1, 2), 3)),
-    }
-
-    def __init__(self, paths: list[Path], name: str) -> None:
-        inner, self.labels, self.layout = self.tasks[name]
-        self.spellings = {self.labels[n] if name == "rte" else str(n): n for n in (0, 1)}
-        folder = documents.one_folder(name, paths, "train.tsv and dev.tsv", inner)
-        given = documents.find_files(folder, {"train": ("train.tsv",), "valid": ("dev.tsv",)})
-        if not given:
-            raise InputError(f"{folder} holds neither train.tsv nor dev.tsv (also as .xz or .gz).")
-        super().__init__(name, given, {"pair_separator": "\n"} if name in ("mrpc", "rte") else {})
-
-    def columns(self, head: list[str]) -> tuple[bool, tuple[int, ...], int]:
-        return self.layout
+        return iter([Document(text, self.labels.index(path.parent.name))])
 
 
 class Text(Source):
-    """The user's own text: .jsonl, .parquet and anything else that is UTF-8 text, compressed or not.
-
-    `unit`: what a document is in plain text. `field`: where the text lies in JSON lines and parquet. Files whose names
-    say train, valid or test make those splits; otherwise documents are sent to splits by hash.
-    """
+    """.jsonl, .parquet (the text in `field`) or plain UTF-8 (a document a `unit`), split by file name or by hash."""
 
     def __init__(
         self, paths: list[Path], name: str = "text", unit: str = "paragraphs", field: str = "text",
@@ -172,130 +270,102 @@ class Text(Source):
         if unit not in (units := ("paragraphs", "lines", "files")):
             raise unknown_name("--documents", unit, units)
         self.unit, self.field = unit, field
-        files = [file for path in paths for file in text_files(path)]
+        files: list[Path] = []
+        for path in paths:
+            if not path.exists():
+                raise InputError(f"there is no file or folder {path}.")
+            if path.is_file() and plain_name(path).endswith((".csv", ".tsv")):
+                raise InputError(f'{path} is a table: write its text column as .jsonl, a {{"text": …}} a line.')
+            inside = [file for file in path.rglob("*") if file.is_file() and plain_name(file).endswith(TEXT_ENDINGS)]
+            files += [path] if path.is_file() else sorted(inside)
         if not files:
-            raise InputError("name at least one text file or folder: chiar data prepare FILE… --out DIR.")
-        splits = [documents.split_of_file(file) or "" for file in files]
-        named = "train" in splits and "" not in splits
+            where = ", ".join(map(str, paths)) or "nothing"
+            raise InputError(f"{where} holds no text file ({', '.join(TEXT_ENDINGS)}): name at least one text file.")
+        splits = [split_of_file(file) for file in files]
+        named = "train" in splits and None not in splits
         given: dict[str, list[Path]] = {}
         for file, split in zip(files, splits, strict=True):
-            given.setdefault(split if named else "train", []).append(file)
-        carve = documents.carve_valid(given, fractions) if named else documents.carve_all(fractions)
+            given.setdefault(split if named and split else "train", []).append(file)
+        carve = carve_valid(given, fractions) if named else carve_all(fractions)
         super().__init__(name, given, {"documents": unit, "field": field}, files, carve)
 
     def read_file(self, path: Path) -> Iterator[Document]:
-        if plain_name(path).endswith(".parquet"):
-            texts = parquet_texts(path, self.field)
-        elif plain_name(path).endswith((".jsonl", ".ndjson")):
-            texts = json_texts(path, self.field)
-        else:
-            texts = plain_texts(path, self.unit)
+        fields = plain_name(path).endswith((".parquet", ".jsonl", ".ndjson"))
+        texts = self._fields(path) if fields else self._plain(path)
         return (Document(text) for text in texts if text.strip())
 
+    def _plain(self, path: Path) -> Iterator[str]:
+        """Paragraphs end at blank lines, which are left out, so that memory holds one paragraph at a time."""
+        text: list[str] = []
+        for line in read_lines(path):
+            blank = self.unit == "paragraphs" and line.isspace()
+            if not blank:
+                text.append(line)
+            if blank or self.unit == "lines":
+                yield "".join(text)
+                text.clear()
+        yield "".join(text)
 
-def text_files(path: Path) -> list[Path]:
-    """The file itself, or the text files anywhere below a folder, by name."""
-    if path.is_file():
-        if plain_name(path).endswith((".csv", ".tsv")):
-            raise InputError(f'{path} is a table: write its text column as .jsonl, one object with a "text" a line.')
-        return [path]
-    if not path.is_dir():
-        raise InputError(f"there is no file or folder {path}.")
-    found = sorted(file for file in path.rglob("*") if file.is_file() and plain_name(file).endswith(TEXT_ENDINGS))
-    if not found:
-        raise InputError(
-            f"{path} holds no text file ({', '.join(TEXT_ENDINGS)}, also as {', '.join(documents.COMPRESSIONS)})."
-        )
-    return found
-
-
-def plain_texts(path: Path, unit: str) -> Iterator[str]:
-    """Paragraphs end at blank lines, which are left out, so that memory holds one paragraph at a time."""
-    text: list[str] = []
-    for line in read_lines(path):
-        blank = unit == "paragraphs" and line.isspace()
-        if not blank:
-            text.append(line)
-        if blank or unit == "lines":
-            yield "".join(text)
-            text.clear()
-    yield "".join(text)
+    def _fields(self, path: Path) -> Iterator[str]:
+        for where, row in rows(path, self.field):
+            if not isinstance(row, dict) or self.field not in row:
+                names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                raise InputError(f"{where} has no field {self.field!r} (it has {names}): choose another --field.")
+            text = row[self.field]
+            if not isinstance(text, str):
+                raise InputError(f"{where}, field {self.field!r} is {type(text).__name__}, expected text.")
+            if NO_CHARACTER.search(text):
+                raise InputError(f"{where}, field {self.field!r} holds NUL or half of a surrogate pair: is it binary?")
+            yield text
 
 
-def json_texts(path: Path, field: str) -> Iterator[str]:
-    for number, line in enumerate(read_lines(path), start=1):
-        if line.isspace():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{path}, line {number} is not JSON: {error}.") from error
-        if not isinstance(row, dict) or field not in row:
-            names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise InputError(f"{path}, line {number} has no field {field!r} (it has {names}): choose another --field.")
-        yield checked(row[field], f"{path}, line {number}, field {field!r}")
-
-
-def parquet_texts(path: Path, field: str) -> Iterator[str]:
+def rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
+    """Of parquet or JSON lines, with where each lies; of parquet only the column of this name, if there is one."""
+    if not plain_name(path).endswith(".parquet"):
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                row = None if line.isspace() else json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{path}, line {number} is not JSON: {error}.") from error
+            if not line.isspace():
+                yield f"{path}, line {number}", row
+        return
     parquet = optional_module("pyarrow.parquet", "parquet", str(path))
     try:
         table = parquet.ParquetFile(path)
     except (ValueError, OSError) as error:  # pyarrow's own errors are kinds of these
         raise InputError(f"{path} is not a readable parquet file: {error}") from error
     with table:
-        names = table.schema_arrow.names
-        if field not in names:
-            raise InputError(f"{path} has no column {field!r} (it has {', '.join(names)}): choose another --field.")
-        batches = table.iter_batches(batch_size=1024, columns=[field])
-        for number, text in enumerate((text for batch in batches for text in batch.column(0).to_pylist()), start=1):
-            yield checked(text, f"{path}, row {number}, column {field!r}")
-
-
-def checked(text: object, where: str) -> str:
-    """JSON can spell what no text file holds: other types, NUL, and halves of characters."""
-    if not isinstance(text, str):
-        raise InputError(f"{where} is {type(text).__name__}, expected text.")
-    if "\0" in text:
-        raise InputError(f"{where} holds a NUL character: is it binary?")
-    if re.search("[\ud800-\udfff]", text):
-        raise InputError(f"{where} holds half of a surrogate pair, which is no character.")
-    return text
+        batches = table.iter_batches(1024, columns=[field] if field in table.schema_arrow.names else None)
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+            yield f"{path}, row {number}", row
 
 
 class Stdlib(Source):
-    """The embedded corpus: every documentation string of the running Python's library, and the topics of `help()`.
-
-    Sources are parsed, never imported, so nothing of them runs. Another version of Python gives another corpus: the
-    manifest says which one it was.
-    """
+    """The embedded corpus: what documents the running Python's library. Sources are parsed, so nothing of them runs."""
 
     # Installed packages differ from one environment to the next, and some systems leave the tests out.
     skipped = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
-    def __init__(
-        self, paths: list[Path] | None = None, name: str = "stdlib", fractions: Fractions | None = None,
-        folder: Path | None = None,
-    ) -> None:  # fmt: skip
+    folder = Path(sysconfig.get_paths()["stdlib"])
+
+    def __init__(self, paths: Collection[Path] = (), name: str = "stdlib", fractions: Fractions | None = None) -> None:
         if paths:
-            raise InputError(f"stdlib is read from the running Python and takes no files, got {paths[0]}.")
-        self.folder = folder = folder or Path(sysconfig.get_paths()["stdlib"])
+            raise InputError("stdlib is read from the running Python and takes no files.")
+        folder = self.folder
         found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
         files = [found[place] for place in sorted(found) if not self.skipped & set(Path(place).parts)]
         if not files:
-            raise InputError(
-                f"{folder} holds no Python sources, so there is no documentation to harvest: "
-                f"this Python was packed without them; give a text of your own instead."
-            )
-        self._harvest: list[Document] = []
-        super().__init__(name, ["train"], {"python": platform.python_version()}, files, documents.carve_all(fractions))
+            raise InputError(f"{folder} holds no Python sources to take documentation from: give a text of your own.")
+        super().__init__(name, ["train"], {"python": platform.python_version()}, files, carve_all(fractions))
 
     def read(self, given: str) -> Iterator[Document]:
-        if not self._harvest:  # a few MB, and parsing takes seconds for each of the three splits
-            self._harvest = [Document(text) for text in self._texts()]
-        return iter(self._harvest)
+        return map(Document, self._texts)
 
-    def _texts(self) -> Iterator[str]:
-        """One document a module or topic; a documentation string that was seen before is left out."""
+    @cached_property
+    def _texts(self) -> list[str]:
+        """Kept: a few MB, and parsing takes seconds for each of the three splits."""
+        texts: list[str] = []
         seen: set[str] = set()
         for path in self.files:
             try:
@@ -305,87 +375,54 @@ class Stdlib(Source):
             place = path.relative_to(self.folder).with_suffix("")
             if place == Path("pydoc_data", "topics"):  # the file assigns one dictionary of texts
                 tables = [s.value for s in tree.body if isinstance(s, ast.Assign) and isinstance(s.value, ast.Dict)]
-                for name, text in sorted(item for table in tables for item in ast.literal_eval(table).items()):
-                    yield f"{name}\n\n{text.strip()}\n"
+                topics = sorted(item for table in tables for item in ast.literal_eval(table).items())
+                texts += [f"{name}\n\n{text.strip()}\n" for name, text in topics]
                 continue
-            entries = []
+            new = {}
             for heading, text in docstrings(tree, ".".join(place.parts).removesuffix(".__init__")):
                 if text not in seen:
+                    new[text] = f"{heading}\n\n{text}\n"
                     seen.add(text)
-                    entries.append(f"{heading}\n\n{text}\n")
-            if entries:
-                yield "\n".join(entries)
+            texts += ["\n".join(new.values())] if new else []
+        return texts
 
 
 def docstrings(node: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Headings and documentation strings of a definition and those inside it, in the order of the source."""
-    text = (ast.get_docstring(node) or "").strip()
-    # Text is stored as UTF-8, which cannot hold the lone surrogates that some examples spell out.
-    if text and not re.search("[\ud800-\udfff\0]", text):
+    """Of a definition and those inside it, those under `except` last. Looking at statements only is quick."""
+    text = (ast.get_docstring(node) or "").strip() if isinstance(node, ast.Module | DEFINITIONS) else ""
+    if text and not NO_CHARACTER.search(text):
         yield name + (f"({ast.unparse(node.args)})" if hasattr(node, "args") else ""), text
-    for child in definitions(node.body):
-        yield from docstrings(child, f"{name}.{child.name}")
-
-
-def definitions(body: list[ast.stmt]) -> Iterator[Any]:
-    """Those in a body, also under if, try and with; looking at statements only is much quicker than `ast.walk`."""
-    for statement in body:
-        if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield statement
-            continue
-        handlers = [line for handler in getattr(statement, "handlers", []) for line in handler.body]
-        for part in ("body", "orelse", "finalbody"):
-            yield from definitions(getattr(statement, part, []))
-        yield from definitions(handlers)
+    for child in sorted(ast.iter_child_nodes(node), key=lambda child: isinstance(child, ast.ExceptHandler)):
+        if isinstance(child, DEFINITIONS):
+            yield from docstrings(child, f"{name}.{child.name}")
+        elif isinstance(child, ast.stmt | ast.ExceptHandler):
+            yield from docstrings(child, name)
 
 
 class TokensFile(Source):
-    """Ids made elsewhere: little-endian uint16 in `train.u16`, or `train.0.u16`, `train.1.u16`…, compressed or not.
-
-    It gives ids, not documents. They are stored as they are: a document ends at each end of text, and what has none is
-    one document. A `meta.json` that counts tokens or hashes train is held to it.
-    """
+    """Ids made elsewhere, stored as they are; a document ends at each end of text. It gives ids, not documents."""
 
     def __init__(self, paths: list[Path], name: str = "tokens") -> None:
-        folder = documents.one_folder(name, paths, "train.u16 (or train.0.u16, train.1.u16…), valid.u16 and test.u16")
+        layout = "train.u16 (or train.0.u16, train.1.u16…), valid.u16 and test.u16 (or .bin)"
+        folder, files = one_folder(name, paths, layout)
         parts: dict[str, list[tuple[int, Path]]] = {}
-        for path in sorted(folder.iterdir()):
-            match = TOKEN_FILE.fullmatch(plain_name(path))
-            if match and match[1] in documents.SPLIT_ALIASES:
-                parts.setdefault(documents.SPLIT_ALIASES[match[1]], []).append((int(match[2] or 0), path))
+        for file, path in files.items():
+            match = TOKEN_FILE.fullmatch(file)
+            if match and match[1] in SPLIT_ALIASES:
+                parts.setdefault(SPLIT_ALIASES[match[1]], []).append((int(match[2] or 0), path))
         if not parts:
-            raise InputError(f"{folder} holds no train, valid or test file of uint16 ids (.u16 or .bin).")
+            raise InputError(f"{folder} holds none of {layout}.")
         for split, numbered in parts.items():
             if sorted(number for number, _ in numbered) != list(range(len(numbered))):
                 raise InputError(f"{folder}: the files of {split} are not numbered 0 to {len(numbered) - 1}.")
         given = {split: [path for _, path in sorted(parts[split])] for split in SPLITS if split in parts}
-        name = folder.resolve().name if name == "tokens" else name
-        super().__init__(name, given, {"documents": "ids as given"})
-        self.meta: dict[str, Any] = {}
-        if (meta := folder / "meta.json").is_file():
-            try:
-                self.meta = json.loads(meta.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise InputError(f"{meta} is not JSON: {error}.") from error
-            if not isinstance(self.meta, dict):
-                raise InputError(f"{meta} does not hold an object.")
-
-    def remarks(self, entries: dict[str, Any]) -> list[str]:
-        return []
+        super().__init__(folder.resolve().name if name == "tokens" else name, given, {"documents": "ids as given"})
 
     def blocks(self, split: str) -> Iterator[np.ndarray]:
         """The ids of a split in order, a few million at a time."""
-        digest, count = hashlib.sha256(), 0
         for path in self.paths[split]:
-            with documents.open_bytes(path) as handle:
+            with open_bytes(path) as handle:
                 while data := handle.read(BLOCK_BYTES):
                     if len(data) % 2:
                         raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")
-                    digest.update(data)
-                    count += len(data) // 2
                     yield np.frombuffer(data, "<u2")
-        expected = self.meta.get(split, count)
-        if count != expected:
-            raise InputError(f"{split} holds {count:,} tokens, but its meta.json says {expected:,}: a file is missing.")
-        if self.meta.get(f"{split}_sha256", digest.hexdigest()) != digest.hexdigest():
-            raise InputError(f"the ids of {split} do not have the hash its meta.json gives: a file is damaged.")

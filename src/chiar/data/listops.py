@@ -1,19 +1,17 @@
 """ListOps: nested expressions over digits. `[MAX 2 9 [MIN 4 7 ] 0 ]` is 9.
 
-Operators are MIN, MAX, MED (the median; of two middle values the mean, rounded down) and SM (the sum modulo 10). The
-published data also writes a binary tree in round brackets around it, one pair a step: `( ( ( [MIN 4 ) 7 ) ] )`. They
-carry no meaning and are ignored here.
+The published data also writes a binary tree in round brackets around it, one pair a step: `( ( ( [MIN 4 ) 7 ) ] )`.
+They carry no meaning and are ignored here. The median of two middle values is their mean, rounded down.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
-from chiar.data.documents import SPLITS, Document, Fractions, Source, Table, carve_valid, split_of_file
+from chiar.data.corpora import SPLITS, Document, Fractions, Source, Table, carve_valid, split_of_file
 from chiar.errors import InputError
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
@@ -24,39 +22,14 @@ OPERATORS: dict[str, Callable[[list[int]], int]] = {
 }
 NAMES = tuple(OPERATORS)
 DIGITS = tuple("0123456789")
-END = "]"
-ROUND = ("(", ")")
-# How likely a place in the tree holds an operator rather than a digit, as in the original generator.
-OPERATOR_SHARE = 0.25
-# A shape that almost no tree has would otherwise be searched for ever.
-PATIENCE = 1_000_000
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What generated expressions look like. Lengths count tokens without round brackets, both ends included."""
-
-    depth: int = 20
-    arguments: int = 5
-    min_length: int = 1
-    max_length: int = 100_000
-    brackets: bool = True
-    seed: int = 0
-    examples: tuple[int, int, int] = (85_000, 5_000, 10_000)
-
-    def __post_init__(self) -> None:
-        if self.depth < 2 or self.arguments < 2:
-            raise InputError(f"--depth and --arguments must be at least 2, got {self.depth} and {self.arguments}.")
-        if not 1 <= self.min_length <= self.max_length:
-            raise InputError(f"--min-length must be from 1 to --max-length, got {self.min_length}, {self.max_length}.")
-        if min(self.examples) < 0 or self.examples[0] == 0:
-            raise InputError(f"--examples counts train (at least 1), valid and test expressions, got {self.examples}.")
-
-
-PRESETS = {
-    "listops": Shape(),  # Nangia and Bowman 2018
-    # The long-range arena, whose readers drop the round brackets.
-    "listops-lra": Shape(10, 10, 501, 1999, brackets=False, examples=(96_000, 2_000, 2_000)),
+OPERATOR_SHARE = 0.25  # of places in a tree, as in the original generator
+PATIENCE = 1_000_000  # a shape that almost no tree has would otherwise be searched for ever
+# Of the generator, with what the two published shapes have: first Nangia and Bowman 2018, then the long-range arena,
+# whose readers drop the round brackets. Lengths count tokens without these, both ends included.
+GENERATOR = ("depth", "arguments", "min_length", "max_length", "brackets", "seed", "examples")
+SHAPES = {
+    "listops": (20, 5, 1, 100_000, True, 0, (85_000, 5_000, 10_000)),
+    "listops-lra": (10, 10, 501, 1999, False, 0, (96_000, 2_000, 2_000)),
 }
 
 
@@ -66,12 +39,19 @@ class GeneratedListOps(Source):
     kind = "classification"
     labels = DIGITS
 
-    def __init__(self, name: str, **changes: Any) -> None:
-        self.shape = replace(PRESETS[name], **changes)
-        self.counts = dict(zip(SPLITS, self.shape.examples, strict=True))
+    def __init__(self, paths: list[Path], name: str = "listops", **changes: Any) -> None:
+        shape: dict[str, Any] = dict(zip(GENERATOR, SHAPES[name], strict=True)) | changes
+        self.depth, self.arguments, self.shortest, self.longest, self.brackets, self.seed, examples = shape.values()
+        if min(self.depth, self.arguments) < 2:
+            raise InputError(f"--depth and --arguments must be at least 2, got {self.depth} and {self.arguments}.")
+        if not 1 <= self.shortest <= self.longest:
+            raise InputError(f"--min-length must be from 1 to --max-length, got {self.shortest}, {self.longest}.")
+        if min(examples) < 0 or examples[0] == 0:
+            raise InputError(f"--examples counts train (at least 1), valid and test expressions, got {examples}.")
+        self.counts = dict(zip(SPLITS, examples, strict=True))
         self._used: dict[str, set[bytes]] = {}
-        options = {**asdict(self.shape), "examples": list(self.shape.examples)}
-        super().__init__(name, [split for split in SPLITS if self.counts[split]], options, [])
+        splits = [split for split in SPLITS if self.counts[split]]
+        super().__init__(name, splits, shape | {"examples": list(examples)}, [])
 
     def read(self, given: str) -> Iterator[Document]:
         """No expression comes twice: train avoids what valid and test hold, valid what test holds."""
@@ -81,24 +61,21 @@ class GeneratedListOps(Source):
                 self._used[other] = {key for _, key in self._generate(other, taken)}
             taken |= self._used[other]
         for tokens, _ in self._generate(given, taken):
-            text = " ".join(tokens)
-            yield Document(with_brackets(tokens) if self.shape.brackets else text, evaluate(text))
+            value, bracketed = evaluate(text := " ".join(tokens))
+            yield Document(bracketed if self.brackets else text, value)
 
     def _generate(self, split: str, taken: set[bytes]) -> Iterator[tuple[list[str], bytes]]:
-        shape, seen = self.shape, set(taken)
-        rng = Random(f"listops {shape.seed} {split}")
+        seen, rng = set(taken), Random(f"listops {self.seed} {split}")
         for wanted in range(self.counts[split]):
             for _ in range(PATIENCE):
-                tokens = generate(rng, shape.depth, shape.arguments, shape.min_length > 1, shape.max_length)
-                if tokens is not None and len(tokens) >= shape.min_length:
+                tokens = generate(rng, self.depth, self.arguments, self.shortest > 1, self.longest)
+                if tokens is not None and len(tokens) >= self.shortest:
                     key = sha256(" ".join(tokens).encode()).digest()[:12]
                     if key not in seen:
                         break
             else:
-                raise InputError(
-                    f"no new expression of {shape.min_length} to {shape.max_length} tokens in {PATIENCE:,} tries after "
-                    f"{wanted:,} in {split}: ask for fewer --examples, or a larger --depth or length range."
-                )
+                what = f"of {self.shortest} to {self.longest} tokens in {PATIENCE:,} tries after {wanted:,} in {split}"
+                raise InputError(f"no new expression {what}: ask for fewer --examples, more --depth or other lengths.")
             seen.add(key)
             yield tokens, key
 
@@ -124,45 +101,42 @@ class ListOpsFiles(Table):
         options = {"brackets": "as given" if brackets is None else brackets}
         super().__init__(name, given, options, carve=carve_valid(given, fractions))
 
-    def columns(self, head: list[str]) -> tuple[bool, tuple[int, ...], int]:
-        return (True, (0,), 1) if head == ["source", "target"] else (False, (1,), 0)
-
     def checked(self, text: str, label: int) -> str:
-        if evaluate(text) != label:
-            raise ValueError(f"the expression is {evaluate(text)}, but the row says {label}")
-        if self.brackets is None:
-            return text.strip()
-        return with_brackets(without_brackets(text)) if self.brackets else " ".join(without_brackets(text))
+        value, bracketed = evaluate(text)
+        if value != label:
+            raise ValueError(f"the expression is {value}, but the row says {label}")
+        plain = " ".join(token for token in text.split() if token not in "()")
+        return text.strip() if self.brackets is None else bracketed if self.brackets else plain
 
 
-def evaluate(expression: str) -> int:
-    """The digit an expression stands for; ValueError if it is not well formed."""
-    stack: list[tuple[str, list[int]]] = [("", [])]
+def evaluate(expression: str) -> tuple[int, str]:
+    """The digit an expression stands for, and itself with round brackets as published; ValueError if malformed."""
+    stack: list[tuple[str, list[int], list[str]]] = [("", [], [])]
     for token in expression.split():
-        if token in DIGITS:
-            stack[-1][1].append(int(token))
-        elif token in OPERATORS:
-            stack.append((token, []))
-        elif token == END:
-            operator, values = stack.pop()
+        value, text = token, token
+        if token in OPERATORS:
+            stack.append((token, [], []))
+        elif token == "]":
+            text, values, arguments = stack.pop()
             if not stack or not values:
-                raise ValueError("a ] closes nothing" if not stack else f"{operator} has no arguments")
-            stack[-1][1].append(OPERATORS[operator](values))
-        elif token not in ROUND:
-            raise ValueError(f"{token!r} is neither an operator ({', '.join(NAMES)}), a digit nor a bracket")
+                raise ValueError("a ] closes nothing" if not stack else f"{text} has no arguments")
+            value = str(OPERATORS[text](values))
+            for argument in (*arguments, token):  # every argument and the closing ] add one pair
+                text = f"( {text} {argument} )"
+        elif token not in (*DIGITS, "(", ")"):
+            raise ValueError(f"{token!r} is neither an operator ({', '.join(OPERATORS)}), a digit nor a bracket")
+        if value in DIGITS:
+            stack[-1][1].append(int(value))
+            stack[-1][2].append(text)
     if len(stack) != 1:
         raise ValueError(f"{stack[-1][0]} is never closed")
     if len(stack[0][1]) != 1:
         raise ValueError(f"it holds {len(stack[0][1])} expressions, expected one")
-    return stack[0][1][0]
+    return stack[0][1][0], stack[0][2][0]
 
 
 def generate(rng: Random, depth: int, arguments: int, operator_at_root: bool, max_length: int) -> list[str] | None:
-    """One random tree as tokens without round brackets, or None if it grew beyond `max_length`.
-
-    As in the original: a place above the deepest level is an operator with probability 0.25, with 2 to `arguments`
-    arguments, so at most `depth` - 1 operators are nested.
-    """
+    """One random tree as tokens without round brackets, or None if it grew beyond `max_length`, as in the original."""
     tokens: list[str] = []
     missing: list[int] = []  # arguments still to come, of each open operator
     random = rng.random
@@ -180,27 +154,7 @@ def generate(rng: Random, depth: int, arguments: int, operator_at_root: bool, ma
                 if missing[-1]:
                     break
                 missing.pop()
-                tokens.append(END)
+                tokens.append("]")
             else:
                 return tokens if len(tokens) <= max_length else None
         draw = random()
-
-
-def without_brackets(expression: str) -> list[str]:
-    return [token for token in expression.split() if token not in ROUND]
-
-
-def with_brackets(tokens: list[str]) -> str:
-    """As published: every argument and the closing ] add one pair of round brackets."""
-    stack: list[list[str]] = [[]]
-    for token in tokens:
-        if token in OPERATORS:
-            stack.append([token])
-        elif token == END:
-            text, *arguments = stack.pop()
-            for argument in (*arguments, END):
-                text = f"( {text} {argument} )"
-            stack[-1].append(text)
-        else:
-            stack[-1].append(token)
-    return stack[0][0]

@@ -1,15 +1,14 @@
 """The three tokenizers are one, byte-level BPE, and how a corpus chooses among them.
 
-GPT-2's has 50,000 merges, a trained one has as many as were asked for, and bytes has none and no splitting into words.
 Ids are dense, the last one is the end of text. Text never produces that id, also not by spelling it out.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from chiar.errors import InputError, first_line, unknown_name
 
 END_OF_TEXT = "<|endoftext|>"
 KINDS = ("gpt2", "bpe", "bytes")
-DEFAULT_VOCAB_SIZE = 8192
-GPT2_REPOSITORY = "openai-community/gpt2"
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 GPT2_ENTRIES = 50_257
 # GPT-2's alphabet, which fits vocabularies of bytes into JSON text: printable Latin-1 characters stand for themselves;
@@ -33,44 +30,22 @@ BYTE_OF_CHARACTER = {character: byte for byte, character in CHARACTER_OF_BYTE.it
 # no space. What lies between two such places is encoded on its own, once, and remembered. Rarer kinds of space start
 # no new piece, because Python and the tokenizers library disagree about some of them.
 PIECES = re.compile(r"\s*\S+(?:[^\S \n\t\r]\s*\S*)*|\s+")
-# GPT-2's pattern for text that is all ASCII, where Python's own regular expressions are equal to it. A new piece is
-# mostly made of words that are not new.
-ASCII_WORDS = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
 REMEMBERED_PIECES = 400_000
-REMEMBERED_LENGTH = 64
 
 
-@dataclass(frozen=True)
 class Tokenizer:
     """`vocabulary` in GPT-2's byte alphabet, by id, without the end of text; `merges` in order of priority."""
 
-    kind: str
-    vocabulary: tuple[str, ...]
-    merges: tuple[tuple[str, str], ...]
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.vocabulary) + 1
-
-    @property
-    def end_of_text(self) -> int:
-        return len(self.vocabulary)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of what the tokenizer does, not of its files: libraries write the same tokenizer in several ways."""
-        definition = {
-            "family": "byte-level-bpe",
-            "pattern": None if self.kind == "bytes" else "gpt2",
-            "vocabulary": self.vocabulary,
-            "merges": self.merges,
-            "end_of_text": [END_OF_TEXT, self.end_of_text],
-        }
-        return hashlib.sha256(json.dumps(definition, separators=(",", ":")).encode()).hexdigest()
+    def __init__(self, kind: str, vocabulary: Iterable[str], merges: Iterable[tuple[str, str]]) -> None:
+        self.kind, self.vocabulary, self.merges = kind, tuple(vocabulary), tuple(merges)
+        self.end_of_text = len(self.vocabulary)
+        self.vocab_size = self.end_of_text + 1
+        self.dtype = np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
+        # Of what the tokenizer does, not of its files: libraries write the same tokenizer in several ways.
+        definition: dict[str, Any] = {"family": "byte-level-bpe", "pattern": None if kind == "bytes" else "gpt2"}
+        definition |= {"vocabulary": self.vocabulary, "merges": self.merges}
+        definition |= {"end_of_text": [END_OF_TEXT, self.end_of_text]}
+        self.fingerprint = hashlib.sha256(json.dumps(definition, separators=(",", ":")).encode()).hexdigest()
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -81,8 +56,18 @@ class Tokenizer:
         """Ids of each text, as `AutoTokenizer.from_pretrained` of the saved folder gives them; nothing is added."""
         if self.kind == "bytes":
             return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
-        ids_of = self._pieces.__getitem__
-        return [np.frombuffer(b"".join(map(ids_of, PIECES.findall(text))), self.dtype) for text in texts]
+        return [np.frombuffer(b"".join(map(self._ids_of, PIECES.findall(text))), self.dtype) for text in texts]
+
+    @cached_property
+    def _ids_of(self) -> Callable[[str], bytes]:
+        """Of a piece of text, remembered: text repeats itself, and encoding costs ten times a look there."""
+        model = self._model()
+
+        @lru_cache(REMEMBERED_PIECES)
+        def ids_of(piece: str) -> bytes:
+            return np.array(model.encode(piece, add_special_tokens=False).ids, self.dtype).tobytes()
+
+        return ids_of
 
     def decode_bytes(self, ids: np.ndarray) -> bytes:
         return b"".join(map(self.token_bytes.__getitem__, ids.tolist()))
@@ -104,77 +89,10 @@ class Tokenizer:
         model.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
         assert model.token_to_id(END_OF_TEXT) == self.end_of_text
         model.save(str(folder / "tokenizer.json"))
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": END_OF_TEXT,
-            "bos_token": END_OF_TEXT,
-            "split_special_tokens": True,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": 10**30,
-        }
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+        settings |= {"bos_token": END_OF_TEXT, "split_special_tokens": True, "clean_up_tokenization_spaces": False}
+        settings["model_max_length"] = 10**30
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def open(cls, folder: Path) -> "Tokenizer":
-        """From a folder with a tokenizer.json that is byte-level BPE as described above."""
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise InputError(f"{folder} has no tokenizer.json.")
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            model, before = stored["model"], stored["pre_tokenizer"]
-            plain = not any((stored["normalizer"], model.get("dropout"), model.get("ignore_merges")))
-            if not plain or (model["type"], before["type"], before["add_prefix_space"]) != ("BPE", "ByteLevel", False):
-                raise InputError(f"{path} is not plain byte-level BPE, the only family of tokenizers known here.")
-            kind = "bytes" if not before["use_regex"] else "gpt2" if len(model["merges"]) == 50_000 else "bpe"
-            opened = cls.checked(kind, model["vocab"], model["merges"], str(path))
-            if kind == "bytes" and opened != cls.of_bytes():
-                raise InputError(f"{path} does not split words and yet is not the tokenizer of bytes.")
-            return opened
-        except InputError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"{path} is not a readable tokenizer: {error!r}.") from error
-
-    @classmethod
-    def checked(cls, kind: str, vocab: dict[str, int], merges: Iterable[Any], where: str) -> "Tokenizer":
-        """From what libraries store: the end of text may or may not be an entry, merges are pairs or "one two"."""
-        entries = sorted((number, token) for token, number in vocab.items() if token != END_OF_TEXT)
-        dense = [number for number, _ in entries] == list(range(len(entries)))
-        if not dense or vocab.get(END_OF_TEXT, len(entries)) != len(entries):
-            raise InputError(f"{where}: ids must run from 0 without gaps, with {END_OF_TEXT} last.")
-        if not BYTE_OF_CHARACTER.keys() <= vocab.keys():
-            raise InputError(f"{where} does not hold all 256 bytes: it is not a byte-level vocabulary.")
-        split = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
-        pairs = tuple((str(first), str(second)) for first, second in split)
-        missing = next((f"{a} {b}" for a, b in pairs if not {a, b, a + b} <= vocab.keys()), None)
-        if missing is not None:
-            raise InputError(f"{where} has a merge {missing!r} that the vocabulary does not know.")
-        return cls(kind, tuple(token for _, token in entries), pairs)
-
-    @classmethod
-    def of_bytes(cls) -> "Tokenizer":
-        """257 entries: ids are byte values, 256 is the end of text."""
-        return cls("bytes", tuple(CHARACTER_OF_BYTE.values()), ())
-
-    @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Byte-level BPE with at most `vocab_size` entries; the same texts give the same tokenizer, in any order."""
-        from tokenizers import Tokenizer as Model
-        from tokenizers import models, pre_tokenizers, trainers
-
-        if vocab_size < 257:
-            raise InputError(f"--vocab-size must be at least 257 (256 bytes and the end of text), got {vocab_size}.")
-        model = Model(models.BPE())
-        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        settings: Any = {"min_frequency": 2, "show_progress": False, "initial_alphabet": sorted(BYTE_OF_CHARACTER)}
-        model.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size - 1, **settings))
-        trained = json.loads(model.to_str())["model"]
-        return cls.checked("bpe", trained["vocab"], trained["merges"], "the trained tokenizer")
-
-    @cached_property
-    def _pieces(self) -> "_Pieces":
-        return _Pieces(self._model(), self.dtype)
 
     def _model(self) -> Any:
         from tokenizers import Tokenizer as Model
@@ -186,32 +104,69 @@ class Tokenizer:
         model.decoder = decoders.ByteLevel()
         return model
 
+    @classmethod
+    def open(cls, folder: Path) -> "Tokenizer":
+        """From GPT-2's two files under either pair of names, or a tokenizer.json that is byte-level BPE as above."""
+        pair = next((pair for pair in GPT2_FILES if all((folder / name).is_file() for name in pair)), None)
+        path = folder / (pair[0] if pair else "tokenizer.json")
+        if not path.is_file():
+            raise InputError(f"{folder} has no tokenizer.json, and neither vocab.json with merges.txt.")
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            if pair:
+                lines = (folder / pair[1]).read_text(encoding="utf-8").splitlines()
+                merges = [line for line in lines if line and not line.startswith("#version")]
+                return cls.checked("gpt2" if len(merges) == GPT2_ENTRIES - 257 else "bpe", stored, merges, str(path))
+            model, before = stored["model"], stored["pre_tokenizer"]
+            plain = not any((stored["normalizer"], model.get("dropout"), model.get("ignore_merges")))
+            if not plain or (model["type"], before["type"], before["add_prefix_space"]) != ("BPE", "ByteLevel", False):
+                raise InputError(f"{path} is not plain byte-level BPE, the only family of tokenizers known here.")
+            kind = "bytes" if not before.get("use_regex", True) else "gpt2" if len(model["merges"]) == 50_000 else "bpe"
+            opened = cls.checked(kind, model["vocab"], model["merges"], str(path))
+            if kind == "bytes" and opened.fingerprint != cls.of_bytes().fingerprint:
+                raise InputError(f"{path} does not split words and yet is not the tokenizer of bytes.")
+            return opened
+        except InputError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"{path} is not a readable tokenizer: {error!r}.") from error
 
-class _Pieces(dict[str, bytes]):
-    """Ids of the pieces of text seen so far: text repeats itself, and encoding costs ten times a look at this."""
+    @classmethod
+    def checked(cls, kind: str, vocab: dict[str, int], merges: Iterable[Any], where: str) -> "Tokenizer":
+        """From what libraries store: the end of text may or may not be an entry, merges are pairs or "one two"."""
+        tokens = sorted(vocab.keys() - {END_OF_TEXT}, key=vocab.__getitem__)
+        if [vocab.get(token) for token in (*tokens, END_OF_TEXT)][: len(vocab)] != list(range(len(vocab))):
+            raise InputError(f"{where}: ids must run from 0 without gaps, with {END_OF_TEXT} last.")
+        if not BYTE_OF_CHARACTER.keys() <= vocab.keys():
+            raise InputError(f"{where} does not hold all 256 bytes: it is not a byte-level vocabulary.")
+        pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
+        for first, second in pairs:
+            if not {first, second, first + second} <= vocab.keys():
+                raise InputError(f"{where} has a merge '{first} {second}' that the vocabulary does not know.")
+        return cls(kind, tokens, pairs)
 
-    def __init__(self, model: Any, dtype: np.dtype) -> None:
-        self.model, self.dtype = model, dtype
+    @classmethod
+    def of_bytes(cls) -> "Tokenizer":
+        """257 entries: ids are byte values, 256 is the end of text."""
+        return cls("bytes", CHARACTER_OF_BYTE.values(), ())
 
-    def __missing__(self, piece: str) -> bytes:
-        words = ASCII_WORDS.findall(piece) if piece.isascii() else []
-        if len(words) > 1:
-            ids = b"".join(map(self.__getitem__, words))
-        else:
-            ids = np.array(self.model.encode(piece, add_special_tokens=False).ids, self.dtype).tobytes()
-        if len(piece) <= REMEMBERED_LENGTH:
-            if len(self) >= REMEMBERED_PIECES:
-                self.clear()
-            self[piece] = ids
-        return ids
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Byte-level BPE with at most `vocab_size` entries; the same texts give the same tokenizer, in any order."""
+        from tokenizers import trainers
+
+        if vocab_size < 257:
+            raise InputError(f"--vocab-size must be at least 257 (256 bytes and the end of text), got {vocab_size}.")
+        model = cls("bpe", (), ())._model()
+        settings: Any = {"min_frequency": 2, "show_progress": False, "initial_alphabet": sorted(BYTE_OF_CHARACTER)}
+        model.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size - 1, **settings))
+        trained = json.loads(model.to_str())["model"]
+        return cls.checked("bpe", trained["vocab"], trained["merges"], "the trained tokenizer")
 
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Which tokenizer a corpus is prepared with; with neither `kind` nor `like`, a BPE is trained on the corpus.
-
-    `path`: GPT-2's files, or a saved tokenizer of any kind. `like`: a prepared corpus whose tokenizer is taken.
-    """
+    """GPT-2's or a saved tokenizer (`path`), a prepared corpus's (`like`), or a BPE trained on the corpus."""
 
     kind: str | None = None
     path: Path | None = None
@@ -219,74 +174,40 @@ class TokenizerChoice:
     like: Path | None = None
     from_hub: bool = False
 
-    @property
-    def trained_size(self) -> int:
-        return DEFAULT_VOCAB_SIZE if self.vocab_size is None else self.vocab_size
-
     def ready(self) -> Tokenizer | None:
-        """The tokenizer, or None if it has to be trained on the corpus, with `trained_size` entries."""
+        """The tokenizer, or None if it has to be trained on the corpus."""
         if self.kind is not None and self.kind not in KINDS:
             raise unknown_name("tokenizer", self.kind, KINDS)
-        if self.like is not None:
-            return self._like(self.like)
-        if self.vocab_size is not None and (self.kind in ("gpt2", "bytes") or self.path is not None):
+        if self.vocab_size is not None and not self.like and (self.kind in ("gpt2", "bytes") or self.path is not None):
             raise InputError("--vocab-size is for a BPE trained on the corpus: leave it out here.")
+        if self.kind == "bytes" and self.path is not None:
+            raise InputError("the bytes tokenizer has no files: leave --tokenizer-path out.")
+        path = self.path
+        if self.like is not None:
+            from chiar.data.shards import Corpus
+
+            opened = Corpus.open(self.like).tokenizer()
+            if self.kind not in (None, opened.kind) or self.vocab_size not in (None, opened.vocab_size):
+                what = f"{self.like} was prepared with {opened.kind} of {opened.vocab_size} entries"
+                raise InputError(f"{what}, not the --tokenizer or --vocab-size asked for: with --like, leave them out.")
+            if path is not None and Tokenizer.open(path).fingerprint != opened.fingerprint:
+                raise InputError(f"the tokenizer in {path} is not the one {self.like} was prepared with.")
+            return opened
         if self.kind == "bytes":
-            if self.path is not None:
-                raise InputError("the bytes tokenizer has no files: leave --tokenizer-path out.")
             return Tokenizer.of_bytes()
-        if self.kind == "gpt2":
-            return read_gpt2(self.path or self._fetch_gpt2())
-        return None if self.path is None else Tokenizer.open(self.path)
+        if self.kind == "gpt2" and path is None:
+            if not self.from_hub:
+                files = "vocab.json and merges.txt (or encoder.json and vocab.bpe)"
+                raise InputError(f"gpt2 needs --tokenizer-path FOLDER with {files}, or --from-hub to fetch them.")
+            from huggingface_hub import hf_hub_download
 
-    def _like(self, folder: Path) -> Tokenizer:
-        from chiar.data.shards import Corpus
-
-        corpus = Corpus.open(folder)
-        if self.kind not in (None, corpus.tokenizer_kind) or self.vocab_size not in (None, corpus.vocab_size):
-            raise InputError(
-                f"{folder} was prepared with {corpus.tokenizer_kind} of {corpus.vocab_size} entries, which does not "
-                f"match the --tokenizer or --vocab-size asked for: with --like, leave them out."
-            )
-        if self.path is not None and Tokenizer.open(self.path).fingerprint != corpus.tokenizer_fingerprint:
-            raise InputError(f"the tokenizer in {self.path} is not the one {folder} was prepared with.")
-        return corpus.tokenizer()
-
-    def _fetch_gpt2(self) -> Path:
-        if not self.from_hub:
-            raise InputError(
-                "the gpt2 tokenizer needs its files: --tokenizer-path FOLDER with vocab.json and merges.txt (or "
-                "encoder.json and vocab.bpe), or --from-hub to fetch them."
-            )
-        from huggingface_hub import hf_hub_download
-
-        try:
-            vocab, _ = (Path(hf_hub_download(GPT2_REPOSITORY, name)) for name in GPT2_FILES[0])
-            return vocab.parent
-        except Exception as error:
-            # The Hub's client raises errors of many libraries; each means that the files did not come.
-            raise InputError(f"the gpt2 tokenizer could not be fetched from the Hub: {first_line(error)}") from error
-
-
-def read_gpt2(folder: Path) -> Tokenizer:
-    """From vocab.json and merges.txt, or encoder.json and vocab.bpe as first published, or tokenizer.json."""
-    for vocab, merges in GPT2_FILES:
-        if (folder / vocab).is_file() and (folder / merges).is_file():
-            where = f"{folder / vocab} with {merges}"
             try:
-                entries = json.loads((folder / vocab).read_text(encoding="utf-8"))
-                lines = (folder / merges).read_text(encoding="utf-8").splitlines()
-                pairs = [line for line in lines if line and not line.startswith("#version")]
-                tokenizer = Tokenizer.checked("gpt2", entries, pairs, where)
-            except InputError:
-                raise
-            except (ValueError, TypeError, AttributeError) as error:
-                raise InputError(f"{where} is not a readable GPT-2 tokenizer: {error}.") from error
-            break
-    else:
-        if not (folder / "tokenizer.json").is_file():
-            raise InputError(f"{folder} has neither vocab.json and merges.txt nor encoder.json and vocab.bpe.")
-        tokenizer = Tokenizer.open(folder)
-    if tokenizer.vocab_size != GPT2_ENTRIES:
-        raise InputError(f"{folder} holds {tokenizer.vocab_size} entries, but GPT-2's tokenizer has {GPT2_ENTRIES}.")
-    return tokenizer
+                _, path = (Path(hf_hub_download("openai-community/gpt2", name)).parent for name in GPT2_FILES[0])
+            except Exception as error:  # of many libraries; each means that the files did not come
+                raise InputError(f"gpt2 could not be fetched from the Hub: {first_line(error)}") from error
+        if path is None:
+            return None
+        opened = Tokenizer.open(path)
+        if self.kind == "gpt2" and opened.vocab_size != GPT2_ENTRIES:
+            raise InputError(f"{path} holds {opened.vocab_size} entries, but GPT-2's tokenizer has {GPT2_ENTRIES}.")
+        return opened

@@ -23,7 +23,7 @@ class TextCodec:
 
     @classmethod
     def open(cls, config: ChiarConfig, folder: Path | None, tokenizer: Path | None = None) -> "TextCodec":
-        source = tokenizer or folder
+        source, size = tokenizer or folder, config.vocab_size
         if source is not None and any((source / name).is_file() for name in ("tokenizer.json", "vocab.json")):
             from transformers import AutoTokenizer
 
@@ -31,10 +31,9 @@ class TextCodec:
                 return cls(AutoTokenizer.from_pretrained(source), source)
         if tokenizer is not None:
             raise InputError(f"{tokenizer} is not a tokenizer folder: it has no tokenizer.json or vocab.json.")
-        if config.vocab_size in (256, 257):
-            return cls(None, None)
-        size = config.vocab_size
-        raise InputError(f"the model has a vocabulary of {size} and no tokenizer beside it: pass --tokenizer FOLDER.")
+        if size not in (256, 257):
+            raise InputError(f"the model has a vocabulary of {size} and no tokenizer: pass --tokenizer FOLDER.")
+        return cls(None, None)
 
     def encode(self, text: str) -> list[int]:
         if self.source is None:
@@ -75,14 +74,9 @@ def encode(
 def read_token_file(path: Path) -> np.ndarray:
     """Ids from a NumPy file (.npy) or raw little-endian uint16 (anything else)."""
     check_file(path)
-    if path.suffix != ".npy":
-        if path.stat().st_size % 2:
-            raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")
-        return np.fromfile(path, dtype="<u2")
-    ids = read_npy(path)
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise InputError(f"{path} holds {ids.dtype} of shape {ids.shape}, expected one row of integers.")
-    return ids
+    if path.suffix != ".npy" and path.stat().st_size % 2:
+        raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")
+    return read_npy(path) if path.suffix == ".npy" else np.fromfile(path, dtype="<u2")
 
 
 def read_text_file(path: Path) -> str:

@@ -36,7 +36,7 @@ def evaluate(
     from json import dumps
 
     from chiar.console import show, write_json
-    from chiar.data.optional import optional_module
+    from chiar.errors import optional_module
     from chiar.files import check_new
 
     if data is not None and harness is not None:

@@ -45,7 +45,7 @@ def explore(
         write_report(names, prompt or [], export, evaluation or [], tokenizer, seed, overwrite)
         typer.echo(f"wrote {export}")
         return
-    from chiar.data.optional import optional_module
+    from chiar.errors import optional_module
 
     for package in ("starlette", "uvicorn"):
         optional_module(package, "page", "the page")

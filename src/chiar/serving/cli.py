@@ -34,7 +34,7 @@ def serve(
     device: Device = "auto",
 ) -> None:
     """Serve a model over HTTP as OpenAI's completions, with streaming, limits, /health and /metrics."""
-    from chiar.data.optional import optional_module
+    from chiar.errors import optional_module
 
     for package in ("starlette", "uvicorn"):
         optional_module(package, "serve", "chiar serve")

@@ -12,7 +12,7 @@ import torch
 
 from chiar.config import ChiarConfig
 from chiar.data import Corpus
-from chiar.data.optional import optional_module
+from chiar.errors import optional_module
 from chiar.routing.flops import Shares, count_dense_execution, count_flops
 from chiar.training.distributed import Processes
 from chiar.training.settings import TrainSettings
