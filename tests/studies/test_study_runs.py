@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -85,7 +84,7 @@ def test_the_table_says_what_the_runs_measured(study):
 
 
 def test_flops_are_counted_at_the_measured_fractions(study):
-    """Again by hand: D = 16, T = 16, 257 ids, an FFN of 64. Rows rise by them, and the frontier is marked."""
+    """Again by hand: D = 16, T = 16, 257 ids, an FFN of 64. The filter transforms there and back."""
     D, T, V = 16, 16, 257
     seen = (T - 1) / 2 + 1
     attention, ffn, dct = 8 * D * D + 4 * D * seen, 16 * D * D, D * D
@@ -98,11 +97,11 @@ def test_flops_are_counted_at_the_measured_fractions(study):
     layers = attention + 3 * ffn
     for f in fractions:
         assert 0.05 < f < 0.6
-        layers += f * (4 * D * D + 4 * D * seen) + 4 * D * D + (1 - f) * dct
+        layers += f * (4 * D * D + 4 * D * seen) + 4 * D * D + (1 - f) * 2 * dct
     assert hashed["flops_per_token"]["layers"] == pytest.approx(layers)
     assert len(fractions) == 2 and hashed["fraction"] == pytest.approx(sum(fractions) / 2)
     # The straight-through estimator of `learned` trains on both operators for every token.
-    learned = 3 * (attention + ffn) + 2 * (dct + dct + 2 * (D + 1) * 2) + 2 * D * V
+    learned = 3 * (attention + ffn) + 2 * (dct + 2 * dct + 2 * (D + 1) * 2) + 2 * D * V
     assert runs["learned-s1"]["flops_per_token"]["training"] == pytest.approx(3 * learned)
     ratio = sum(runs[f"hash-s{s}"]["flops_per_token"]["forward"] for s in (0, 1)) / 2 / dense["forward"]
     assert next(row["flops_of_baseline"] for row in rows if row["variant"] == "hash") == pytest.approx(ratio)
@@ -130,10 +129,8 @@ def test_done_again_nothing_is_trained(copied, corpus, toml):
     ("replaced", "message"),
     [
         (("random_fraction = 0.25", "random_fraction = 0.5"), "config random_fraction = 0.25, not 0.5"),
-        (("learning_rate = 0.01", "learning_rate = 0.02"), "settings learning_rate = 0.01, not 0.02"),
         (("tokens = 390", "tokens = 640"), "steps = 6, not 10"),
         (("test_rows = 8", "test_rows = 9"), "test_rows = 8, not 9"),
-        (('preset = "v3-tiny"', 'preset = "v2-tiny"'), 'preset = "v3-tiny", not "v2-tiny"'),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -184,19 +181,12 @@ def test_a_run_that_fails_costs_itself_and_what_comes_after_it(corpus, toml, tmp
 
 
 def at_work(out):
-    """Processes with this folder in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if str(out).encode() in path.read_bytes() and path.parent.name != str(os.getpid()):
-                found.append(path.parent.name)
-        except OSError:
-            continue
-    return found
+    """Numbers of the runs' processes; the study's own command line has no such word before the folder."""
+    return subprocess.run(["pgrep", "-f", f"studies.runner {out}"], capture_output=True, text=True).stdout.split()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc to see that no process is left")
+@pytest.mark.skipif(not shutil.which("pgrep"), reason="needs pgrep to see that no process is left")
 def test_killed_and_continued_it_gives_the_same_results(study, corpus, toml, tmp_path):
     """The study is killed, by its number, while it trains two runs at a time; its runs end with it."""
     straight, out, both = study[0], tmp_path / "out", {"dense-s0", "hash-s0"}
