@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from benchmarks.rows import draw_speedups
-from chiar.studies.table import read_saved
 
 from chiar import presets
 from chiar.console import guarded
@@ -18,6 +17,7 @@ from chiar.errors import unknown_name
 from chiar.model.trace import LayerTrace, RoutingTrace
 from chiar.plots import draw_curves, draw_gate, draw_operators, draw_pareto, draw_savings, draw_scaling, save
 from chiar.plots_diagrams import draw_model, draw_routing
+from chiar.studies.results import read_results
 from research.nulltest import pictures
 from research.nulltest.report import NullTest, read_report
 from research.theorem import check_theorem, draw_theorem
@@ -40,7 +40,7 @@ def model(name: str) -> "Figure":
 
 
 def study(name: str) -> "Figure":
-    results = read_saved(RESULTS / name / "results.json")
+    results = read_results(RESULTS / name / "results.json")
     return draw_pareto(results["variants"], results["title"], (results["times"] or results["runs"][0])["device"])
 
 

@@ -1,6 +1,5 @@
 """Studies from beginning to end on a CPU: their numbers, killed and continued, what is refused, what fails."""
 
-import csv
 import json
 import math
 import os
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -56,9 +54,6 @@ def test_every_run_is_an_ordinary_run_and_is_measured(study, corpus, tmp_path):
         folder = out / "runs" / name
         report = evaluate(str(folder / "final"), corpus, "test", length=16, rows=8, batch_size=2, device="cpu")
         assert one["test_loss"] == pytest.approx(report.scores.loss, rel=1e-5)  # computed by another process
-        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert one["validation"] == [[r["step"], r["validation"]["text"]] for r in records if "validation" in r]
-        assert [step for step, _ in one["validation"]] == [2, 4, 6]
         assert (one["tokens"], one["jobs"], one["attempts"]) == (384, 1, 1)
         assert one["wall_seconds"] > 0 and one["step_ms"] > 0 and f"{name}: done in" in output
     told = runs["learned-s1"]["command"]
@@ -86,31 +81,27 @@ def test_the_table_says_what_the_runs_measured(study):
     text = (out / "table.md").read_text()
     assert f"{rows['hash']['gap']:+.4f}" in output and "different seeds" in text
     assert f"{rows['learned']['test_loss']:.4f}" in text
-    with (out / "table.csv").open() as file:
-        for row, saved in zip(csv.DictReader(file), results(out)["variants"], strict=True):
-            assert row["variant"] == saved["variant"] and float(row["test_loss"]) == saved["test_loss"]
-            assert float(row["flops_forward"]) == saved["flops_per_token"]["forward"]
-            assert row["seeds"] == " ".join(map(str, saved["seeds"]))
 
 
 def test_flops_are_counted_at_the_measured_fractions(study):
-    """Again by hand: D = 16, T = 16, 257 ids, an FFN of 64. Rows rise by them, and the frontier is marked."""
+    """Again by hand: D = 16, T = 16, 257 ids, an FFN of 64. The filter transforms there and back."""
     D, T, V = 16, 16, 257
     seen = (T - 1) / 2 + 1
     attention, ffn, dct = 8 * D * D + 4 * D * seen, 16 * D * D, D * D
     runs, rows = {one["name"]: one for one in results(study[0])["runs"]}, results(study[0])["variants"]
+    report = json.loads((study[0] / "runs" / "hash-s0" / "evaluation.json").read_text())
+    fractions = [layer["use"]["attention"] for layer in report["routing"]["layers"]]
     dense, hashed = runs["dense-s0"]["flops_per_token"], runs["hash-s0"]
     assert (dense["layers"], dense["logits"]) == pytest.approx((3 * (attention + ffn), 2 * D * V))
     assert dense["training"] == pytest.approx(3 * dense["forward"])
     layers = attention + 3 * ffn
-    assert sorted(hashed["fraction_by_layer"]) == ["0", "1"]
-    for f in hashed["fraction_by_layer"].values():
+    for f in fractions:
         assert 0.05 < f < 0.6
-        layers += f * (4 * D * D + 4 * D * seen) + 4 * D * D + (1 - f) * dct
+        layers += f * (4 * D * D + 4 * D * seen) + 4 * D * D + (1 - f) * 2 * dct
     assert hashed["flops_per_token"]["layers"] == pytest.approx(layers)
-    assert hashed["fraction"] == pytest.approx(sum(hashed["fraction_by_layer"].values()) / 2)
+    assert len(fractions) == 2 and hashed["fraction"] == pytest.approx(sum(fractions) / 2)
     # The straight-through estimator of `learned` trains on both operators for every token.
-    learned = 3 * (attention + ffn) + 2 * (dct + dct + 2 * (D + 1) * 2) + 2 * D * V
+    learned = 3 * (attention + ffn) + 2 * (dct + 2 * dct + 2 * (D + 1) * 2) + 2 * D * V
     assert runs["learned-s1"]["flops_per_token"]["training"] == pytest.approx(3 * learned)
     ratio = sum(runs[f"hash-s{s}"]["flops_per_token"]["forward"] for s in (0, 1)) / 2 / dense["forward"]
     assert next(row["flops_of_baseline"] for row in rows if row["variant"] == "hash") == pytest.approx(ratio)
@@ -123,11 +114,13 @@ def test_flops_are_counted_at_the_measured_fractions(study):
 def test_done_again_nothing_is_trained(copied, corpus, toml):
     runs = {path: path.stat().st_mtime_ns for path in (copied / "runs").rglob("*") if path.is_file()}
     before = results(copied)
-    for name in ("table.md", "table.csv", "results.json", "pareto.svg"):
+    for name in ("table.md", "results.json", "pareto.svg"):
         (copied / name).unlink()
     code, output = run("study", "table", copied)
     assert code == 0 and "learned" in output and results(copied)["variants"] == before["variants"]
-    code, output = run(*command(toml(), corpus, copied, "--set", "log_every=7"))  # how it is shown may change
+    code, output = run(
+        *command(toml(("warmup", "log_every = 7\nwarmup")), corpus, copied)
+    )  # how it is shown may change
     assert code == 0 and output.count("done before") == len(RUNS)
     assert {path: path.stat().st_mtime_ns for path in runs} == runs and (copied / "pareto.svg").is_file()
 
@@ -136,10 +129,8 @@ def test_done_again_nothing_is_trained(copied, corpus, toml):
     ("replaced", "message"),
     [
         (("random_fraction = 0.25", "random_fraction = 0.5"), "config random_fraction = 0.25, not 0.5"),
-        (("learning_rate = 0.01", "learning_rate = 0.02"), "settings learning_rate = 0.01, not 0.02"),
         (("tokens = 390", "tokens = 640"), "steps = 6, not 10"),
         (("test_rows = 8", "test_rows = 9"), "test_rows = 8, not 9"),
-        (('preset = "v3-tiny"', 'preset = "v2-tiny"'), 'preset = "v3-tiny", not "v2-tiny"'),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -182,27 +173,20 @@ def test_a_run_that_fails_costs_itself_and_what_comes_after_it(corpus, toml, tmp
     wanted = ["--only", "later", "--only", "dense", "--seeds", "1"]
     code, output = run(*command(broken, corpus, tmp_path / "out", *wanted))
     assert code == 1
-    assert "learned-s1: failed: error: the gradient of step" in output
+    assert "learned-s1: failed: " in output and "the gradient of step" in output
     assert "later-s1: not begun, the weights of learned-s1 are not here" in output
     assert "dense-s1: done in" in output and "failed, tried again by the same command: learned-s1, later-s1" in output
     assert list(results(tmp_path / "out")["failed"]) == ["learned-s1"]
-    assert "learned-s1 failed: error: the gradient of step" in (tmp_path / "out" / "table.md").read_text()
+    assert "learned-s1 failed: " in (tmp_path / "out" / "table.md").read_text()
 
 
 def at_work(out):
-    """Processes with this folder in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if str(out).encode() in path.read_bytes() and path.parent.name != str(os.getpid()):
-                found.append(path.parent.name)
-        except OSError:
-            continue
-    return found
+    """Numbers of the runs' processes; the study's own command line has no such word before the folder."""
+    return subprocess.run(["pgrep", "-f", f"studies.runner {out}"], capture_output=True, text=True).stdout.split()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc to see that no process is left")
+@pytest.mark.skipif(not shutil.which("pgrep"), reason="needs pgrep to see that no process is left")
 def test_killed_and_continued_it_gives_the_same_results(study, corpus, toml, tmp_path):
     """The study is killed, by its number, while it trains two runs at a time; its runs end with it."""
     straight, out, both = study[0], tmp_path / "out", {"dense-s0", "hash-s0"}
@@ -234,23 +218,19 @@ def test_step_times_are_measured_with_the_trained_weights(copied, corpus, toml):
     arguments = ["study", "time", toml(), "--data", corpus, "--out", copied, "--device", "cpu", "--steps", "2"]
     code, output = run(*arguments)
     assert code == 0, output
-    times = json.loads((copied / "times.json").read_text())
-    assert times["device"] == "cpu" and times["versions"]["torch"] == torch.__version__ and times["drift"] > 0
-    rows = {row["variant"]: row for row in results(copied)["variants"]}
+    stored = json.loads((copied / "study.json").read_text())
+    times, rows = stored["times"], {row["variant"]: row for row in results(copied)["variants"]}
+    assert times["device"] == "cpu" and times["versions"]["torch"] == torch.__version__
     assert set(times["variants"]) == set(rows) == {"dense", "hash", "learned"}
     for name, timed in times["variants"].items():
-        assert timed["fastest_ms"] <= timed["step_ms"] <= timed["slowest_ms"]
         assert timed["tokens_per_second"] == pytest.approx(1e3 * 64 / timed["step_ms"], rel=1e-3)
-        assert rows[name]["step_ms"] == timed["step_ms"]
+        assert rows[name]["step_ms"] == timed["step_ms"] > 0
         assert timed["weights"] == "trained"  # `learned` ran with seed 1 only, which is the seed it is timed with
-    assert times["variants"]["dense"]["fraction"] is None and 0 < times["variants"]["hash"]["fraction"] < 0.6
+    assert not times["variants"]["dense"]["use"] and all(0 < f[-1] < 0.6 for f in times["variants"]["hash"]["use"])
     assert "Step times are of chiar study time: cpu" in (copied / "table.md").read_text()
-    before = (copied / "times.json").read_text()
-    assert run(*arguments)[0] == 0
-    assert (copied / "times.json").read_text() == before  # nothing was left to measure
-    (copied / "times.json").write_text(before.replace('"device": "cpu"', '"device": "another"'))
+    (copied / "study.json").write_text(json.dumps(stored | {"times": times | {"device": "another"}}))
     code, output = run(*arguments)
-    assert code == 2 and "times of two machines do not compare" in output
+    assert code == 2 and "are of another machine" in output
 
 
 def test_results_from_elsewhere_count_as_done(copied, corpus, toml, tmp_path):
@@ -272,18 +252,32 @@ def test_results_from_elsewhere_count_as_done(copied, corpus, toml, tmp_path):
     code, output = run("study", "add", here, copied / "results.json")
     assert code == 2 and "run learned-s1" in output and "finished" in output
     code, output = run("study", "add", tmp_path / "new", copied / "study.json")
-    assert code == 2 and "does not hold the results of a study" in output and not (tmp_path / "new").exists()
+    assert code == 2 and "does not say format" in output and not (tmp_path / "new").exists()
 
 
-SMALL = "size=tiny tokens=384 batch=4 length=16 micro_batch=2 hidden_size=16 compile=false precision=fp32 "
-SMALL += "save_every=2 evaluate_every=2 evaluate_rows=4 learning_rate=0.01"
+SMALL = """
+extends = "table2"
+tokens = 384
+config = { hidden_size = 16, num_hidden_layers = 3, num_attention_heads = 2, intermediate_size = 32 }
+[settings]
+batch = 4
+length = 16
+micro_batch = 2
+warmup = 1
+compile = false
+precision = "fp32"
+save_every = 2
+evaluate_every = 2
+evaluate_rows = 4
+learning_rate = 0.01
+"""
 
 
 def test_the_papers_procedure(corpus, listops, tmp_path):
     """Table 2: a baseline, τ from its embeddings, the rows that route by it, one of them with mixed corpora."""
-    out = tmp_path / "out"
-    small = [part for item in SMALL.split() for part in ("--set", item)]
-    code, output = run(*command("table2", corpus, out, "--data", listops, *small, "--jobs", "2"))
+    out, small = tmp_path / "out", tmp_path / "small.toml"
+    small.write_text(SMALL)
+    code, output = run(*command(small, corpus, out, "--data", listops, "--jobs", "2"))
     assert code == 0, output
     runs = {one["variant"]: one for one in results(out)["runs"]}
     rows = {row["variant"]: row for row in results(out)["variants"]}
@@ -304,14 +298,13 @@ def test_the_papers_procedure(corpus, listops, tmp_path):
             assert runs[name][loss] == pytest.approx(report.scores.loss, rel=1e-5)  # computed by another process
         assert rows[name]["paper_gap"] == pytest.approx(math.log(test / 23.58), abs=1e-12)
         assert rows[name]["test_perplexity"] == pytest.approx(math.exp(runs[name]["test_loss"]))
-    assert set(runs["threshold"]["gate_by_corpus"]) == {"text"}
     text = (out / "table.md").read_text()
     (out / "runs" / "threshold-s0" / "evaluation.json").unlink()  # as if killed before: it goes on with the τ it had
     (out / "runs" / "baseline-s0" / "best").unlink()
-    again = run(*command("table2", corpus, out, *small, "--only", "threshold"))
+    again = run(*command(small, corpus, out, "--only", "threshold"))
     assert again[0] == 0 and "threshold-s0: done in" in again[1]
     assert next(one["test_loss"] for one in results(out)["runs"] if one["variant"] == "threshold") == pytest.approx(
         runs["threshold"]["test_loss"], rel=1e-5
     )  # another process
-    for words in ("five epochs of WikiText-103", "Changed in all runs: size = tiny, tokens = 384", "of text + listops"):
+    for words in ("five epochs of WikiText-103", "384 training tokens a run of text + listops"):
         assert words in output and words in text

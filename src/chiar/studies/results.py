@@ -1,19 +1,19 @@
-"""What the finished runs of a study measured: one record a run, one row a variant, as Markdown, CSV, JSON and picture;
-and the grid before any run."""
+"""What finished runs measured: one record a run, one row a variant, as Markdown, JSON and picture; the grid before."""
 
-import csv
-import io
+import json
 import math
 import shlex
 import statistics
-from collections.abc import Callable
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from typer import echo
+
 from chiar.config import ChiarConfig
-from chiar.errors import InputError
+from chiar.config_checks import LAST_COMMIT, REMOVED, REMOVED_OPERATORS
 from chiar.evaluation.compare import REPORT, read_training
 from chiar.evaluation.harness import measured_shares
 from chiar.evaluation.report import EvaluationReport, exponential, finite, shown
@@ -21,15 +21,14 @@ from chiar.files import write_whole
 from chiar.model.load import count_parameters, load_config
 from chiar.plots import draw_pareto, svg_text
 from chiar.routing.flops import Shares, count_flops, operator_shares
-from chiar.studies.runner import ADDED, STUDY, TIMES, VALIDATION, StudyFolder, read_json
-from chiar.studies.study import LAST_COMMIT, Plan, Run, Study, Variant, common_settings, plain_config, removed, require
+from chiar.studies.runner import STUDY, VALIDATION, StudyFolder, held, read_json
+from chiar.studies.study import Plan, Run, checked, make_plan, require
 from chiar.training.reporting import training_flops
 from chiar.training.run_folder import METRICS, RunFolder
-from chiar.training.settings import TrainSettings, train_arguments
+from chiar.training.settings import train_arguments
 
 FORMAT, RESULTS = "chiar-study-results/1", "results.json"
-FEW = 3
-"""Up to so many seeds the spread is max − min, above it the standard deviation."""
+FEW = 3  # up to so many seeds the spread is max − min, above it the standard deviation
 Row = dict[str, Any]
 # Heading, key and format; columns nobody has a value for are left out.
 COLUMNS = (
@@ -45,109 +44,114 @@ COLUMNS = (
 
 
 def count_costs(config: ChiarConfig, length: int, shares: Shares) -> dict[str, float]:
-    """Forward FLOPs a token: the layers, the output projection (logits) and both together. Training: with the backward
-    pass, where a router that learns from every operator's output runs all of them on all tokens."""
-    count = count_flops(config, length, shares)
-    logits, trained = count.part("logits"), deepcopy(config)
+    """FLOPs a token. In training a router that learns from every operator's output runs all of them on all tokens."""
+    count, trained = count_flops(config, length, shares), deepcopy(config)
     if config.routed_layers and not config.can_run_sparse:
         trained.routing = "soft"
         shares = operator_shares(trained)
-    training = training_flops(trained, length, shares)
-    return {"layers": count.total - logits, "logits": logits, "forward": count.total, "training": training}
+    costs = {"layers": count.total - count.part("logits"), "logits": count.part("logits"), "forward": count.total}
+    return {**costs, "training": training_flops(trained, length, shares)}
 
 
 def read_run(folder: StudyFolder, told: Run) -> Row:
     """One finished run. `step_ms` is measured in training, and only where no other run shared the device."""
-    run, attempts = folder.run(told.name), folder.seconds(told.name)
-    report, config = EvaluationReport.read(run / REPORT), load_config(str(run / "final"))
-    stored, records = RunFolder(run).read(), RunFolder(run).read_metrics()
+    run, jobs = folder.run(told.name), max(attempt["jobs"] for attempt in told.attempts)
+    report, config, stored = EvaluationReport.read(run / REPORT), load_config(str(run / "final")), RunFolder(run).read()
     settings = replace(told.train_settings(), initial=stored["settings"].get("initial", ""))
     tau = {"thresholds": config.thresholds} if "thresholds" in told.after else {}
     speed, step = read_training(run / METRICS).tokens_per_second, settings.batch * settings.length
     return {
         **{"name": told.name, "variant": told.variant, "seed": told.seed, "test_loss": report.scores.loss},
-        "test_perplexity": finite(exponential(report.scores.loss)),
-        "validation": [[r["step"], next(iter(r["validation"].values()))] for r in records if r.get("validation")],
         "validation_loss": EvaluationReport.read(run / VALIDATION).scores.loss if told.validate else None,
-        "fraction": report.routing.fraction,
-        "fraction_by_layer": {layer.layer: layer.fraction for layer in report.routing.layers},
-        **{"threshold": tau.get("thresholds"), "gate": report.routing.gate},
-        "gate_by_corpus": {name: g for record in records for name, g in record.get("gate", {}).items()},
+        **{"fraction": report.routing.fraction, "threshold": tau.get("thresholds"), "gate": report.routing.gate},
         "flops_per_token": count_costs(config, settings.length, measured_shares(config, report.routing)),
-        **{"parameters": count_parameters(config), "tokens": settings.steps * step, "tokens_per_second": speed},
-        "step_ms": 1e3 * step / speed if speed and attempts["jobs"] == 1 else None,
-        **attempts,
+        **{"step_ms": 1e3 * step / speed if speed and jobs == 1 else None, "parameters": count_parameters(config)},
+        **{"wall_seconds": told.attempts[-1].get("seconds"), "attempts": len(told.attempts), "jobs": jobs},
         **{"device": report.device, "versions": stored["versions"], "commit": stored["commit"]},
-        **{"remarks": report.remarks, "declaration": told.declaration()},
+        **{"tokens": settings.steps * step, "remarks": report.remarks, "declaration": told.declaration()},
         "command": ["chiar", *train_arguments(told.preset, {**told.config, **tau}, settings, run)],
     }
 
 
 def collect(folder: StudyFolder) -> dict[str, Any]:
-    """All of results.json. Runs finished here and runs added come in the order of the variants."""
-    study, failed = folder.read(), folder.failures()
+    """All of results.json. The notes say what a reader must know before comparing."""
+    study, common, times = folder.record, folder.record["common"], folder.record["times"]
     order = [variant["name"] for variant in study["variants"]]
-    every = {**folder.added(), **{told.name: read_run(folder, told) for told in folder.told_runs(finished=True)}}
-    runs = sorted(every.values(), key=lambda run: (order.index(run["variant"]), run["seed"]))
-    require(bool(runs), f"no run of the study in {folder.path} is finished yet.")
-    times = read_json(folder.path / TIMES) if (folder.path / TIMES).is_file() else None
-    rows = summarise(study, runs, times["variants"] if times else {})
-    notes = [*remarks(study, rows, runs, times), *(f"{name} failed: {why}." for name, why in failed.items())]
-    shared = {part: study[part] for part in ("title", "corpus", "common", "caption")}
-    about = {"format": FORMAT, **shared, "declared": study["variants"], "notes": notes, "failed": failed}
-    return {**about, "variants": rows, "runs": runs, "times": times}
+    runs = [
+        *study["added"].values(),
+        *(read_run(folder, run) for run in folder.runs.values() if folder.finished(run.name)),
+    ]
+    require(runs, f"no run of the study in {folder.path} is finished yet.")
+    runs.sort(key=lambda run: (order.index(run["variant"]), run["seed"]))
+    rows, done = summarise(study, runs), {run["variant"] for run in runs}
+    failed = {name: run.attempts[-1]["failed"] for name, run in folder.runs.items() if "failed" in run.attempts[-1]}
+    places = ", ".join(dict.fromkeys(f"{run['device']}, torch {run['versions']['torch']}" for run in runs))
+    first = "" if common["test_rows"] is None else f", the first {common['test_rows']} rows"
+    notes = [
+        f"{runs[0]['tokens']:,} training tokens a run of {study['corpus']}, equal for all of a seed; {places}.",
+        f"Test losses are of the final weights, nats per token, fp32{first}; Δ is to {common['baseline']} of the seed.",
+        f"± is max − min over at most {FEW} seeds, the standard deviation over more.",
+        "MFLOPs a token are counted at the measured f: forward, and training with the backward pass.",
+        *study["caption"],
+    ]
+    for role in ("control", "candidate"):
+        missing = [v["name"] for v in study["variants"] if v["role"] == role and v["name"] not in done]
+        notes += [f"{role.capitalize()}s without a finished run: {', '.join(missing)}."] if missing else []
+    if len({tuple(sorted(row["seeds"])) for row in rows}) > 1 and all(row["paired_loss"] is not None for row in rows):
+        notes.append("Variants ran with different seeds: frontier and picture take the baseline's mean loss plus Δ.")
+    if (together := max(run["jobs"] or 1 for run in runs)) > 1:
+        notes.append(f"Up to {together} runs shared the device: their speeds do not count.")
+    if times:
+        notes.append(f"Step times are of chiar study time: {times['device']}, torch {times['versions']['torch']}.")
+    notes += dict.fromkeys(remark for run in runs for remark in run.get("remarks", []))
+    notes += [f"{name} failed: {why}." for name, why in failed.items()]
+    about = {part: study[part] for part in ("title", "corpus", "common", "caption", "times")}
+    return {**about, "declared": study["variants"], "notes": notes, "failed": failed, "variants": rows, "runs": runs}
 
 
 def spread(values: list[float]) -> float | None:
-    """None for one value: a spread it does not show."""
     if len(values) < 2:
         return None
     return max(values) - min(values) if len(values) <= FEW else statistics.stdev(values)
 
 
-def mean(values: list[Any]) -> Any:
+def mean(values: Iterable[Any]) -> Any:
     known = [value for value in values if value is not None]
     return statistics.mean(known) if known else None
 
 
-def summarise(study: dict[str, Any], runs: list[Row], times: dict[str, Any]) -> list[Row]:
-    """One record a variant with finished runs, by rising FLOPs. Differences are to the baseline of the same seed.
-
-    `paired_loss` is the baseline's mean loss plus the mean difference: where variants have run with different seeds,
-    the mean losses themselves do not compare.
-    """
-    baseline, rows = study["common"]["baseline"], []
+def summarise(study: dict[str, Any], runs: list[Row]) -> list[Row]:
+    """One record a variant with finished runs, by rising FLOPs. Differences are to the baseline of the same seed, and
+    `paired_loss` is its mean loss plus the mean difference: mean losses of different seeds do not compare."""
+    rows, baseline, times = [], study["common"]["baseline"], (study["times"] or {"variants": {}})["variants"]
     base = {run["seed"]: run for run in runs if run["variant"] == baseline}
-    base_mean = mean([run["test_loss"] for run in base.values()])
-    papers = {variant["name"]: variant["paper"] for variant in study["variants"] if variant.get("paper")}
-    for variant in study["variants"]:
-        name, own = variant["name"], [run for run in runs if run["variant"] == variant["name"]]
-        if not own:
-            continue
+    base_mean = mean(run["test_loss"] for run in base.values())
+    papers = {variant["name"]: variant.get("paper") for variant in study["variants"]}
+    for variant in [one for one in study["variants"] if any(run["variant"] == one["name"] for run in runs)]:
+        own = [run for run in runs if run["variant"] == variant["name"]]
         pairs = [(run, base[run["seed"]]) for run in own if run["seed"] in base]
         losses, gaps = [run["test_loss"] for run in own], [a["test_loss"] - b["test_loss"] for a, b in pairs]
-        flops = [run["flops_per_token"] for run in own]
+        cost, flops = "flops_per_token", [run["flops_per_token"] for run in own]
         row: Row = {
-            **{"variant": name, "role": variant["role"], "title": variant["title"]},
+            **{"variant": variant["name"], "role": variant["role"], "title": variant["title"]},
             **{"seeds": [run["seed"] for run in own], "parameters": own[0]["parameters"]},
             **{"test_loss": mean(losses), "test_loss_spread": spread(losses), "losses": losses},
             **{"gap": mean(gaps), "gap_spread": spread(gaps), "gap_seeds": [run["seed"] for run, _ in pairs]},
             **{"paired_loss": base_mean + mean(gaps) if gaps else None, "paired_losses": [base_mean + g for g in gaps]},
-            "fraction": mean([run["fraction"] for run in own]),
-            "flops_per_token": {part: mean([one[part] for one in flops]) for part in flops[0]},
+            "flops_per_token": {part: mean(one[part] for one in flops) for part in flops[0]},
             "flops_by_seed": [one["forward"] for one in flops],
-            **{"flops_of_baseline": ratio(pairs, "forward"), "layer_flops_of_baseline": ratio(pairs, "layers")},
-            "step_ms": times.get(name, {}).get("step_ms"),
-            "step_ms_in_training": mean([run["step_ms"] for run in own]),
-            "removed": removed(own[0]["declaration"]["config"]),
+            "flops_of_baseline": mean(a[cost]["forward"] / b[cost]["forward"] for a, b in pairs),
+            "layer_flops_of_baseline": mean(a[cost]["layers"] / b[cost]["layers"] for a, b in pairs),
+            "step_ms": times.get(variant["name"], {}).get("step_ms"),
+            "step_ms_in_training": mean(run["step_ms"] for run in own),
+            **{part: mean(run.get(part) for run in own) for part in ("fraction", "threshold", "gate")},
         }
-        if paper := papers.get(name):
-            validation = mean([run["validation_loss"] for run in own])
+        if paper := papers[variant["name"]]:
+            validation, first = mean(run["validation_loss"] for run in own), papers[baseline]
             row |= {f"paper_{part}": value for part, value in paper.items()}
-            row |= {"paper_gap": math.log(paper["test"] / papers[baseline]["test"]) if baseline in papers else None}
             row |= {"validation_perplexity": validation and finite(exponential(validation))}
             row |= {"test_perplexity": finite(exponential(row["test_loss"]))}
-            row |= {part: mean([run[part] for run in own]) for part in ("threshold", "gate")}
+            row["paper_gap"] = math.log(paper["test"] / first["test"]) if first else None
         rows.append(row)
     loss = "paired_loss" if all(row["paired_loss"] is not None for row in rows) else "test_loss"
     rows.sort(key=lambda row: (row["flops_per_token"]["forward"], row[loss]))
@@ -156,159 +160,74 @@ def summarise(study: dict[str, Any], runs: list[Row], times: dict[str, Any]) -> 
     return rows
 
 
-def ratio(pairs: list[tuple[Row, Row]], part: str) -> float | None:
-    return mean([run["flops_per_token"][part] / other["flops_per_token"][part] for run, other in pairs])
-
-
-def remarks(study: dict[str, Any], rows: list[Row], runs: list[Row], times: dict[str, Any] | None) -> list[str]:
-    """What a reader must know before comparing."""
-    common, done = study["common"], {row["variant"]: row for row in rows}
-    settings, limit = TrainSettings.from_dict(common["settings"]), common["test_rows"]
-    places = ", ".join(dict.fromkeys(f"{run['device']}, torch {run['versions']['torch']}" for run in runs))
-    notes = [
-        f"{runs[0]['tokens']:,} training tokens a run ({common['steps']:,} steps of {settings.batch} × "
-        f"{settings.length}, learning rate {settings.learning_rate:g} → {settings.final_learning_rate:g}, warm-up "
-        f"{settings.warmup:,} steps) of {study['corpus']}, in the same order for all variants of a seed; {places}.",
-        f"Test losses are of the final weights, nats per token, fp32, in blocks of {settings.length}"
-        f"{'' if limit is None else f', the first {limit}'}. Δ is to {common['baseline']} with the same seed. ± is "
-        f"max − min over at most {FEW} seeds, the standard deviation over more.",
-        "MFLOPs a token are counted at the measured f: forward (layers, logits, total), and training with the backward "
-        "pass.",
-        *study["caption"],
-    ]
-    for role in ("control", "candidate"):
-        missing = [v["name"] for v in study["variants"] if v["role"] == role and v["name"] not in done]
-        notes += [f"{role.capitalize()}s without a finished run: {', '.join(missing)}."] if missing else []
-    if len({tuple(sorted(row["seeds"])) for row in rows}) > 1 and all(row["paired_loss"] is not None for row in rows):
-        notes.append(
-            "Variants ran with different seeds, so mean losses do not compare: the frontier and the picture take the "
-            "baseline's mean loss plus Δ."
-        )
-    if (together := max(run["jobs"] or 1 for run in runs)) > 1:
-        notes.append(f"Up to {together} runs shared the device: their speeds do not count.")
-    if times is not None:
-        notes.append(
-            f"Step times are of chiar study time: {times['device']}, torch {times['versions']['torch']}, "
-            f"{times['batch']} × {times['length']} tokens, optimiser included; the baseline again at the end took "
-            f"{shown(times['drift'], '.3f')} times as long."
-        )
-    return list(dict.fromkeys([*notes, *(remark for run in runs for remark in run.get("remarks", []))]))
-
-
-def update_tables(folder: StudyFolder) -> dict[str, Any]:
-    """In the folder of a study, of what is finished; returns what results.json holds."""
-    results = collect(folder)
-    folder.save(RESULTS, results)
-    write_tables(results, folder.path)
-    return results
-
-
 def write_tables(results: dict[str, Any], out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    headings, rows, notes = table_of(results["variants"], results["notes"])
-    lines = [f"# {results['title']}", "", f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
-    lines += [*(f"| {' | '.join(row)} |" for row in rows), "", *(f"- {line}" for line in notes), "", "```text"]
-    lines += [*(shlex.join(run["command"]) for run in results["runs"]), "```", ""]
-    write_whole(out / "table.md", "\n".join(lines))
-    write_whole(out / "table.csv", to_csv(results["variants"]))
-    write_whole(out / "pareto.svg", draw_picture(results))
-
-
-def draw_picture(results: dict[str, Any]) -> str:
-    """Loss against cost, as SVG."""
+    text = markdown(results["title"], results["variants"], results["notes"])
+    commands = "\n".join(shlex.join(run["command"]) for run in results["runs"])
     device = (results["times"] or results["runs"][0])["device"]
-    return svg_text(draw_pareto(results["variants"], results["title"], device))
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / RESULTS, json.dumps({"format": FORMAT, **results}, indent=1, ensure_ascii=False, allow_nan=False))
+    write_whole(out / "table.md", f"{text}\n```text\n{commands}\n```\n")
+    write_whole(out / "pareto.svg", svg_text(draw_pareto(results["variants"], results["title"], device)))
 
 
 def read_results(path: Path) -> dict[str, Any]:
     """Of a study's folder, from its runs; of a results.json, or a folder with nothing else, as recorded."""
-    if (path / STUDY).is_file():
-        return collect(StudyFolder(path))
-    results = read_json(path / RESULTS if path.is_dir() else path)
-    right = isinstance(results, dict) and results.get("format") == FORMAT
-    require(right, f"{path} does not hold the results of a study: it does not say format {FORMAT!r}.")
-    declared = {run["variant"]: run["declaration"]["config"] for run in results["runs"]}
-    for row in results["variants"]:
-        row["removed"] = removed(declared[row["variant"]])
-    return results
+    begun, lost = (path / STUDY).is_file(), {*REMOVED_OPERATORS}
+    results = collect(StudyFolder(path)) if begun else read_json(path / RESULTS if path.is_dir() else path, FORMAT)
+    configs = {run["variant"]: REMOVED | {"operators": []} | run["declaration"]["config"] for run in results["runs"]}
+    gone = {v for v, config in configs.items() if config | REMOVED != config or lost & {*(config["operators"] or ())}}
+    return {**results, "variants": [{**row, "removed": row["variant"] in gone} for row in results["variants"]]}
 
 
-def table_of(rows: list[Row], notes: list[str]) -> tuple[list[str], list[list[str]], list[str]]:
-    """Headings, rows and notes as text."""
+def markdown(title: str, rows: list[Row], notes: list[str]) -> str:
+    """A table of the columns for which a row has a value, aligned for terminals too."""
     flat = []
     for row in rows:
-        label = row["variant"] + (" †" if row["removed"] else "") + (f": {row['title']}" if row["title"] else "")
+        label = f"{row['variant']}{' †' if row.get('removed') else ''}{': ' if row['title'] else ''}{row['title']}"
         known = {part: count / 1e6 for part, count in row.get("flops_per_token", {}).items()}
         known |= {"label": label, "numbers": ", ".join(map(str, row["seeds"]))}
         flat.append({**row, **known, "best": "yes" if row.get("frontier") else None})
     columns = [column for column in COLUMNS if any(row.get(column[1]) is not None for row in flat)]
-    text = [[shown(row.get(key), form) for _, key, form in columns] for row in flat]
-    mark = f"† is no longer declared: what it needs was removed from the code. Commit {LAST_COMMIT} can run it."
-    return [column[0] for column in columns], text, [*notes, *([mark] if any(row["removed"] for row in rows) else [])]
+    headings, cells = [c[0] for c in columns], [[shown(row.get(key), form) for _, key, form in columns] for row in flat]
+    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+    lines = [" | ".join(map(str.ljust, row, widths)) for row in [headings, ["-" * n for n in widths], *cells]]
+    mark = [f"† is no longer declared: what it needs was removed from the code. Commit {LAST_COMMIT} can run it."]
+    notes = [*notes, *(mark if any(row.get("removed") for row in rows) else [])]
+    return "\n".join([f"# {title}", "", *(f"| {line} |" for line in lines), "", *(f"- {note}" for note in notes), ""])
 
 
-def to_csv(rows: list[Row]) -> str:
-    """Full precision; seeds separated by spaces, FLOPs in columns of their own, other lists left out."""
-    text, lines = io.StringIO(), []
-    for row in rows:
-        plain = {name: value for name, value in row.items() if not isinstance(value, list | dict)}
-        flops = {f"flops_{part}": count for part, count in row["flops_per_token"].items()}
-        lines.append({**plain, **flops, "seeds": " ".join(map(str, row["seeds"]))})
-    writer = csv.DictWriter(text, list(dict.fromkeys(name for line in lines for name in line)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+def costs_of(run: Run) -> Row:
+    """Parameters, FLOPs and mean f as declared."""
+    config = run.model_config()
+    shares = operator_shares(config)
+    costs = {"flops_per_token": count_costs(config, run.train_settings().length, shares)}
+    return {**costs, "parameters": count_parameters(config), "fraction": mean(share["attention"] for share in shares)}
 
 
-def grid(study: Study, variants: list[Variant], plan: Plan | None = None) -> tuple[list[Row], list[str]]:
-    """The variants before any run, their FLOPs counted at the f each aims at; and notes."""
-    settings, vocabulary = common_settings(study), plan.corpora[0].vocab_size if plan else None
-    rows, whole = [], costs_of(study, study.variant(study.baseline), vocabulary)["flops_per_token"]["forward"]
-    for variant in variants:
-        row: Row = {"variant": variant.name, "role": variant.role, "title": variant.title}
-        row |= {"seeds": study.seeds if variant.seeds is None else variant.seeds, "removed": removed(variant.config)}
-        if not row["removed"]:
-            row |= costs_of(study, variant, vocabulary)
-            row["flops_of_baseline"] = row["flops_per_token"]["forward"] / whole
-        rows.append(row)
-    step = settings.batch * settings.length
-    trained = f"{plan.steps * step:,} tokens in {plan.steps:,} steps" if plan else study.duration
-    kind = f"{vocabulary:,} token ids" if plan else "the preset's vocabulary: --data takes a corpus's"
-    return rows, [
-        f"each run trains on {trained}, {settings.batch} × {settings.length} a step.",
-        f"MFLOPs a token, forward, counted at the target f ({kind}); training with the backward pass.",
-    ]
+def grid(plan: Plan) -> str:
+    """The variants before any run, their FLOPs counted at the f each aims at."""
+    study, settings, steps, rows = plan.study, checked(plan.study.settings), plan.steps, []
+    whole = costs_of(make_plan(study, plan.runs[0].data[:1], [study.baseline]).runs[0])["flops_per_token"]["forward"]
+    for name in dict.fromkeys(run.variant for run in plan.runs):
+        variant, own = study.variants[name], [run for run in plan.runs if run.variant == name]
+        row: Row = {"variant": name, "role": variant.role, "title": variant.title, "seeds": [run.seed for run in own]}
+        row |= costs_of(own[0])
+        rows.append({**row, "flops_of_baseline": row["flops_per_token"]["forward"] / whole})
+    tokens = f"{steps * settings.batch * settings.length:,} tokens in {steps:,} steps" if steps else study.duration
+    kind = f"{plan.corpora[0].vocab_size:,} token ids" if steps else "the preset's vocabulary: --data takes a corpus's"
+    counted = f"MFLOPs a token, forward, counted at the target f ({kind}); training with the backward pass."
+    return markdown(study.title, rows, [f"Each run trains on {tokens}.", counted])
 
 
-def costs_of(study: Study, variant: Variant, vocabulary: int | None = None) -> Row:
-    """Parameters, FLOPs and mean f of a variant as declared."""
-    config = plain_config(study, variant, vocabulary)
-    try:
-        shares = operator_shares(config, variant.fraction)
-    except InputError as error:
-        raise InputError(f"variant {variant.name}: {error}") from error
-    costs = count_costs(config, common_settings(study).length, shares)
-    fraction = mean([share["attention"] for share in shares])
-    return {"parameters": count_parameters(config), "flops_per_token": costs, "fraction": fraction}
-
-
-def add_results(folder: StudyFolder, path: Path, say: Callable[[str], None] = print) -> None:
-    """Takes the runs of a results.json from elsewhere into the folder, which is begun where there is none: they count
-    as done, and no weights are needed."""
-    results = read_results(path)
-    with folder.held():
-        here, known = {told.name for told in folder.told_runs(finished=True)}, folder.added()
-        for run in results["runs"]:
-            same = known.get(run["name"], run)["test_loss"] == run["test_loss"] and run["name"] not in here
-            require(same, f"run {run['name']} of {path} is finished in {folder.path} too: say yourself which counts.")
-        folder.begin({**results, "variants": results["declared"], "caption": results.get("caption", [])})
-        added = {run["name"]: run for run in results["runs"] if run["name"] not in known}
-        folder.save(ADDED, {**known, **added})
-        say(f"added {', '.join(added) if added else 'nothing new'}")
-        times, stored = results["times"], folder.path / TIMES
-        if times is not None:
-            own = read_json(stored) if stored.is_file() else {**times, "variants": {}}
-            if all(own[part] == value for part, value in times.items() if part not in ("variants", "drift")):
-                folder.save(TIMES, {**own, "variants": {**times["variants"], **own["variants"]}})
-            else:
-                say("its step times are of another machine than those here and were left out")
+def add_results(path: Path, source: Path) -> None:
+    """Take the runs of a results.json from elsewhere into a folder: they count as done, and no weights are needed."""
+    results = read_results(source)
+    with held(path) as folder:
+        known, runs = folder.record["added"], {run["name"]: run for run in results["runs"]}
+        for name, run in runs.items():
+            same = known.get(name, run)["test_loss"] == run["test_loss"] and not folder.finished(name)
+            require(same, f"run {name} of {source} is finished in {path} too: say yourself which counts.")
+        echo(f"added {', '.join(name for name in runs if name not in known) or 'nothing new'}")
+        folder.record |= {"added": runs | known, "times": folder.record["times"] or results["times"]}
+        about = {part: results[part] for part in ("title", "corpus", "common")}
+        folder.begin({**about, "caption": results.get("caption", []), "variants": results["declared"]}, [])

@@ -1,11 +1,8 @@
-"""A study on disk, and its runs, each a process of its own (`python -m chiar.studies.runner FOLDER NAME JOBS DEVICE`):
-what crashes costs one run, what is finished is never repeated.
+"""A study on disk, and its runs, each a process of its own (`python -m chiar.studies.runner FOLDER NAME DEVICE`): what
+crashes costs one run, what is finished is never repeated.
 
-FOLDER/study.json               what all runs share, and the variants seen so far
-FOLDER/runs/NAME/               a training run, with evaluation.json (test split, final weights)
-FOLDER/records/NAME.json        what the run was told; .attempts.jsonl: when it was tried; .log: what it said
-FOLDER/added.json, times.json   results of runs that were done elsewhere; step times
-FOLDER/table.md, table.csv, results.json, pareto.svg    rewritten after each run
+FOLDER/study.json   what all share, variants, what runs were told and how they ended, results from elsewhere, step times
+FOLDER/runs/NAME/   a training run, with evaluation.json (test split, final weights); NAME.log: what it said
 """
 
 import json
@@ -14,70 +11,64 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from subprocess import PIPE, Popen
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from chiar.errors import InputError
-from chiar.evaluation.compare import REPORT
-from chiar.files import aside_of, hold, write_whole
-from chiar.studies.study import Plan, Run, require
-from chiar.training import checkpoint
-from chiar.training.run_folder import MAY_CHANGE, RUN, RunFolder, read_records
+import torch
+from typer import echo
 
-FORMAT = "chiar-study/1"
-STUDY, ADDED, TIMES, LOCK, VALIDATION = "study.json", "added.json", "times.json", ".lock", "validation.json"
-CALIBRATION_ROWS = 200
+from chiar.console import guarded
+from chiar.data.shards import Corpus
+from chiar.data.tokens import batches
+from chiar.errors import InputError, first_line
+from chiar.evaluation.compare import REPORT
+from chiar.evaluation.harness import describe_device, evaluate
+from chiar.files import aside_of, hold, write_whole
+from chiar.model.load import choose_device, load_config, load_model
+from chiar.routing.calibration import calibrate
+from chiar.studies.study import Plan, Run, checked, require
+from chiar.training import checkpoint
+from chiar.training.compiling import clear_device
+from chiar.training.loop import train
+from chiar.training.run_folder import MAY_CHANGE, RUN, RunFolder, versions
+
+FORMAT, STUDY, LOCK, VALIDATION = "chiar-study/2", "study.json", ".lock", "validation.json"
+CALIBRATION_ROWS, WARM_UP = (
+    200,
+    8,
+)  # steps before the clock: compiling, first allocations, and recording CUDA graphs happen in them
 
 
 class StudyFolder:
+    """study.json; a process that changes it holds the folder."""
+
     def __init__(self, path: Path) -> None:
-        self.path, self.records = path, path / "records"
+        self.path = path
+        self.record: dict[str, Any] = {"variants": [], "added": {}, "times": None}
+        if (path / STUDY).is_file():
+            self.record = read_json(path / STUDY, FORMAT)
+        self.runs: dict[str, Run] = {name: Run(**told) for name, told in self.record.pop("runs", {}).items()}
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """No other process runs this study meanwhile. InputError where something else is in the folder."""
-        require(self.path.is_dir() or not self.path.exists(), f"{self.path} is not a folder: choose another one.")
-        ours, there = {LOCK, aside_of(self.path / STUDY).name}, {found.name for found in self.path.glob("*")}
-        require(STUDY in there or there <= ours, f"{self.path} exists already and is no study: choose another folder.")
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / LOCK).open("w") as lock:
-            hold(lock, f"another process is running the study in {self.path} right now.")
-            yield
+    def save(self) -> None:
+        record = {"format": FORMAT, **self.record, "runs": {name: asdict(run) for name, run in self.runs.items()}}
+        write_whole(self.path / STUDY, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False))
 
-    def open(self, plan: Plan) -> None:
+    def begin(self, study: dict[str, Any], runs: list[Run]) -> None:
         """Begin the folder, or check that it was begun with the same; new variants are added."""
-        study, stored = plan.study, {name: run["declaration"] for name, run in self.added().items()}
-        stored |= {told.name: told.declaration() for told in self.told_runs() if self.run(told.name).exists()}
-        for run in plan.runs:
+        complain(self.record.get("common", study["common"]), study["common"], str(self.path))
+        stored = {name: run["declaration"] for name, run in self.record["added"].items()}
+        stored |= {name: run.declaration() for name, run in self.runs.items() if self.run(name).exists()}
+        for run in runs:
             complain(stored.get(run.name, run.declaration()), run.declaration(), f"run {run.name} in {self.path}")
-        common = {part: getattr(study, part) for part in ("name", "preset", "baseline", "config", "settings")}
-        common |= {"test_rows": study.test_rows, "steps": plan.steps, "data": plan.corpora[0].fingerprint}
-        kept = ("name", "role", "title", "paper")
-        ours = [{part: getattr(variant, part) for part in kept} for variant in study.variants]
-        corpus = " + ".join(corpus.name for corpus in plan.corpora)
-        about = {"title": study.title, "corpus": corpus, "common": common, "caption": study.notes}
-        self.begin({**about, "variants": ours})
-
-    def begin(self, study: dict[str, Any]) -> None:
-        variants = {variant["name"]: variant for variant in study["variants"]}
-        if (self.path / STUDY).is_file():
-            complain(self.read()["common"], study["common"], str(self.path))
-            variants |= {one["name"]: one for one in self.read()["variants"] if one["name"] not in variants}
-        self.records.mkdir(exist_ok=True)
-        record = {"format": FORMAT, **{part: study[part] for part in ("title", "corpus", "common", "caption")}}
-        self.save(STUDY, {**record, "variants": list(variants.values())})
-
-    def save(self, name: str, record: dict[str, Any]) -> None:
-        write_whole(self.path / name, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False))
-
-    def read(self) -> dict[str, Any]:
-        stored = read_json(self.path / STUDY)
-        require(stored.get("format") == FORMAT, f"{self.path} is not a study: {STUDY} does not say {FORMAT!r}.")
-        return {"caption": [], **stored}
+        variants = {variant["name"]: variant for variant in (*self.record["variants"], *study["variants"])}
+        self.record |= {**study, "variants": list(variants.values())}
+        self.save()
 
     def run(self, name: str) -> Path:
         return self.path / "runs" / name
@@ -85,191 +76,160 @@ class StudyFolder:
     def finished(self, name: str) -> bool:
         return (self.run(name) / REPORT).is_file()
 
-    def told(self, name: str) -> Run:
-        record = read_json(self.records / f"{name}.json")
-        record.pop("device", None)  # in folders of earlier versions
-        return Run(**record)
 
-    def told_runs(self, finished: bool = False) -> list[Run]:
-        names = [path.stem for path in sorted(self.records.glob("*.json"))]
-        return [self.told(name) for name in names if self.finished(name) or not finished]
-
-    def added(self) -> dict[str, dict[str, Any]]:
-        """Results of runs done elsewhere, by name."""
-        return read_json(self.path / ADDED) if (self.path / ADDED).is_file() else {}
-
-    def note(self, name: str, **what: Any) -> None:
-        with (self.records / f"{name}.attempts.jsonl").open("a", encoding="utf-8") as attempts:
-            attempts.write(json.dumps(what) + "\n")
-
-    def tried(self, name: str) -> list[dict[str, Any]]:
-        path = self.records / f"{name}.attempts.jsonl"
-        return read_records(path) if path.is_file() else []
-
-    def failures(self) -> dict[str, str]:
-        """Runs whose last attempt failed, and why."""
-        last = {told.name: (self.tried(told.name) or [{}])[-1] for told in self.told_runs()}
-        return {name: tried["failed"] for name, tried in last.items() if "failed" in tried}
-
-    def seconds(self, name: str) -> dict[str, Any]:
-        """How long the attempt took that finished the run, how many there were, and how many runs went on at once."""
-        jobs, ended = ([one[part] for one in self.tried(name) if part in one] for part in ("jobs", "seconds"))
-        return {"wall_seconds": ended[-1] if ended else None, "attempts": len(jobs), "jobs": max(jobs, default=None)}
+@contextmanager
+def held(path: Path, plan: Plan | None = None, device: str = "cpu") -> Iterator[StudyFolder]:
+    """The folder, begun with the plan, which no other process changes meanwhile."""
+    choose_device(device)
+    require(os.environ.get("WORLD_SIZE", "1") == "1", "chiar study starts processes itself: start it without torchrun.")
+    there = {found.name for found in path.glob("*")} - {LOCK, aside_of(path / STUDY).name}
+    free = not there and (path.is_dir() or not path.exists())
+    require(free or STUDY in there, f"{path} exists already and is no study: choose another folder.")
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / LOCK).open("w") as lock:
+        hold(lock, f"another process is running the study in {path} right now.")
+        folder = StudyFolder(path)
+        if plan is not None:
+            study, corpus = asdict(plan.study), " + ".join(corpus.name for corpus in plan.corpora)
+            common = {part: study[part] for part in ("name", "preset", "baseline", "config", "settings", "test_rows")}
+            common |= {"steps": plan.steps, "data": plan.corpora[0].fingerprint}
+            about = {"title": study["title"] or study["name"], "corpus": corpus, "caption": study["notes"]}
+            about |= {"common": common, "variants": list(study["variants"].values())}
+            folder.begin(about, plan.runs)
+        yield folder
 
 
 def complain(stored: dict[str, Any], asked: dict[str, Any], where: str) -> None:
-    """InputError naming the first difference that matters."""
-    before, now = (dict(flat(part)) for part in (stored, json.loads(json.dumps(asked))))
-    for name in dict.fromkeys([*now, *before]):
-        was, asks = (json.dumps(part.get(name), ensure_ascii=False) for part in (before, now))
-        then = "declare it as it was, give it another name, or choose another folder"
-        require(was == asks, f"{where} was started with {name} = {was}, not {asks}: {then}.")
+    """InputError naming the first difference that changes a token read or a weight learned."""
+    then = "declare it as it was, give it another name, or choose another folder"
+    for name in dict.fromkeys([*asked, *stored]):
+        was, asks = stored.get(name), json.loads(json.dumps(asked.get(name)))
+        if isinstance(was, dict) and isinstance(asks, dict):
+            complain({f"{name} {key}": was[key] for key in was}, {f"{name} {key}": asks[key] for key in asks}, where)
+        elif was != asks and name.split()[-1] not in {*MAY_CHANGE} - {"steps"}:
+            was, asks = (json.dumps(value, ensure_ascii=False) for value in (was, asks))
+            raise InputError(f"{where} was started with {name} = {was}, not {asks}: {then}.")
 
 
-def flat(declared: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Without what changes no token read and no weight learned."""
-    for key, value in declared.items():
-        for name, part in value.items() if isinstance(value, dict) else [("", value)]:
-            if name not in MAY_CHANGE or name == "steps":
-                yield f"{key} {name}".strip(), part
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    require(path.is_file(), f"{path.parent} is not a study: it has no {path.name}.")
+def read_json(path: Path, kind: str) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is damaged: {error}") from error
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path.parent} is not a study, or damaged: {path.name}: {first_line(error)}.") from error
+    require(isinstance(record, dict) and record.pop("format", None) == kind, f"{path} does not say format {kind!r}.")
+    return record
 
 
-@dataclass
-class Runner:
-    """Does what is left of a plan in a folder, `jobs` runs at a time; `finished` is called after each."""
+def run_study(
+    plan: Plan, folder: StudyFolder, jobs: int, device: str, limit_minutes: float | None, finished: Callable[[], object]
+) -> tuple[list[str], list[str]]:
+    """Do what is left, calling `finished` after each run. Returns what failed and what was left for lack of time."""
+    failed, left, futures = list[str](), list[str](), dict[str, Future[None]]()
+    began, one_by_one, pool = time.monotonic(), threading.Lock(), ThreadPoolExecutor(jobs)
+    threads = {} if jobs == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+    (folder.path / "runs").mkdir(exist_ok=True)
 
-    plan: Plan
-    folder: StudyFolder
-    jobs: int = 1
-    device: str = "auto"
-    limit_minutes: float | None = None  # begin no run that would probably not end within so many
-    say: Callable[[str], None] = print
-    finished: Callable[[], object] = lambda: None
-    failed: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)  # not begun, because they would probably not have ended in time
-    working: dict[str, Popen[bytes]] = field(default_factory=dict)
-    began: float = field(default_factory=time.monotonic)
-    one_by_one: threading.Lock = field(default_factory=threading.Lock)
-
-    def go(self) -> None:
-        futures: dict[str, Future[None]] = {}
-        pool, added = ThreadPoolExecutor(self.jobs), self.folder.added()
-        done = [run.name for run in self.plan.runs if run.name in added or self.folder.finished(run.name)]
-        for name in done:
-            self.say(f"{name}: done before")
-        if done:
-            self.finished()
-        try:
-            for run in self.plan.runs:
-                if run.name not in done:
-                    earlier = [futures[name] for name in run.after.values() if name in futures]
-                    futures[run.name] = pool.submit(self.do, run, earlier)
-            for future in futures.values():
-                future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            interrupted, self.working = self.working, {}
-            for process in interrupted.values():
-                process.communicate()  # closes its standard input, with which it ends
-
-    def do(self, run: Run, earlier: "list[Future[None]]") -> None:
-        for future in earlier:
-            future.result()
-        missing = [name for name in run.after.values() if not self.folder.finished(name)]
-        expected, passed = self.expected_seconds(run), time.monotonic() - self.began
-        about = "" if expected is None else f" about {expected:,.0f} s"
+    def do(run: Run) -> None:
+        wait([futures[name] for name in run.after.values() if name in futures])
+        missing = [name for name in run.after.values() if not folder.finished(name)]
         if missing:
-            self.failed.append(run.name)
-            return self.say(f"{run.name}: not begun, the weights of {missing[0]} are not here")
-        if self.limit_minutes is not None and expected and passed + expected > 60 * self.limit_minutes:
-            self.left.append(run.name)
-            return self.say(f"{run.name}: not begun, it would take{about}")
-        self.folder.save(f"records/{run.name}.json", {**run.declaration(), "data": run.data})
-        threads = {} if self.jobs == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.jobs))}
-        command = [sys.executable, "-m", __name__, str(self.folder.path), run.name, str(self.jobs), self.device]
-        path = self.folder.records / f"{run.name}.log"
-        with path.open("ab") as log:
-            process = Popen(command, env={**threads, **os.environ}, stdin=PIPE, stdout=log, stderr=log)
-        self.working[run.name] = process
-        self.say(f"{run.name}: begun{about and ',' + about}")
-        code = process.wait()
-        with self.one_by_one:
-            if self.working.pop(run.name, None) is None:
-                return None  # interrupted
-            process.communicate()
-            if code == 0 and self.folder.finished(run.name):
-                self.say(f"{run.name}: done in {self.folder.seconds(run.name)['wall_seconds']:,.0f} s")
-                self.finished()
-                return None
-            last = path.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1].strip()
-            why = f"{last or 'it said nothing'} (exit code {code}, {path.name})"
-            self.failed.append(run.name)
-            self.folder.note(run.name, failed=why)
-            self.say(f"{run.name}: failed: {why}")
+            failed.append(run.name)
+            return echo(f"{run.name}: not begun, the weights of {missing[0]} are not here")
+        # As long as the longest run that was done in one go, less the steps done before.
+        known = [told.attempts[0].get("seconds", 0) for told in [*folder.runs.values()] if len(told.attempts) == 1]
+        saved = checkpoint.steps(folder.run(run.name) / "checkpoints")
+        expected = max(known, default=0) * (1 - (int(saved[0].name.split("-")[-1]) / plan.steps if saved else 0))
+        start = time.monotonic()
+        if limit_minutes is not None and expected and start - began + expected > 60 * limit_minutes:
+            left.append(run.name)
+            return echo(f"{run.name}: not begun, it would take about {expected:,.0f} s")
+        attempt: dict[str, Any] = {"jobs": jobs}
+        with one_by_one:
+            run.attempts.extend([*(folder.runs[run.name].attempts if run.name in folder.runs else []), attempt])
+            folder.runs[run.name] = run
+            folder.save()
+        echo(f"{run.name}: begun")
+        log, command = folder.path / "runs" / f"{run.name}.log", [sys.executable, "-m", __name__]
+        told: dict[str, Any] = {"args": [*command, folder.path, run.name, device], "env": {**threads, **os.environ}}
+        with log.open("ab") as said, Popen(**told, stdin=PIPE, stdout=said, stderr=said) as process:
+            code = process.wait()
+        with one_by_one:
+            if code == 0 and folder.finished(run.name):
+                attempt["seconds"] = round(time.monotonic() - start, 1)
+                echo(f"{run.name}: done in {attempt['seconds']:,.0f} s")
+                folder.save()
+                finished()
+            else:
+                last = log.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1].strip()
+                attempt["failed"] = f"{last or 'it said nothing'} (exit code {code}, {log.name})"
+                failed.append(run.name)
+                echo(f"{run.name}: failed: {attempt['failed']}")
+                folder.save()
 
-    def expected_seconds(self, run: Run) -> float | None:
-        """As long as the longest finished run of this study, preferably of those with as many at once; None before one
-        has finished. Steps done before do not count."""
-        known = [self.folder.seconds(one.name) for one in self.folder.told_runs(finished=True)]
-        known = [one for one in known if one["wall_seconds"] is not None and one["attempts"] == 1]
-        alike = [one for one in known if one["jobs"] == self.jobs] or known
-        saved = checkpoint.steps(RunFolder(self.folder.run(run.name)).checkpoints)
-        done = int(saved[0].name.split("-")[-1]) if saved else 0
-        return max(one["wall_seconds"] for one in alike) * max(0.0, 1.0 - done / self.plan.steps) if alike else None
+    for run in plan.runs:
+        if run.name in folder.record["added"] or folder.finished(run.name):
+            echo(f"{run.name}: done before")
+        else:
+            futures[run.name] = pool.submit(do, run)
+    for future in futures.values():
+        future.result()
+    return failed, left
 
 
-def work(folder: StudyFolder, name: str, jobs: int, device: str) -> None:
+def work(path: Path, name: str, device: str) -> None:
     """Train what is left of it, then measure its best weights on validation, if asked to, and its final on test."""
-    import torch
-
-    from chiar.evaluation.harness import evaluate
-    from chiar.training.loop import TrainingStopped, train
-
-    began, told, run = time.time(), folder.told(name), folder.run(name)
-    folder.note(name, started=round(began, 1), jobs=jobs)
-    config, settings = told.model_config(**thresholds(folder, told)), told.train_settings()
+    folder = StudyFolder(path)
+    told, run = folder.runs[name], folder.run(name)
+    config, settings, begun = told.model_config(), told.train_settings(), (run / RUN).is_file()
     if "weights" in told.after:
         settings = replace(settings, initial=str((folder.run(told.after["weights"]) / "final").resolve()))
+    if "thresholds" in told.after and begun:  # measured again, they might round otherwise
+        config = told.model_config(thresholds=RunFolder(run).read()["config"]["thresholds"])
+    elif "thresholds" in told.after:
+        source, _ = load_model(str(folder.run(told.after["thresholds"]) / "best"))
+        valid = Corpus.open(told.data[0]).split("valid")
+        ids = valid.read(0, min(valid.tokens, CALIBRATION_ROWS * settings.length))
+        found = calibrate(source, batches(ids, CALIBRATION_ROWS, settings.length, 8), rule="embeddings")
+        config = told.model_config(thresholds=found.thresholds(1)[0])
     aside_of(run / RUN).unlink(missing_ok=True)  # of a process killed before the run began
-    try:
-        train(config, settings, run, resume=(run / RUN).is_file(), device=device)
-    except TrainingStopped as stopped:
-        raise InputError(str(stopped)) from stopped
+    train(config, settings, run, resume=begun, device=device)
     torch.set_float32_matmul_precision("highest")
     # In micro-batches, over which the paper's gate pools in training too. The test comes last, for it ends the run.
     how: dict[str, Any] = {"length": settings.length, "batch_size": settings.micro_batch, "device": device}
     if told.validate:
-        write_whole(run / VALIDATION, evaluate(str(run / "best"), settings.data[0], "valid", **how).to_json())
-    report = evaluate(str(run / "final"), settings.data[0], "test", rows=told.test_rows, **how)
-    folder.note(name, seconds=round(time.time() - began, 1))
-    write_whole(run / REPORT, report.to_json())
+        write_whole(run / VALIDATION, evaluate(str(run / "best"), told.data[0], "valid", **how).to_json())
+    how["rows"] = told.test_rows
+    write_whole(run / REPORT, evaluate(str(run / "final"), told.data[0], "test", **how).to_json())
 
 
-def thresholds(folder: StudyFolder, run: Run) -> dict[str, float]:
-    """The paper's τ: one for all layers, from the embedding entropies of another run's best weights on validation."""
-    from chiar.data.shards import Corpus
-    from chiar.data.tokens import batches
-    from chiar.model.load import load_model
-    from chiar.routing.calibration import calibrate
-
-    if "thresholds" not in run.after:
-        return {}
-    if (folder.run(run.name) / RUN).is_file():  # measured again, it might round otherwise
-        return {"thresholds": RunFolder(folder.run(run.name)).read()["config"]["thresholds"]}
-    source, _ = load_model(str(folder.run(run.after["thresholds"]) / "best"))
-    valid, length = Corpus.open(run.data[0]).split("valid"), run.train_settings().length
-    ids = valid.read(0, min(valid.tokens, CALIBRATION_ROWS * length))
-    return {
-        "thresholds": calibrate(source, batches(ids, CALIBRATION_ROWS, length, 8), rule="embeddings").thresholds(1)[0]
-    }
+def time_study(plan: Plan, folder: StudyFolder, steps: int, device: str) -> None:
+    """Time the training step of every planned variant, one after another in one process."""
+    settings, first = plan.runs[0].train_settings(), {run.variant: run for run in reversed(plan.runs)}
+    here = {"device": describe_device(choose_device(device)), "batch": settings.batch, "length": settings.length}
+    here |= {"versions": {name: versions().get(name) for name in ("chiar", "torch", "gpu")}}
+    stored = folder.record["times"] = folder.record["times"] or {**here, "variants": {}}
+    require({**stored, **here} == stored, f"step times in {folder.path} are of another machine: choose another folder.")
+    every, total = max(1, steps // 4), WARM_UP + steps
+    seldom = {"evaluate_every": total, "save_every": total, "evaluate_rows": 1, "log_every": every, "steps": total}
+    for name, run in first.items():
+        # The weights of a finished run route as it learned to, and with a learning rate of 0 they go on to.
+        trained = str(folder.run(run.name) / "final") if folder.finished(run.name) else ""
+        config = load_config(trained) if trained else run.model_config()
+        config.execution = run.model_config().execution  # exports say how they were last run
+        still = {"learning_rate": 0.0, "final_learning_rate": 0.0, "recalibrate_every": 0, "initial": trained}
+        clear_device()
+        with TemporaryDirectory() as aside:
+            timed = checked({**run.settings, "data": run.data, **still, **seldom})
+            train(config, timed, Path(aside) / "run", device=device, quiet=True)
+            records = RunFolder(Path(aside) / "run").read_metrics()
+        speed = median(record["tokens_per_second"] for record in records if record["step"] - every >= WARM_UP)
+        found = {"step_ms": round(1e3 * settings.batch * settings.length / speed, 4), "tokens_per_second": speed}
+        found |= {"weights": "trained" if trained else "first", "execution": config.execution}
+        stored["variants"][name] = found | {
+            part: records[-1].get(part) for part in ("use", "compiled", "peak_memory_gb")
+        }
+        folder.save()
+        echo(f"{name}: {found['step_ms']:,.2f} ms a step, {found['weights']} weights")
 
 
 def end_with_the_study() -> None:
@@ -280,11 +240,5 @@ def end_with_the_study() -> None:
 
 
 if __name__ == "__main__":
-    from chiar.registry import load_plugins
-
     threading.Thread(target=end_with_the_study, daemon=True).start()
-    try:
-        load_plugins()
-        work(StudyFolder(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3]), sys.argv[4])
-    except (InputError, OSError) as error:
-        sys.exit(f"error: {error}")
+    guarded(lambda: work(Path(sys.argv[1]), *sys.argv[2:]))
