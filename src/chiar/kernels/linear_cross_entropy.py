@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from chiar.kernels.packing import accumulation_dtype, check_choice, wants_triton
+from chiar.kernels.packing import accumulation_dtype, check_choice, register_gradient, row_kernels
 
 REDUCTIONS = ("mean", "sum", "none")
 IMPLEMENTATIONS = ("auto", "torch", "triton")
@@ -65,9 +64,8 @@ def run_in_chunks(
     grad_states_ND = states_ND.new_empty(states_ND.shape) if for_states else states_ND.new_empty(0)
     grad_weight_PD = states_ND.new_zeros(padded_PD.shape if for_weight else (0,), dtype=precise)
     buffer_cP = states_ND.new_empty(min(chunk_rows, rows), len(padded_PD))
-    to_gradient = torch_softmax_gradient
-    if wants_triton(states_ND, implementation):
-        from chiar.kernels.triton_rows import triton_softmax_gradient as to_gradient
+    kernels, gradient = row_kernels(states_ND, implementation), for_states or for_weight
+    to_gradient = kernels.triton_softmax_gradient if kernels else torch_softmax_gradient
     # Autocast is still on in here, and would cast fp32 products again.
     with torch.autocast(states_ND.device.type, enabled=False):
         for first in range(0, rows, chunk_rows):
@@ -75,7 +73,6 @@ def run_in_chunks(
             states_nD = states_ND[chunk]
             logits_nP = buffer_cP[: len(states_nD)]
             torch.mm(states_nD, padded_PD.T, out=logits_nP)
-            gradient = for_states or for_weight
             to_gradient(logits_nP, vocabulary, targets_N[chunk], ignore_index, losses_N[chunk], gradient)
             if for_states:
                 torch.mm(logits_nP, padded_PD, out=grad_states_ND[chunk])
@@ -131,41 +128,32 @@ fused_forward = torch.library.custom_op("chiar::linear_cross_entropy", run_in_ch
 
 @fused_forward.register_fake
 def _fake(states_ND: Tensor, weight_VD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    for_states, for_weight = rest[3], rest[4]
-    precise = accumulation_dtype(states_ND)
+    for_states, for_weight, precise = rest[3], rest[4], {"dtype": accumulation_dtype(states_ND)}
+    grad_states_ND = states_ND.new_empty(states_ND.shape if for_states else 0)
+    grad_weight_VD = states_ND.new_empty(weight_VD.shape if for_weight else 0, **precise)
     return (
-        states_ND.new_empty((), dtype=precise),
-        states_ND.new_empty(states_ND.shape[0], dtype=precise),
-        states_ND.new_empty(states_ND.shape if for_states else 0),
-        states_ND.new_empty(weight_VD.shape if for_weight else 0, dtype=precise),
+        states_ND.new_empty((), **precise),
+        states_ND.new_empty(len(states_ND), **precise),
+        grad_states_ND,
+        grad_weight_VD,
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, losses_N, grad_states_ND, grad_weight_VD = output
-    ctx.for_states, ctx.for_weight, ctx.weight_dtype = inputs[5], inputs[6], inputs[1].dtype
-    ctx.mark_non_differentiable(losses_N, grad_states_ND, grad_weight_VD)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(grad_states_ND, grad_weight_VD)
-
-
-@once_differentiable
-def _backward(ctx: Any, grad_total: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    grad_states_ND, grad_weight_VD = ctx.saved_tensors
-    if grad_total is None:
-        return (None,) * 8
+def scale_gradients(
+    grad_total: Tensor, grad_states_ND: Tensor, grad_weight_VD: Tensor, for_states: bool, for_weight: bool,
+    weight_dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     # With an axis of its own the factor is not rounded to bf16 before the product, as a bare number would be.
     factor_1 = grad_total.reshape(1)
-    by_states = (grad_states_ND * factor_1).to(grad_states_ND.dtype) if ctx.for_states else None
-    by_weight = (grad_weight_VD * factor_1).to(ctx.weight_dtype) if ctx.for_weight else None
-    return by_states, by_weight, *[None] * 6
+    by_states = (grad_states_ND * factor_1).to(grad_states_ND.dtype) if for_states else None
+    return by_states, (grad_weight_VD * factor_1).to(weight_dtype) if for_weight else None
 
 
-fused_forward.register_autograd(_backward, setup_context=_setup_context)
+register_gradient(
+    fused_forward, scale_gradients, lambda inputs, outputs: (*outputs[2:], *inputs[5:7], inputs[1].dtype)
+)  # fmt: skip
 
-
-@register_flop_formula(torch.ops.chiar.linear_cross_entropy)
-def _flops(states_shape: Any, weight_shape: Any, *args: Any, **_: Any) -> int:
-    """One product for the logits and one for each gradient, all in the forward pass; a multiply-add is 2 FLOPs."""
-    for_states, for_weight = args[3], args[4]
-    return 2 * math.prod(states_shape) * weight_shape[0] * (1 + for_states + for_weight)
+# One product for the logits and one for each gradient, all in the forward pass; a multiply-add is 2 FLOPs.
+register_flop_formula(torch.ops.chiar.linear_cross_entropy)(
+    lambda states, weight, *a, **_: 2 * math.prod(states) * weight[0] * (1 + a[3] + a[4])
+)

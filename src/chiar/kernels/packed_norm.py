@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chiar.kernels.packing import Packing, accumulation_dtype, register_gradient, row_sum, wants_triton
+from chiar.kernels.packing import Packing, accumulation_dtype, register_gradient, row_kernels, row_sum
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -66,12 +66,11 @@ class PackedNorm(torch.autograd.Function):
             context.kind, context.added, context.implementation,
         )  # fmt: skip
         dx_ND = torch.where(chosen_N[:, None], dx_PD[place_N], 0.0)
-        dweight_D = None if weight_D is None else dweight_D.to(weight_D.dtype)
-        dbias_D = None if bias_D is None else dbias_D.to(bias_D.dtype)
-        dadd_bias_D = None
+        of_norm = [None if p is None else d.to(p.dtype) for d, p in ((dweight_D, weight_D), (dbias_D, bias_D))]
+        of_add = [dadd_PD if added else None, None]
         if context.add_bias is not None:
-            dadd_bias_D = row_sum(dadd_PD, count, context.implementation).to(context.add_bias)
-        return dx_ND, *(None,) * 4, dweight_D, dbias_D, dadd_PD if added else None, dadd_bias_D, *(None,) * 4
+            of_add[1] = row_sum(dadd_PD, count, context.implementation).to(context.add_bias)
+        return dx_ND, *(None,) * 4, *of_norm, *of_add, *(None,) * 4
 
 
 @torch.library.custom_op("chiar::packed_norm", mutates_args=())
@@ -82,10 +81,9 @@ def packed_norm_forward(
 ) -> Four:  # fmt: skip
     """u (empty if not to `keep`), h, and the mean and 1/scale of each row."""
     outputs = new_outputs(x_ND, token_P, add_PD, dtype, keep)
-    if wants_triton(x_ND, implementation):
-        from chiar.kernels.triton_rows import norm_forward
-
-        norm_forward(x_ND.contiguous(), token_P, count, weight_D, bias_D, add_PD, add_bias_D, kind, eps, outputs)
+    if kernels := row_kernels(x_ND, implementation):
+        affine, added = (weight_D, bias_D), (add_PD, add_bias_D)
+        kernels.norm_forward(x_ND.contiguous(), token_P, count, *affine, *added, kind, eps, outputs)
         return outputs
     u_PD, h_PD, mean_P, scale_P = outputs
     used, sums = int(count), mean_P.dtype
@@ -116,10 +114,7 @@ def new_outputs(x_ND: Tensor, token_P: Tensor, add_PD: Tensor | None, dtype: tor
     return u_PD, h_PD, x_ND.new_empty(rows, dtype=sums), x_ND.new_empty(rows, dtype=sums)
 
 
-@packed_norm_forward.register_fake
-def _(x_ND: Tensor, token_P: Tensor, *rest: Any) -> Four:
-    add_PD, dtype, keep = rest[3], rest[7], rest[8]
-    return new_outputs(x_ND, token_P, add_PD, dtype, keep)
+packed_norm_forward.register_fake(lambda x, token, *a: new_outputs(x, token, add_PD=a[3], dtype=a[7], keep=a[8]))
 
 
 @torch.library.custom_op("chiar::packed_norm_backward", mutates_args=())
@@ -130,15 +125,9 @@ def packed_norm_backward(
     """The gradients of the gathered x, of `add` (empty without), and of the norm's weight and bias. `read` is u, or x
     with `token_P`."""
     outputs = new_gradients(dh_PD, read, mean_P, added)
-    if wants_triton(dh_PD, implementation):
-        from chiar.kernels.triton_rows import norm_backward
-
-        dx_PD, dadd_PD, *_ = outputs
-        norm_gradients = norm_backward(
-            dh_PD.contiguous(), du_PD, read.contiguous(), token_P, count, weight_D, mean_P, scale_P, kind,
-            dx_PD, dadd_PD,
-        )  # fmt: skip
-        return dx_PD, dadd_PD, *norm_gradients
+    if kernels := row_kernels(dh_PD, implementation):
+        saved = read.contiguous(), token_P, count, weight_D, mean_P, scale_P
+        return kernels.norm_backward(dh_PD.contiguous(), du_PD, *saved, kind, outputs)
     dx_PD, dadd_PD, dweight_D, dbias_D = outputs
     used, sums = int(count), mean_P.dtype
     u = (read[:used] if token_P is None else read[token_P[:used]]).to(sums)
@@ -166,10 +155,7 @@ def new_gradients(dh_PD: Tensor, read: Tensor, mean_P: Tensor, added: torch.dtyp
     return read.new_empty((rows, width)), dadd_PD, mean_P.new_empty(width), mean_P.new_empty(width)
 
 
-@packed_norm_backward.register_fake
-def _(dh_PD: Tensor, du_PD: Tensor | None, read: Tensor, *rest: Any) -> Four:
-    mean_P, added = rest[3], rest[6]
-    return new_gradients(dh_PD, read, mean_P, added)
+packed_norm_backward.register_fake(lambda dh, du, read, *a: new_gradients(dh, read, mean_P=a[3], added=a[6]))
 
 
 def unpack_sum(
@@ -214,10 +200,8 @@ def packed_gelu(x_PK: Tensor, bias_K: Tensor, count: Tensor, implementation: str
 
 @torch.library.custom_op("chiar::packed_gelu", mutates_args=())
 def packed_gelu_forward(x_PK: Tensor, bias_K: Tensor, count: Tensor, implementation: str) -> Tensor:
-    if wants_triton(x_PK, implementation):
-        from chiar.kernels.triton_rows import gelu_forward
-
-        return gelu_forward(x_PK.contiguous(), bias_K, count)
+    if kernels := row_kernels(x_PK, implementation):
+        return kernels.launch_gelu(None, x_PK.contiguous(), bias_K, count)[0]
     y_PK, used = x_PK.new_empty(x_PK.shape), int(count)
     y_PK[:used] = F.gelu(x_PK[:used] + bias_K)
     return y_PK
@@ -228,13 +212,13 @@ def packed_gelu_backward(
     grad_PK: Tensor, x_PK: Tensor, bias_K: Tensor, count: Tensor, implementation: str
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x, undefined beyond `count`, and of b."""
-    if wants_triton(x_PK, implementation):
-        from chiar.kernels.triton_rows import gelu_backward
-
-        return gelu_backward(grad_PK.contiguous(), x_PK.contiguous(), bias_K, count)
+    if kernels := row_kernels(x_PK, implementation):
+        return kernels.launch_gelu(grad_PK.contiguous(), x_PK.contiguous(), bias_K, count)
     dx_PK, used = x_PK.new_empty(x_PK.shape), int(count)
     dx_PK[:used] = torch.ops.aten.gelu_backward(grad_PK[:used], x_PK[:used] + bias_K)
     return dx_PK, dx_PK[:used].sum(0)
 
 
-register_gradient(packed_gelu_forward, packed_gelu_backward)
+packed_gelu_forward.register_fake(lambda x, *_: x.new_empty(x.shape))
+packed_gelu_backward.register_fake(lambda grad, x, bias, *_: (x.new_empty(x.shape), bias.new_empty(bias.shape)))
+register_gradient(packed_gelu_forward, packed_gelu_backward, lambda inputs, outputs: inputs)

@@ -6,17 +6,19 @@ may read it. Shapes, launches and compiled graphs are then the same for every sp
 """
 
 import importlib.util
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-LARGEST_HEAD = 256
-"""Features of a head that the Triton kernels take."""
+LARGEST_HEAD = 256  # features that the Triton kernels take
 
 
 def wants_triton(x: Tensor, implementation: str) -> bool:
@@ -47,20 +49,33 @@ def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
 
 
-def register_gradient(operator: Any, backward: Any) -> None:
-    """For the compiler and autograd: the output of `operator` is like its first input, its last argument is the
-    implementation, and the operator `backward(grad, *inputs)` gives the gradients of its first two inputs."""
+def row_kernels(x: Tensor, implementation: str) -> ModuleType | None:
+    """The kernels that work row by row, where x is for them; only then is Triton imported."""
+    if not wants_triton(x, implementation):
+        return None
+    from chiar.kernels import triton_rows
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.implementation = inputs
-        ctx.save_for_backward(*tensors)
+    return triton_rows
 
-    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        return *backward(grad, *saved, ctx.implementation), *(None,) * (len(saved) - 1)
 
-    operator.register_fake(lambda x, *_: x.new_empty(x.shape))
-    backward.register_fake(lambda grad, x, y, *_: (x.new_empty(x.shape), y.new_empty(y.shape)))
+def register_gradient(operator: Any, backward: Any, saved: Callable[[Any, Any], tuple[Any, ...]]) -> None:
+    """For autograd: `backward(grad, *saved(inputs, outputs))`, where tensors come first, gives the gradients of the
+    first inputs, once; only the first output has one."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        kept = saved(inputs, outputs)
+        ctx.save_for_backward(*(x for x in kept if isinstance(x, Tensor)))
+        ctx.others = [x for x in kept if not isinstance(x, Tensor)]
+        ctx.number = len(inputs)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+
+    @once_differentiable
+    def gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        found = () if grad is None else backward(grad, *ctx.saved_tensors, *ctx.others)
+        return *found, *(None,) * (ctx.number - len(found))
+
     operator.register_autograd(gradients, setup_context=save)
 
 
@@ -77,17 +92,15 @@ class Packing:
 
 
 def make_packing(chosen_BT: Tensor) -> Packing:
-    chosen_N = chosen_BT.flatten()
+    chosen_N, tokens = chosen_BT.flatten(), chosen_BT.numel()
     rows = F.pad(chosen_BT.sum(1).cumsum(0), (1, 0)).int()
-    count = rows[-1:]
     before_N = (chosen_BT.cumsum(1) - chosen_BT.long()).flatten().int()
-    tokens = chosen_N.shape[0]
     place_N = chosen_N.cumsum(0) - 1
     numbers_N = torch.arange(tokens, device=chosen_N.device)
     # Tokens that are not chosen all write to one place behind the end.
     token_P = numbers_N.new_zeros(tokens + 1).scatter_(0, torch.where(chosen_N, place_N, tokens), numbers_N)[:tokens]
-    token_P = torch.where(numbers_N < count, token_P, 0)
-    return Packing(chosen_N, torch.where(chosen_N, place_N, 0), token_P, rows, count, before_N)
+    token_P = torch.where(numbers_N < rows[-1:], token_P, 0)
+    return Packing(chosen_N, torch.where(chosen_N, place_N, 0), token_P, rows, rows[-1:], before_N)
 
 
 def pack_all(batch: int, length: int, device: torch.device) -> Packing:
@@ -125,8 +138,7 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Any:
         token_P, chosen_N = context.saved_tensors
-        grad_ND = grads[0]
-        return grad_ND[token_P], torch.where(chosen_N[:, None], 0.0, grad_ND), None, None, None
+        return grads[0][token_P], torch.where(chosen_N[:, None], 0.0, grads[0]), None, None, None
 
 
 def pack(x_ND: Tensor, packing: Packing) -> Tensor:
@@ -149,8 +161,7 @@ def packed_linear(x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, packin
 
 
 def used(x: Tensor, packing: Packing) -> Tensor:
-    """Zeros in the undefined rows, and in those of the gradient: around whatever sums over rows, such as a norm's
-    weight."""
+    """Zeros in the undefined rows, also of the gradient: around whatever sums over rows, as a norm's weight does."""
     in_use_P = torch.arange(len(x), device=x.device) < packing.count
     return torch.where(in_use_P if x.ndim == 1 else in_use_P[:, None], x, 0)
 
@@ -181,13 +192,9 @@ def rows_product(x_PD: Tensor, weight_DK: Tensor, count: Tensor) -> Tensor:
         # One stride must be 1 and the other a multiple of 16 bytes, which views of weights have.
         weight_DK = weight_DK if 1 in weight_DK.stride() else weight_DK.contiguous()
         return F.grouped_mm(x_PD.contiguous(), weight_DK[None], offs=count)
-    y_PK = x_PD.new_empty(x_PD.shape[0], weight_DK.shape[1])
-    used = int(count)
+    y_PK, used = x_PD.new_empty(x_PD.shape[0], weight_DK.shape[1]), int(count)
     torch.mm(x_PD[:used], weight_DK, out=y_PK[:used])
     return y_PK
-
-
-rows_product.register_fake(lambda x_PD, weight_DK, count: x_PD.new_empty(x_PD.shape[0], weight_DK.shape[1]))
 
 
 @torch.library.custom_op("chiar::sum_product", mutates_args=())
@@ -195,26 +202,20 @@ def sum_product(y_PK: Tensor, x_PD: Tensor, count: Tensor) -> Tensor:
     """yᵀ x over the first `count` rows: (K, D)."""
     if x_PD.is_cuda:
         return F.grouped_mm(y_PK.contiguous().t(), x_PD.contiguous(), offs=count)[0]
-    used = int(count)
-    return y_PK[:used].t() @ x_PD[:used]
-
-
-sum_product.register_fake(lambda y_PK, x_PD, count: x_PD.new_empty(y_PK.shape[1], x_PD.shape[1]))
+    return y_PK[: int(count)].t() @ x_PD[: int(count)]
 
 
 @torch.library.custom_op("chiar::row_sum", mutates_args=())
 def row_sum(x_PK: Tensor, count: Tensor, implementation: str) -> Tensor:
     """The sum of the first `count` rows."""
-    if wants_triton(x_PK, implementation):
-        from chiar.kernels.triton_rows import triton_row_sum
-
-        return triton_row_sum(x_PK.contiguous(), count)
+    if kernels := row_kernels(x_PK, implementation):
+        return kernels.triton_row_sum(x_PK.contiguous(), count)
     return x_PK[: int(count)].sum(0)
 
 
-row_sum.register_fake(lambda x_PK, count, implementation: x_PK.new_empty(x_PK.shape[1]))
-
-
+rows_product.register_fake(lambda x, weight, count: x.new_empty(x.shape[0], weight.shape[1]))
+sum_product.register_fake(lambda y, x, count: x.new_empty(y.shape[1], x.shape[1]))
+row_sum.register_fake(lambda x, count, implementation: x.new_empty(x.shape[1]))
 # Upper bounds: how many rows are used is known on the device only.
 register_flop_formula(torch.ops.chiar.rows_product)(lambda x, weight, *_, **__: 2 * x[0] * weight[0] * weight[1])
 register_flop_formula(torch.ops.chiar.sum_product)(lambda y, x, *_, **__: 2 * y[0] * y[1] * x[1])

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from chiar.kernels.packed_norm import Four
 from chiar.kernels.packing import current
 
 TILE = 2048  # numbers a program of the norm works on at once
@@ -110,25 +111,23 @@ def shape(width: int) -> dict[str, int]:
 
 def norm_forward(
     x_ND: Tensor, token_P: Tensor, count: Tensor, weight_D: Tensor | None, bias_D: Tensor | None,
-    add_PD: Tensor | None, add_bias_D: Tensor | None, kind: str, eps: float,
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    add_PD: Tensor | None, add_bias_D: Tensor | None, kind: str, eps: float, outputs: Four,
 ) -> None:  # fmt: skip
-    width = x_ND.shape[1]
-    cut = shape(width)
-    u_PD, *others = outputs
+    cut, (u_PD, *others) = shape(x_ND.shape[1]), outputs
     add_PD = None if add_PD is None else add_PD.contiguous()
     with current(x_ND):
         _norm_forward[(triton.cdiv(len(token_P), cut["ROWS"]),)](
             x_ND, token_P, count, weight_D, bias_D, add_PD, add_bias_D, u_PD if len(u_PD) else None, *others,
-            width, eps, KIND=kind, **cut,
+            x_ND.shape[1], eps, KIND=kind, **cut,
         )  # fmt: skip
 
 
 def norm_backward(
     dh_PD: Tensor, du_PD: Tensor | None, read: Tensor, token_P: Tensor | None, count: Tensor, weight_D: Tensor | None,
-    mean_P: Tensor, scale_P: Tensor, kind: str, dx_PD: Tensor, dadd_PD: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fills dx and dadd; returns the gradients of the norm's weight and bias."""
+    mean_P: Tensor, scale_P: Tensor, kind: str, outputs: Four,
+) -> Four:  # fmt: skip
+    """Fills dx and dadd of `outputs`; beside them the gradients of the norm's weight and bias."""
+    dx_PD, dadd_PD, dweight_D, dbias_D = outputs
     rows, width = dh_PD.shape
     cut = shape(width)
     chunk = max(CHUNK, cut["ROWS"])
@@ -141,68 +140,48 @@ def norm_backward(
             dh_PD, du_PD, read, token_P, count, weight_D, mean_P, scale_P, dx_PD, dadd_PD if len(dadd_PD) else None,
             weight_sums, bias_sums, width, KIND=kind, CHUNK=chunk, **cut,
         )  # fmt: skip
-    dweight_D = mean_P.new_zeros(width) if weight_sums is None else weight_sums.sum(0)
-    return dweight_D, mean_P.new_zeros(width) if bias_sums is None else bias_sums.sum(0)
+    dweight_D = dweight_D.zero_() if weight_sums is None else weight_sums.sum(0)
+    return dx_PD, dadd_PD, dweight_D, dbias_D.zero_() if bias_sums is None else bias_sums.sum(0)
 
 
 GELU = {"ROWS": 32, "COLUMNS": 128}
 
 
 @triton.jit
-def _gelu_forward(x_ptr, bias_ptr, y_ptr, count_ptr, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _gelu(grad_ptr, x_ptr, bias_ptr, y_ptr, sums_ptr, count_ptr, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """y = gelu(x + b); with a gradient dx instead, and its sum over this block's rows."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     count = tl.load(count_ptr)
-    if tl.program_id(0) * ROWS >= count:
-        return
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    if sums_ptr is not None:
+        sums = sums_ptr + tl.program_id(0) * width + columns
+    if tl.program_id(0) * ROWS >= count:
+        if sums_ptr is not None:
+            tl.store(sums, tl.zeros([1, COLUMNS], tl.float32), mask=columns < width)
+        return
     inside = (rows < count) & (columns < width)
     places = rows.to(tl.int64) * width + columns
     x = tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
-    y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if grad_ptr is None:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        grad = tl.load(grad_ptr + places, mask=inside, other=0.0).to(tl.float32)
+        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        y = grad * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density)
     tl.store(y_ptr + places, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if sums_ptr is not None:
+        tl.store(sums, tl.sum(tl.where(inside, y, 0.0), 0)[None, :], mask=columns < width)
 
 
-@triton.jit
-def _gelu_backward(
-    grad_ptr, x_ptr, bias_ptr, dx_ptr, sums_ptr, count_ptr, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """dx, and its sum over this block's rows."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    count = tl.load(count_ptr)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    sums = sums_ptr + tl.program_id(0) * width + columns
-    if tl.program_id(0) * ROWS >= count:
-        tl.store(sums, tl.zeros([1, COLUMNS], tl.float32), mask=columns < width)
-        return
-    inside = (rows < count) & (columns < width)
-    places = rows.to(tl.int64) * width + columns
-    x = tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    x += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    dx = grad * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density)
-    tl.store(dx_ptr + places, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    tl.store(sums, tl.sum(tl.where(inside, dx, 0.0), 0)[None, :], mask=columns < width)
-
-
-def gelu_forward(x_PK: Tensor, bias_K: Tensor, count: Tensor) -> Tensor:
-    y_PK = x_PK.new_empty(x_PK.shape)
+def launch_gelu(grad_PK: Tensor | None, x_PK: Tensor, bias_K: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None]:
+    """gelu(x + b); with a gradient those of x and b instead."""
+    y_PK, width = x_PK.new_empty(x_PK.shape), x_PK.shape[1]
+    blocks = triton.cdiv(len(x_PK), GELU["ROWS"])
+    sums = None if grad_PK is None else bias_K.new_empty(blocks, width).float()
     with current(x_PK):
-        _gelu_forward[gelu_grid(x_PK)](x_PK, bias_K, y_PK, count, x_PK.shape[1], **GELU)
-    return y_PK
-
-
-def gelu_backward(grad_PK: Tensor, x_PK: Tensor, bias_K: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    dx_PK = x_PK.new_empty(x_PK.shape)
-    sums = bias_K.new_empty(gelu_grid(x_PK)[0], x_PK.shape[1]).float()
-    with current(x_PK):
-        _gelu_backward[gelu_grid(x_PK)](grad_PK, x_PK, bias_K, dx_PK, sums, count, x_PK.shape[1], **GELU)
-    return dx_PK, sums.sum(0).to(bias_K.dtype)
-
-
-def gelu_grid(x_PK: Tensor) -> tuple[int, int]:
-    return triton.cdiv(x_PK.shape[0], GELU["ROWS"]), triton.cdiv(x_PK.shape[1], GELU["COLUMNS"])
+        _gelu[blocks, triton.cdiv(width, GELU["COLUMNS"])](grad_PK, x_PK, bias_K, y_PK, sums, count, width, **GELU)
+    return y_PK, None if sums is None else sums.sum(0).to(bias_K.dtype)
 
 
 SUM_ROWS, SUM_COLUMNS = 128, 64
@@ -249,20 +228,16 @@ def _rotate(
     table = tl.load(table_ptr + row) * HEAD + pair % HALF
     cos = tl.load(cos_ptr + table, mask=inside, other=0.0)
     sin = tl.load(sin_ptr + table, mask=inside, other=0.0) * sign
-    for part in tl.static_range(2):
+    for part in tl.static_range(3 if COPY else 2):
         a = tl.load(x_ptr + part * WIDTH + first, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(x_ptr + part * WIDTH + first + HALF, mask=inside, other=0.0).to(tl.float32)
         if bias_ptr is not None:
             a += tl.load(bias_ptr + part * WIDTH + first, mask=inside, other=0.0).to(tl.float32)
             b += tl.load(bias_ptr + part * WIDTH + first + HALF, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y_ptr + part * WIDTH + first, (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=inside)
-        tl.store(y_ptr + part * WIDTH + first + HALF, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=inside)
-    if COPY:
-        for half in tl.static_range(2):
-            value = tl.load(x_ptr + 2 * WIDTH + first + half * HALF, mask=inside, other=0.0).to(tl.float32)
-            if bias_ptr is not None:
-                value += tl.load(bias_ptr + 2 * WIDTH + first + half * HALF, mask=inside, other=0.0).to(tl.float32)
-            tl.store(y_ptr + 2 * WIDTH + first + half * HALF, value.to(y_ptr.dtype.element_ty), mask=inside)
+        if part < 2:
+            a, b = a * cos - b * sin, b * cos + a * sin
+        tl.store(y_ptr + part * WIDTH + first, a.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(y_ptr + part * WIDTH + first + HALF, b.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def rotate_rows(
