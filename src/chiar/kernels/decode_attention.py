@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from chiar.kernels.packing import accumulation_dtype, check_choice, chosen_attention
-
-IMPLEMENTATIONS = ("auto", "torch", "cpu", "triton")
+from chiar.kernels.packing import accumulation_dtype, chosen_attention
 
 
 @torch.library.custom_op("chiar::decode_attention", mutates_args=("key_BHLd", "value_BHLd", "length_B"))
@@ -20,11 +18,9 @@ def decode_attention(
 ) -> Tensor:  # fmt: skip
     """softmax(q Kᵀ/√d) V, (B, H, d), over the first `length_B` entries of each row and the new one.
 
-    Rows that take part store k and v at entry `length_B`, which rises by one and must stay below L. Of the others
-    nothing is read or stored, and their output is 0. What lies behind a row's entries is arbitrary, on a CPU finite.
-    Scores and sums are fp32 (float64 for float64).
+    Rows that take part store k and v at entry `length_B`, which rises by one and must stay below L; the others give 0.
+    What lies behind a row's entries is arbitrary, on a CPU finite. Scores and sums are fp32 (float64 for float64).
     """
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
     tensors = q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B
     B, H, L, d = key_BHLd.shape
     wanted = [(B, H, d)] * 3 + [(B, H, L, d)] * 2 + [(B,)] * 2

@@ -1,8 +1,8 @@
 """The language loss straight from the last states: no N×V tensor of logits is ever kept.
 
-L = Σ_n logsumexp(W x_n) − (W x_n)[t_n]. Its gradient needs nothing that comes later: ∂L/∂X = G W and ∂L/∂W = Gᵀ X
-with G = softmax(X Wᵀ) − onehot(t). So the forward pass goes over chunks of rows, turns each chunk's logits into its G
-where they lie, takes both products at once and reuses the memory; the backward pass only scales what is stored.
+L = Σ_n logsumexp(W x_n) − (W x_n)[t_n], ∂L/∂X = G W and ∂L/∂W = Gᵀ X with G = softmax(X Wᵀ) − onehot(t). The forward
+pass goes over chunks of rows, turns each chunk's logits into its G where they lie, takes both products at once and
+reuses the memory; the backward pass only scales what is stored.
 """
 
 import math
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from chiar.kernels.packing import accumulation_dtype, check_choice, register_gradient, row_kernels
+from chiar.kernels.packing import accumulation_dtype, check_choice, product_dtype, register_gradient, row_kernels
 
-REDUCTIONS = ("mean", "sum", "none")
-IMPLEMENTATIONS = ("auto", "torch", "triton")
 CHUNK_ROWS = 3072
 # 50257 is odd: rows of logits that begin at odd places slow down every product and every load.
 COLUMN_MULTIPLE = 16
@@ -27,25 +25,19 @@ def linear_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """F.cross_entropy(states @ weight.T, targets), in fp32 (float64 for float64 states), in little memory.
 
-    Products run in the dtype of the states, or in autocast's where it is on; softmax, loss and the sum over chunks of
-    the weight's gradient are fp32. Where every target is ignored the mean is 0, not nan: such a batch teaches nothing.
-    "none" gives the loss of each row and has no gradient. `implementation` is that of the softmax.
+    Products run in the dtype of the states, or in autocast's; softmax, loss and the sum over chunks of the weight's
+    gradient are fp32. Where every target is ignored the mean is 0. "none" gives each row's loss and has no gradient.
     """
-    check_choice("reduction", reduction, REDUCTIONS)
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    check_choice("reduction", reduction, ("mean", "sum", "none"))
+    check_choice("implementation", implementation, ("auto", "torch", "triton"))
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}.")
-    device = states_ND.device.type
-    if torch.is_autocast_enabled(device) and states_ND.dtype != torch.float64:
-        states_ND = states_ND.to(torch.get_autocast_dtype(device))
-    differentiable = torch.is_grad_enabled()
-    for_states = differentiable and states_ND.requires_grad
-    for_weight = differentiable and weight_VD.requires_grad
+    states_ND = states_ND.to(product_dtype(states_ND))
+    for_states, for_weight = (torch.is_grad_enabled() and x.requires_grad for x in (states_ND, weight_VD))
     if reduction == "none" and (for_states or for_weight):
         raise ValueError('reduction "none" has no gradient: call it under torch.no_grad().')
-    total, losses_N, _, _ = fused_forward(
-        states_ND, weight_VD, targets_N, ignore_index, chunk_rows, for_states, for_weight, implementation
-    )
+    options = ignore_index, chunk_rows, for_states, for_weight, implementation
+    total, losses_N, _, _ = fused_forward(states_ND, weight_VD, targets_N, *options)
     if reduction != "mean":
         return losses_N if reduction == "none" else total
     return total / (targets_N != ignore_index).sum().clamp(min=1)
@@ -56,8 +48,7 @@ def run_in_chunks(
     for_weight: bool, implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The summed loss, the loss of each row, and the gradients asked for (empty where not)."""
-    rows, vocabulary = len(states_ND), len(weight_VD)
-    precise = accumulation_dtype(states_ND)
+    rows, vocabulary, precise = len(states_ND), len(weight_VD), accumulation_dtype(states_ND)
     # Added words have zero weights: their logits stay 0 and nobody reads them.
     padded_PD = aligned(weight_VD, states_ND.dtype)
     losses_N = states_ND.new_empty(rows, dtype=precise)
@@ -128,15 +119,10 @@ fused_forward = torch.library.custom_op("chiar::linear_cross_entropy", run_in_ch
 
 @fused_forward.register_fake
 def _fake(states_ND: Tensor, weight_VD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    for_states, for_weight, precise = rest[3], rest[4], {"dtype": accumulation_dtype(states_ND)}
-    grad_states_ND = states_ND.new_empty(states_ND.shape if for_states else 0)
-    grad_weight_VD = states_ND.new_empty(weight_VD.shape if for_weight else 0, **precise)
-    return (
-        states_ND.new_empty((), **precise),
-        states_ND.new_empty(len(states_ND), **precise),
-        grad_states_ND,
-        grad_weight_VD,
-    )
+    losses_N = states_ND.new_empty(len(states_ND), dtype=accumulation_dtype(states_ND))
+    grad_states_ND = states_ND.new_empty(states_ND.shape if rest[3] else (0,))
+    grad_weight_VD = losses_N.new_empty(weight_VD.shape if rest[4] else (0,))
+    return losses_N.new_empty(()), losses_N, grad_states_ND, grad_weight_VD
 
 
 def scale_gradients(

@@ -1,11 +1,8 @@
 """Causal attention for packed queries: rows of any length lie end to end, and a query sees keys up to its own position.
 
-Queries and keys of a row are in order of position. So what a query sees is a prefix of its row's keys, and who sees a
-key is a suffix of its row's queries, behind the first `skip_M`. The split lives on the device: shapes, launches and
-compiled graphs are the same for every split.
-
-`torch_forward` and `torch_backward` are the definition; kernels are in triton_attention.py. `rotary_attention` is the
-same of packed tokens over themselves, with the projection's bias and RoPE in one operator.
+Rows are in order of position, so a query sees a prefix of its row's keys, and a key is seen by a suffix of its row's
+queries, behind the first `skip_M`. The split lives on the device: shapes, launches and compiled graphs never change.
+`torch_forward` and `torch_backward` are the definition; kernels are in triton_attention.py.
 """
 
 import math
@@ -16,11 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from chiar.kernels.packing import (
-    Packing, accumulation_dtype, check_choice, chosen_attention, register_gradient, row_kernels, row_sum, wants_triton,
-)  # fmt: skip
+from chiar.kernels.packing import Packing, accumulation_dtype, chosen_attention, register_gradient, row_kernels, row_sum
 
-IMPLEMENTATIONS = ("auto", "torch", "rows", "triton")
 BLOCK = 64  # queries that share a mask in "rows": of 32 to 512 the fastest, or nearly
 Three = tuple[Tensor, Tensor, Tensor]
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -42,12 +36,9 @@ def prefix_attention(
     """softmax(QKᵀ/√d) V, each query over the first `limit_N` keys of its row; (N, H, d).
 
     `skip_M` are the queries that do not see a key, int32. No row has more than `max_keys` keys, nor more queries.
-    Queries and keys beyond the last offset are padding, NaN or not, with a limit of 0: they give zeros and get zero
-    gradients. So does a query that sees no key. Products take the inputs' dtype (autocast's where it is on), sums and
-    the softmax fp32. There is no dropout of weights. "auto" takes Triton on CUDA where it is installed and "rows", one
-    row after another, on the CPU; "torch" is the definition and builds an N×M mask.
+    Padding beyond the last offset, NaN or not, has a limit of 0; a query that sees no key gives zeros and gets zero
+    gradients. Sums are fp32. "auto" is Triton on CUDA and "rows", one row after another, on the CPU.
     """
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
     if max_keys < 1:
         raise ValueError(f"max_keys must be at least 1, got {max_keys}.")
     device = q_NHd.device.type
@@ -228,11 +219,10 @@ def rotary_attention(
     qkv_P3Hd: Tensor, bias_3Hd: Tensor, rope: tuple[Tensor, Tensor], table_P: Tensor, packing: Packing,
     limit_P: Tensor, max_keys: int,
 ) -> Tensor:  # fmt: skip
-    """Attention of the packed tokens over each other, (P, H, d), after `bias` was added to q, k and v.
+    """Attention of the packed tokens over each other, (P, H, d), after `bias` was added to q, k and v, and RoPE.
 
     `rope` are cos and sin, (R, d); `table_P` is the row of each token in them. Rows that are not in use are undefined.
-    The gradient arrives where the next product reads it, in one (P, 3, H, d) tensor: left to autograd, three gradients
-    would be stacked and turned back in passes over all P rows, used or not.
+    One operator: left to autograd, three gradients would be stacked and turned back in passes over all P rows.
     """
     layout = table_P, packing.rows, packing.count, limit_P, max_keys
     return rotary_attention_forward(qkv_P3Hd, bias_3Hd, *rope, *layout, "auto")[0]
@@ -247,7 +237,7 @@ def rotary_attention_forward(
     rotated = torch.empty_like(qkv_P3Hd, memory_format=torch.contiguous_format)
     rotate_into(rotated, qkv_P3Hd.contiguous(), bias_3Hd, cos_Rd, sin_Rd, table_P, count, 1.0, implementation)
     q, k, v = rotated.unbind(1)
-    if wants_triton(rotated, implementation):
+    if row_kernels(rotated, implementation):
         from chiar.kernels.triton_attention import triton_forward
 
         return *triton_forward(q, k, v, Layout(rows, rows, limit_P), max_keys, clear=False), rotated
@@ -262,7 +252,7 @@ def rotary_attention_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of qkv and of the bias."""
     skip_P, (q, k, v) = (limit_P - 1).clamp_min(0), rotated_P3Hd.unbind(1)
-    if wants_triton(rotated_P3Hd, implementation):
+    if row_kernels(rotated_P3Hd, implementation):
         from chiar.kernels.triton_attention import triton_backward
 
         dqkv = torch.empty_like(rotated_P3Hd)
@@ -282,8 +272,7 @@ def rotate_into(
 ) -> None:  # fmt: skip
     """x + bias, queries and keys turned by their angles, or back with a sign of -1; `out` may be x itself."""
     if kernels := row_kernels(x_P3Hd, implementation):
-        kernels.rotate_rows(x_P3Hd, out, bias_3Hd, cos_Rd, sin_Rd, table_P, count, sign)
-        return
+        return kernels.rotate_rows(x_P3Hd, out, bias_3Hd, cos_Rd, sin_Rd, table_P, count, sign=sign)
     x_P3Hd = x_P3Hd if bias_3Hd is None else x_P3Hd + bias_3Hd
     cos, sin = cos_Rd[table_P][:, None, None], sign * sin_Rd[table_P][:, None, None]
     first, second = x_P3Hd[:, :2].chunk(2, dim=-1)

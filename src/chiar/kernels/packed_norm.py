@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chiar.kernels.packing import Packing, accumulation_dtype, register_gradient, row_kernels, row_sum
+from chiar.kernels.packing import Packing, accumulation_dtype, product_dtype, register_gradient, row_kernels, row_sum
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -20,18 +20,15 @@ def packed_norm(
 
     `norm` is an nn.RMSNorm, an nn.LayerNorm or None. h has autocast's dtype where that is on: a product reads it.
     """
-    kind, eps, weight_D, bias_D = "none", 0.0, None, None
+    options: tuple[Any, ...] = "none", 0.0
     if isinstance(norm, nn.RMSNorm):
-        kind, eps, weight_D = "rms", torch.finfo(x_ND.dtype).eps if norm.eps is None else norm.eps, norm.weight
+        options = "rms", torch.finfo(x_ND.dtype).eps if norm.eps is None else norm.eps
     elif norm is not None:
         assert isinstance(norm, nn.LayerNorm)
-        kind, eps, weight_D, bias_D = "layer", norm.eps, norm.weight, norm.bias
-    device = x_ND.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
-    return PackedNorm.apply(
-        x_ND, packing.token_P, packing.place_N, packing.chosen_N, packing.count,
-        weight_D, bias_D, add_PD, add_bias_D, kind, eps, dtype, implementation,
-    )  # fmt: skip
+        options = "layer", norm.eps
+    where = packing.token_P, packing.place_N, packing.chosen_N, packing.count
+    affine = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    return PackedNorm.apply(x_ND, *where, *affine, add_PD, add_bias_D, *options, product_dtype(x_ND), implementation)
 
 
 class PackedNorm(torch.autograd.Function):
@@ -43,34 +40,29 @@ class PackedNorm(torch.autograd.Function):
         weight_D: Tensor | None, bias_D: Tensor | None, add_PD: Tensor | None, add_bias_D: Tensor | None, kind: str,
         eps: float, dtype: torch.dtype, implementation: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        u_PD, h_PD, mean_P, scale_P = packed_norm_forward(
-            x_ND, token_P, count, weight_D, bias_D, add_PD, add_bias_D, kind, eps, dtype, add_PD is not None,
-            implementation,
-        )  # fmt: skip
+        inputs, keep = (x_ND, token_P, count, weight_D, bias_D, add_PD, add_bias_D), add_PD is not None
+        u_PD, h_PD, *scales = packed_norm_forward(*inputs, kind, eps, dtype, keep, implementation)
         context.added = None if add_PD is None else add_PD.dtype
-        context.add_bias = None if add_bias_D is None else add_bias_D.dtype
         context.kind, context.implementation = kind, implementation
-        read = x_ND if add_PD is None else u_PD
-        context.save_for_backward(read, token_P, place_N, chosen_N, count, weight_D, bias_D, mean_P, scale_P)
-        if add_PD is None:
+        where, affine = (token_P, place_N, chosen_N, count), (weight_D, bias_D, add_bias_D)
+        context.save_for_backward(u_PD if keep else x_ND, *where, *affine, *scales)
+        if not keep:
             context.mark_non_differentiable(u_PD)
         return u_PD, h_PD
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Any:
-        read, token_P, place_N, chosen_N, count, weight_D, bias_D, mean_P, scale_P = context.saved_tensors
-        added = context.added is not None
-        du_PD, dh_PD = grads
+        read, token_P, place_N, chosen_N, count, weight_D, bias_D, add_bias_D, *scales = context.saved_tensors
+        added, (du_PD, dh_PD) = context.added is not None, grads
+        saved = du_PD if added else None, read, None if added else token_P, count, weight_D, *scales
         dx_PD, dadd_PD, dweight_D, dbias_D = packed_norm_backward(
-            dh_PD, du_PD if added else None, read, None if added else token_P, count, weight_D, mean_P, scale_P,
-            context.kind, context.added, context.implementation,
-        )  # fmt: skip
+            dh_PD, *saved, context.kind, context.added, context.implementation
+        )
         dx_ND = torch.where(chosen_N[:, None], dx_PD[place_N], 0.0)
-        of_norm = [None if p is None else d.to(p.dtype) for d, p in ((dweight_D, weight_D), (dbias_D, bias_D))]
-        of_add = [dadd_PD if added else None, None]
-        if context.add_bias is not None:
-            of_add[1] = row_sum(dadd_PD, count, context.implementation).to(context.add_bias)
-        return dx_ND, *(None,) * 4, *of_norm, *of_add, *(None,) * 4
+        dweight_D = None if weight_D is None else dweight_D.to(weight_D.dtype)
+        dbias_D = None if bias_D is None else dbias_D.to(bias_D.dtype)
+        sums = None if add_bias_D is None else row_sum(dadd_PD, count, context.implementation).to(add_bias_D.dtype)
+        return dx_ND, *(None,) * 4, dweight_D, dbias_D, dadd_PD if added else None, sums, *(None,) * 4
 
 
 @torch.library.custom_op("chiar::packed_norm", mutates_args=())
@@ -82,8 +74,8 @@ def packed_norm_forward(
     """u (empty if not to `keep`), h, and the mean and 1/scale of each row."""
     outputs = new_outputs(x_ND, token_P, add_PD, dtype, keep)
     if kernels := row_kernels(x_ND, implementation):
-        affine, added = (weight_D, bias_D), (add_PD, add_bias_D)
-        kernels.norm_forward(x_ND.contiguous(), token_P, count, *affine, *added, kind, eps, outputs)
+        inputs = count, weight_D, bias_D, None if add_PD is None else add_PD.contiguous(), add_bias_D
+        kernels.norm_forward(x_ND.contiguous(), token_P, *inputs, kind=kind, eps=eps, outputs=outputs)
         return outputs
     u_PD, h_PD, mean_P, scale_P = outputs
     used, sums = int(count), mean_P.dtype
@@ -106,11 +98,9 @@ def packed_norm_forward(
 
 
 def new_outputs(x_ND: Tensor, token_P: Tensor, add_PD: Tensor | None, dtype: torch.dtype, keep: bool) -> Four:
-    rows, width = len(token_P), x_ND.shape[1]
+    rows, width, sums = len(token_P), x_ND.shape[1], accumulation_dtype(x_ND)
     kept = x_ND.dtype if add_PD is None else torch.promote_types(x_ND.dtype, add_PD.dtype)
-    u_PD = x_ND.new_empty((rows if keep else 0, width), dtype=kept)
-    sums = accumulation_dtype(x_ND)
-    h_PD = x_ND.new_empty((rows, width), dtype=dtype)
+    u_PD, h_PD = x_ND.new_empty((rows if keep else 0, width), dtype=kept), x_ND.new_empty((rows, width), dtype=dtype)
     return u_PD, h_PD, x_ND.new_empty(rows, dtype=sums), x_ND.new_empty(rows, dtype=sums)
 
 
@@ -122,12 +112,12 @@ def packed_norm_backward(
     dh_PD: Tensor, du_PD: Tensor | None, read: Tensor, token_P: Tensor | None, count: Tensor, weight_D: Tensor | None,
     mean_P: Tensor, scale_P: Tensor, kind: str, added: torch.dtype | None, implementation: str,
 ) -> Four:  # fmt: skip
-    """The gradients of the gathered x, of `add` (empty without), and of the norm's weight and bias. `read` is u, or x
-    with `token_P`."""
+    """Of the gathered x, of `add` (empty without) and of the norm's weight and bias. `read`: u, or x by `token_P`."""
     outputs = new_gradients(dh_PD, read, mean_P, added)
     if kernels := row_kernels(dh_PD, implementation):
+        du_PD = None if du_PD is None else du_PD.contiguous()
         saved = read.contiguous(), token_P, count, weight_D, mean_P, scale_P
-        return kernels.norm_backward(dh_PD.contiguous(), du_PD, *saved, kind, outputs)
+        return kernels.norm_backward(dh_PD.contiguous(), du_PD, *saved, kind=kind, outputs=outputs)
     dx_PD, dadd_PD, dweight_D, dbias_D = outputs
     used, sums = int(count), mean_P.dtype
     u = (read[:used] if token_P is None else read[token_P[:used]]).to(sums)
@@ -162,10 +152,8 @@ def unpack_sum(
     u_PD: Tensor, more_PD: Tensor, bias_D: Tensor, other_ND: Tensor, packing: Packing, implementation: str = "auto"
 ) -> Tensor:
     """u + more + bias where a token was chosen, `other` elsewhere: the end of a path that began with packed_norm."""
-    return UnpackSum.apply(
-        u_PD, more_PD, bias_D, other_ND, packing.token_P, packing.place_N, packing.chosen_N, packing.count,
-        implementation,
-    )  # fmt: skip
+    where = packing.token_P, packing.place_N, packing.chosen_N, packing.count
+    return UnpackSum.apply(u_PD, more_PD, bias_D, other_ND, *where, implementation)
 
 
 class UnpackSum(torch.autograd.Function):
@@ -178,8 +166,7 @@ class UnpackSum(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         context.save_for_backward(token_P, chosen_N, count)
         context.dtypes, context.implementation = (u_PD.dtype, more_PD.dtype, bias_D.dtype), implementation
-        y_ND = u_PD[place_N] + (more_PD[place_N] + bias_D)
-        return torch.where(chosen_N[:, None], y_ND, other_ND)
+        return torch.where(chosen_N[:, None], u_PD[place_N] + (more_PD[place_N] + bias_D), other_ND)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Any:

@@ -1,8 +1,7 @@
 """Some of the tokens of a batch, gathered into consecutive rows: what sparse execution computes with.
 
-How many there are is known on the device only. So packed tensors have room for every token (P = B·T rows), the first
-`count` hold the chosen tokens in order, and the rest is undefined and may be NaN: nothing that sums over packed rows
-may read it. Shapes, launches and compiled graphs are then the same for every split, and no step waits for the device.
+Packed tensors have room for every token (P = B·T rows): the first `count`, a number on the device, hold the chosen
+tokens in order; the rest is undefined and may be NaN. So every split has the same shapes, launches and graphs.
 """
 
 import importlib.util
@@ -29,6 +28,7 @@ def wants_triton(x: Tensor, implementation: str) -> bool:
 
 def chosen_attention(q: Tensor, implementation: str, on_cpu: str) -> str:
     """What "auto" means for queries: on a CPU its own way, else Triton where it can, else the definition."""
+    check_choice("implementation", implementation, ("auto", "torch", on_cpu, "triton"))
     if implementation != "auto":
         return implementation
     fits = wants_triton(q, "auto") and q.shape[-1] <= LARGEST_HEAD
@@ -42,6 +42,13 @@ def current(x: Tensor) -> AbstractContextManager[None]:
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """autocast's where it is on; float64 stays."""
+    device = x.device.type
+    cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if cast else x.dtype
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -112,7 +119,7 @@ def pack_all(batch: int, length: int, device: torch.device) -> Packing:
 
 
 class Gather(torch.autograd.Function):
-    """The chosen rows of x. Its gradient is a gather too: index_select's would be a slow atomic addition."""
+    """x[token]. Its gradient is a gather too: index_select's would be a slow atomic addition."""
 
     @staticmethod
     def forward(context: Any, x_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor) -> Tensor:
@@ -154,9 +161,8 @@ def unpack(y_PD: Tensor, other_ND: Tensor, packing: Packing) -> Tensor:
 def packed_linear(x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, packing: Packing) -> Tensor:
     """x Wᵀ + b of the first `count` rows, computing only those; the rest is undefined."""
     if torch.is_autocast_enabled(x_PD.device.type):
-        dtype = torch.get_autocast_dtype(x_PD.device.type)
-        x_PD, weight_KD = x_PD.to(dtype), weight_KD.to(dtype)
-        bias_K = None if bias_K is None else bias_K.to(dtype)
+        dtype = product_dtype(x_PD)
+        x_PD, weight_KD, bias_K = x_PD.to(dtype), weight_KD.to(dtype), None if bias_K is None else bias_K.to(dtype)
     return PackedLinear.apply(x_PD, weight_KD, bias_K, packing.count)
 
 

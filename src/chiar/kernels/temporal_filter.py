@@ -15,11 +15,9 @@ def temporal_basis(window: int, coefficients: int) -> Tensor:
 
 def naive_temporal_filter(x_BTD: Tensor, taps_WD: Tensor) -> Tensor:
     """The definition. There is nothing before the first token."""
-    outputs = []
-    for t in range(x_BTD.shape[1]):
-        reach = min(t + 1, len(taps_WD))
-        outputs.append(torch.stack([taps_WD[j] * x_BTD[:, t - j] for j in range(reach)]).sum(0))
-    return torch.stack(outputs, dim=1).to(x_BTD.dtype)
+    reach = [range(min(t + 1, len(taps_WD))) for t in range(x_BTD.shape[1])]
+    y = [torch.stack([taps_WD[j] * x_BTD[:, t - j] for j in window]).sum(0) for t, window in enumerate(reach)]
+    return torch.stack(y, dim=1).to(x_BTD.dtype)
 
 
 @torch.library.custom_op("chiar::temporal_filter", mutates_args=())

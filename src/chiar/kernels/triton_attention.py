@@ -2,16 +2,15 @@
 
 Packed attention is FlashAttention-2 (Dao, arXiv 2307.08691). A program works on one block of one row and one head; the
 grid covers the longest rows there may be, and programs behind their row's end return at once. With s = qk·log₂e/√d and
-L = log₂ Σ 2^s: P = 2^(s − L), O = P V, and backward as in torch_backward, with delta = rowsum(dO ∘ O). Products are
-"ieee": tf32, Triton's default, would keep 10 bits of an fp32 factor; half precision does not ask.
+L = log₂ Σ 2^s: P = 2^(s − L), O = P V, and backward as in torch_backward, with delta = rowsum(dO ∘ O). Loops take first
+what needs no mask. Products are "ieee": tf32, Triton's default, would keep 10 bits of an fp32 factor.
 
 Decoding is flash-decoding: a row's entries are split between programs, and a second kernel puts their shares together.
-For each of KEYS lanes a program keeps the largest s, Σ 2^(s − largest) and Σ 2^(s − largest) v; lanes meet once, at the
-end. Traffic bounds this: programs beyond their row's length, and all of rows that take no part, read nothing.
+Each of KEYS lanes keeps the largest s, Σ 2^(s − largest) and Σ 2^(s − largest) v. Programs beyond their row's length,
+and all of rows that take no part, read nothing.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -215,27 +214,25 @@ def _backward_keys(
     _store(dv_ptr, dv, start, dk_stride, end, KEYS, HEAD)
 
 
-class Tiles(NamedTuple):
-    """Queries and keys a step, warps, and steps whose loads are under way at once."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def tiles(kernel: str, head: int, max_keys: int, dtype: torch.dtype) -> Tiles:
-    """For "forward", "queries" (dQ) or "keys" (dK and dV): sizes whose loops fit the registers of an H200."""
+def tiles(kernel: str, head: int, max_keys: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """For "forward", "queries" (dQ) or "keys" (dK and dV), loops that fit the registers of an H200: queries and keys a
+    step, warps, and steps whose loads are under way at once."""
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, 2) if head <= 128 else Tiles(16, 16, 4, 1)
+        return (32, 32, 4, 2) if head <= 128 else (16, 16, 4, 1)
     if head > 128:
-        return Tiles(64, 32, 4, 2)
+        return 64, 32, 4, 2
     if max_keys <= 512:  # a routed row is shorter still: large blocks would be half empty
-        return Tiles(64, 64, 4, 3) if head <= 64 else Tiles(64 if kernel != "keys" else 32, 64, 4, 2)
+        return (64, 64, 4, 3) if head <= 64 else (64 if kernel != "keys" else 32, 64, 4, 2)
     stages = 3 if head <= 64 else 2
     if kernel == "forward":
-        return Tiles(128, 128, 4, 3) if head <= 64 else Tiles(128, 64, 8, 3)
-    return Tiles(128, 64, 8, stages) if kernel == "queries" else Tiles(64, 128, 8, stages)
+        return (128, 128, 4, 3) if head <= 64 else (128, 64, 8, 3)
+    return (128, 64, 8, stages) if kernel == "queries" else (64, 128, 8, stages)
+
+
+def options(kernel: str, q_NHd: Tensor, max_keys: int, clear: bool) -> dict[str, int]:
+    queries, keys, warps, stages = tiles(kernel, q_NHd.shape[2], max_keys, q_NHd.dtype)
+    sizes = {"HEAD": q_NHd.shape[2], "QUERIES": queries, "KEYS": keys, "CLEAR": clear}
+    return {**sizes, "num_warps": warps, "num_stages": stages}
 
 
 def triton_forward(
@@ -246,10 +243,10 @@ def triton_forward(
     q, k, v = (whole_vectors(x) for x in (q_NHd, k_MHd, v_MHd))
     out, log_sum_HN = q.new_empty(q.shape), q.new_empty(H, N, dtype=torch.float32)
     if out.numel():
-        cut = tiles("forward", q.shape[2], max_keys, q.dtype)
+        cut = options("forward", q, max_keys, clear)
         with current(q):
-            _forward[grid(max_keys, N, cut.queries, H, layout.query_rows)](
-                q, k, v, out, log_sum_HN, *layout, *strides(q, k, v), N, d**-0.5 / math.log(2), **options(cut, q, clear)
+            _forward[grid(max_keys, N, cut["QUERIES"], H, layout.query_rows)](
+                q, k, v, out, log_sum_HN, *layout, *strides(q, k, v), N, d**-0.5 / math.log(2), **cut
             )
     return out[..., :d].contiguous(), log_sum_HN
 
@@ -262,23 +259,22 @@ def triton_backward(
     padding stays undefined."""
     d, clear = q.shape[2], into is None
     grad, q, k, v, out = (whole_vectors(x) for x in (grad, q, k, v, out))
-    (N, H, head), M = q.shape, len(k)
+    (N, H, _), M = q.shape, len(k)
     dq, dk, dv = into or (x.new_empty(x.shape) for x in (q, k, v))
     delta_HN, scale = log_sum_HN.new_empty(log_sum_HN.shape), d**-0.5 / math.log(2)
     steps = strides(grad, q, k, v)
     with current(q):
         if dq.numel():
-            cut = tiles("queries", head, max_keys, q.dtype)
-            _backward_queries[grid(max_keys, N, cut.queries, H, layout.query_rows)](
-                grad, q, k, v, out.contiguous(), log_sum_HN, delta_HN, dq,
-                *layout, *steps, *strides(dq), N, scale, **options(cut, q, clear),
-            )  # fmt: skip
+            cut = options("queries", q, max_keys, clear)
+            saved = out.contiguous(), log_sum_HN, delta_HN
+            _backward_queries[grid(max_keys, N, cut["QUERIES"], H, layout.query_rows)](
+                grad, q, k, v, *saved, dq, *layout, *steps, *strides(dq), N, scale, **cut
+            )
         if dk.numel():
-            cut = tiles("keys", head, max_keys, q.dtype)
-            _backward_keys[grid(max_keys, M, cut.keys, H, layout.key_rows)](
-                grad, q, k, v, log_sum_HN, delta_HN, dk, dv,
-                *layout, skip_M, *steps, *strides(dk), N, M, scale, **options(cut, q, clear),
-            )  # fmt: skip
+            cut, found = options("keys", q, max_keys, clear), (dk, dv)
+            _backward_keys[grid(max_keys, M, cut["KEYS"], H, layout.key_rows)](
+                grad, q, k, v, log_sum_HN, delta_HN, *found, *layout, skip_M, *steps, *strides(dk), N, M, scale, **cut
+            )
     return into or (dq[..., :d].contiguous(), dk[..., :d].contiguous(), dv[..., :d].contiguous())
 
 
@@ -303,11 +299,6 @@ def grid(max_keys: int, capacity: int, block: int, heads: int, rows: Tensor) -> 
     """Enough blocks a row for the longest one, and in all for every place, padding included."""
     number = len(rows) - 1
     return max(triton.cdiv(max_keys, block), triton.cdiv(capacity, number * block)), heads, number
-
-
-def options(cut: Tiles, q: Tensor, clear: bool) -> dict[str, int]:
-    sizes = {"HEAD": q.shape[2], "QUERIES": cut.queries, "KEYS": cut.keys, "CLEAR": clear}
-    return {**sizes, "num_warps": cut.warps, "num_stages": cut.stages}
 
 
 # Enough programs to fill an H200 several times over, so that the last cost little; more splits cost the second kernel.
@@ -401,24 +392,21 @@ def triton_decode(*tensors: Tensor) -> Tensor:
     q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B = tensors
     (B, H, d), L = q_BHd.shape, key_BHLd.shape[2]
     head = padded_head(d)
-    for part in (key_BHLd, value_BHLd):
-        if part.stride()[2:] != (d, 1):
-            raise ValueError("stored entries of a head must lie end to end.")
+    if any(part.stride()[2:] != (d, 1) for part in (key_BHLd, value_BHLd)):
+        raise ValueError("stored entries of a head must lie end to end.")
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_BHd, k_BHd, v_BHd))
     keys = 64 if head <= 64 else 4096 // head
     # Entries of a split, a multiple of `keys`, and how many splits cover the capacity.
     span = triton.cdiv(triton.cdiv(L, max(1, min(MOST_SPLITS, PROGRAMS // (B * H)))), keys) * keys
     splits = triton.cdiv(L, span)
+    share, sums = (q.new_empty(B, H, splits, size, dtype=torch.float32) for size in (head, 2))
     out = q.new_empty(B, H, d)
-    share = q.new_empty(B, H, splits, head, dtype=torch.float32)
-    sums = q.new_empty(B, H, splits, 2, dtype=torch.float32)
     with current(q):
         _attend_split[(splits, H, B)](
             q, k, v, key_BHLd, value_BHLd, length_B, takes_part_B, share, sums,
-            *strides(q, k, v, key_BHLd, value_BHLd), span, splits, H, d, d**-0.5 / math.log(2), HEAD=head, KEYS=keys, num_warps=4,
+            *strides(q, k, v, key_BHLd, value_BHLd), span, splits, H, d, d**-0.5 / math.log(2),
+            HEAD=head, KEYS=keys, num_warps=4,
         )  # fmt: skip
-        _combine[(H, B)](
-            share, sums, out, length_B, takes_part_B, splits, H, d,
-            HEAD=head, SPLITS=triton.next_power_of_2(splits), num_warps=4 if splits > 8 else 1,
-        )  # fmt: skip
+        cut = {"HEAD": head, "SPLITS": triton.next_power_of_2(splits), "num_warps": 4 if splits > 8 else 1}
+        _combine[(H, B)](share, sums, out, length_B, takes_part_B, splits, H, d, **cut)
     return out

@@ -11,6 +11,13 @@ from chiar.kernels.packing import current
 
 TILE = 2048  # numbers a program of the norm works on at once
 CHUNK = 16  # rows whose sums one program of its backward pass makes, or a tile of narrow ones if that is more
+GELU, SUM = {"ROWS": 32, "COLUMNS": 128}, {"ROWS": 128, "COLUMNS": 64}
+SOFTMAX_BLOCK, SOFTMAX_WARPS = 4096, 16
+# The filter along time: the fastest of those tried at widths 384 and 1024 on an H200. A tile stays in the first cache
+# while it is read W times; the taps' gradients stay in registers while a program walks along time.
+FILTER = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
+STEPS, TAP_COLUMNS, TAP_WARPS = 16, 64, 2
+PRODUCTS = 128  # of one channel in a program of the taps' gradients: taps × tokens
 
 
 @triton.jit
@@ -74,11 +81,8 @@ def _norm_backward(
         inside = used[:, None] & (columns < width)
         dh = _tile(dh_ptr, rows[:, None], columns, width, inside)
         if KIND != "none":
-            if token_ptr is not None:
-                tokens = tl.load(token_ptr + rows, mask=used, other=0)
-                u = _tile(read_ptr, tokens[:, None], columns, width, inside)
-            else:
-                u = _tile(read_ptr, rows[:, None], columns, width, inside)
+            source = rows if token_ptr is None else tl.load(token_ptr + rows, mask=used, other=0)
+            u = _tile(read_ptr, source[:, None], columns, width, inside)
             if KIND == "layer":
                 mean = tl.load(mean_ptr + rows, mask=used, other=0.0)
                 u = tl.where(inside, u - mean[:, None], 0.0)
@@ -109,42 +113,30 @@ def shape(width: int) -> dict[str, int]:
     return {"ROWS": max(1, TILE // columns), "COLUMNS": columns, "num_warps": 4 if columns <= TILE else 8}
 
 
-def norm_forward(
-    x_ND: Tensor, token_P: Tensor, count: Tensor, weight_D: Tensor | None, bias_D: Tensor | None,
-    add_PD: Tensor | None, add_bias_D: Tensor | None, kind: str, eps: float, outputs: Four,
-) -> None:  # fmt: skip
+def norm_forward(x_ND: Tensor, token_P: Tensor, *inputs: Tensor | None, kind: str, eps: float, outputs: Four) -> None:
+    """`inputs`: the kernel's, from `count` to `add_bias`."""
     cut, (u_PD, *others) = shape(x_ND.shape[1]), outputs
-    add_PD = None if add_PD is None else add_PD.contiguous()
+    places = u_PD if len(u_PD) else None, *others
     with current(x_ND):
         _norm_forward[(triton.cdiv(len(token_P), cut["ROWS"]),)](
-            x_ND, token_P, count, weight_D, bias_D, add_PD, add_bias_D, u_PD if len(u_PD) else None, *others,
-            x_ND.shape[1], eps, KIND=kind, **cut,
-        )  # fmt: skip
+            x_ND, token_P, *inputs, *places, x_ND.shape[1], eps, KIND=kind, **cut
+        )
 
 
-def norm_backward(
-    dh_PD: Tensor, du_PD: Tensor | None, read: Tensor, token_P: Tensor | None, count: Tensor, weight_D: Tensor | None,
-    mean_P: Tensor, scale_P: Tensor, kind: str, outputs: Four,
-) -> Four:  # fmt: skip
-    """Fills dx and dadd of `outputs`; beside them the gradients of the norm's weight and bias."""
+def norm_backward(dh_PD: Tensor, *inputs: Tensor | None, kind: str, outputs: Four) -> Four:
+    """`inputs`: the kernel's, from `du` to `scale`. The gradients of x, `add`, and the norm's weight and bias."""
     dx_PD, dadd_PD, dweight_D, dbias_D = outputs
     rows, width = dh_PD.shape
     cut = shape(width)
     chunk = max(CHUNK, cut["ROWS"])
     chunks = triton.cdiv(rows, chunk)
-    weight_sums = mean_P.new_empty(chunks, width) if kind != "none" else None
-    bias_sums = mean_P.new_empty(chunks, width) if kind == "layer" else None
-    du_PD = None if du_PD is None else du_PD.contiguous()
+    weight_sums = dweight_D.new_empty(chunks, width) if kind != "none" else None
+    bias_sums = dweight_D.new_empty(chunks, width) if kind == "layer" else None
+    places = dx_PD, dadd_PD if len(dadd_PD) else None, weight_sums, bias_sums
     with current(dh_PD):
-        _norm_backward[(chunks,)](
-            dh_PD, du_PD, read, token_P, count, weight_D, mean_P, scale_P, dx_PD, dadd_PD if len(dadd_PD) else None,
-            weight_sums, bias_sums, width, KIND=kind, CHUNK=chunk, **cut,
-        )  # fmt: skip
+        _norm_backward[(chunks,)](dh_PD, *inputs, *places, width, KIND=kind, CHUNK=chunk, **cut)
     dweight_D = dweight_D.zero_() if weight_sums is None else weight_sums.sum(0)
     return dx_PD, dadd_PD, dweight_D, dbias_D.zero_() if bias_sums is None else bias_sums.sum(0)
-
-
-GELU = {"ROWS": 32, "COLUMNS": 128}
 
 
 @triton.jit
@@ -184,9 +176,6 @@ def launch_gelu(grad_PK: Tensor | None, x_PK: Tensor, bias_K: Tensor, count: Ten
     return y_PK, None if sums is None else sums.sum(0).to(bias_K.dtype)
 
 
-SUM_ROWS, SUM_COLUMNS = 128, 64
-
-
 @triton.jit
 def _sum(x_ptr, sums_ptr, count_ptr, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The sum of one block of rows, by column."""
@@ -198,15 +187,14 @@ def _sum(x_ptr, sums_ptr, count_ptr, width, ROWS: tl.constexpr, COLUMNS: tl.cons
         return
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (rows < count) & (columns < width)
-    x = tl.load(x_ptr + rows.to(tl.int64) * width + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(sums, tl.sum(x, 0)[None, :], mask=columns < width)
+    tl.store(sums, tl.sum(_tile(x_ptr, rows, columns, width, inside), 0)[None, :], mask=columns < width)
 
 
 def triton_row_sum(x_PK: Tensor, count: Tensor) -> Tensor:
-    blocks, width = triton.cdiv(x_PK.shape[0], SUM_ROWS), x_PK.shape[1]
+    blocks, width = triton.cdiv(x_PK.shape[0], SUM["ROWS"]), x_PK.shape[1]
     sums = x_PK.new_empty(blocks, width).float()
     with current(x_PK):
-        _sum[(blocks, triton.cdiv(width, SUM_COLUMNS))](x_PK, sums, count, width, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS)
+        _sum[blocks, triton.cdiv(width, SUM["COLUMNS"])](x_PK, sums, count, width, **SUM)
     return sums.sum(0).to(x_PK.dtype)
 
 
@@ -240,21 +228,12 @@ def _rotate(
         tl.store(y_ptr + part * WIDTH + first + HALF, b.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def rotate_rows(
-    x_P3Hd: Tensor, out: Tensor, bias_3Hd: Tensor | None, cos_Rd: Tensor, sin_Rd: Tensor, table_P: Tensor,
-    count: Tensor, sign: float,
-) -> None:  # fmt: skip
-    """Write x + bias, its queries and keys rotated (back, with a sign of -1), to `out`, which may be x itself."""
+def rotate_rows(x_P3Hd: Tensor, out: Tensor, *inputs: Tensor | None, sign: float) -> None:
+    """As rotate_into. `inputs`: the kernel's, from `bias` to `count`."""
     rows, _, heads, head = x_P3Hd.shape
-    width = heads * head
+    sizes = {"WIDTH": heads * head, "HEAD": head, "BLOCK": triton.next_power_of_2(heads * head // 2)}
     with current(x_P3Hd):
-        _rotate[(rows,)](
-            x_P3Hd, out, bias_3Hd, cos_Rd, sin_Rd, table_P, count, sign,
-            WIDTH=width, HEAD=head, BLOCK=triton.next_power_of_2(width // 2), COPY=out is not x_P3Hd, num_warps=4,
-        )  # fmt: skip
-
-
-SOFTMAX_BLOCK, SOFTMAX_WARPS = 4096, 16
+        _rotate[(rows,)](x_P3Hd, out, *inputs, sign, **sizes, COPY=out is not x_P3Hd, num_warps=4)
 
 
 @triton.jit
@@ -262,10 +241,8 @@ def _softmax_gradient(
     logits_ptr, targets_ptr, losses_ptr, row_stride, target_stride, ignore_index, VOCABULARY: tl.constexpr,
     PADDED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, read twice: for log Σ exp, then (from the L2 cache) to become its gradient.
-
-    Memory is masked at PADDED, a multiple of 16, so that loads and stores are 16 bytes wide; numbers at VOCABULARY.
-    """
+    """One program a row, read twice: for log Σ exp, then (from the L2 cache) to become its gradient. Memory is masked
+    at PADDED, a multiple of 16, so that loads and stores are 16 bytes wide; numbers at VOCABULARY."""
     row = tl.program_id(0).to(tl.int64)  # row × row_stride may pass 2³¹
     row_ptr = logits_ptr + row * row_stride
     columns = tl.arange(0, BLOCK)
@@ -311,17 +288,9 @@ def triton_softmax_gradient(
         return
     with current(logits_nP):
         _softmax_gradient[(rows,)](
-            logits_nP, targets_n, losses_n, logits_nP.stride(0), targets_n.stride(0), ignore_index,
-            VOCABULARY=vocabulary, PADDED=padded, GRADIENT=gradient,
-            BLOCK=min(SOFTMAX_BLOCK, triton.next_power_of_2(padded)), num_warps=SOFTMAX_WARPS,
+            logits_nP, targets_n, losses_n, logits_nP.stride(0), targets_n.stride(0), ignore_index, vocabulary, padded,
+            gradient, BLOCK=min(SOFTMAX_BLOCK, triton.next_power_of_2(padded)), num_warps=SOFTMAX_WARPS,
         )  # fmt: skip
-
-
-# The filter along time: the fastest of those tried at widths 384 and 1024 on an H200. A tile stays in the first cache
-# while it is read W times; the taps' gradients stay in registers while a program walks along time.
-FILTER = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
-STEPS, TAP_COLUMNS, TAP_WARPS = 16, 64, 2
-PRODUCTS = 128  # of one channel in a program of the taps' gradients: taps × tokens
 
 
 @triton.jit
@@ -362,25 +331,22 @@ def _tap_gradients(
         x = tl.load(x_ptr + places - taps * width, mask=inside & (times >= taps) & (taps < W), other=0.0)
         products += grad * x.to(tl.float32)
     block = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-    taps_2d = tl.arange(0, TAPS)[:, None]
-    columns_2d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    places_2d = (block * W + taps_2d) * width + columns_2d
-    tl.store(sums_ptr + places_2d, tl.sum(products, 1), mask=(taps_2d < W) & (columns_2d < width))
+    taps = tl.arange(0, TAPS)[:, None]
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    places = (block * W + taps) * width + columns
+    tl.store(sums_ptr + places, tl.sum(products, 1), mask=(taps < W) & (columns < width))
 
 
 def filter_forward(x_BTD: Tensor, taps_WD: Tensor, ahead: bool = False) -> Tensor:
-    y_BTD = x_BTD.new_empty(x_BTD.shape)
-    B, T, D = x_BTD.shape
+    y_BTD, (B, T, D) = x_BTD.new_empty(x_BTD.shape), x_BTD.shape
+    grid = triton.cdiv(T, FILTER["ROWS"]), triton.cdiv(D, FILTER["COLUMNS"]), B
     with current(x_BTD):
-        _shifted_sum[triton.cdiv(T, FILTER["ROWS"]), triton.cdiv(D, FILTER["COLUMNS"]), B](
-            x_BTD, taps_WD, y_BTD, T, D, ahead, W=len(taps_WD), **FILTER
-        )
+        _shifted_sum[grid](x_BTD, taps_WD, y_BTD, T, D, ahead, W=len(taps_WD), **FILTER)
     return y_BTD
 
 
 def filter_backward(grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor) -> tuple[Tensor, Tensor]:
-    B, T, D = x_BTD.shape
-    W = len(taps_WD)
+    (B, T, D), W = x_BTD.shape, len(taps_WD)
     taps = triton.next_power_of_2(W)
     rows = max(1, PRODUCTS // taps)
     columns = max(16, TAP_COLUMNS * PRODUCTS // (rows * taps))
