@@ -119,26 +119,22 @@ fused_forward = torch.library.custom_op("chiar::linear_cross_entropy", run_in_ch
 
 @fused_forward.register_fake
 def _fake(states_ND: Tensor, weight_VD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    losses_N = states_ND.new_empty(len(states_ND), dtype=accumulation_dtype(states_ND))
+    losses_N = states_ND.new_empty(states_ND.shape[0], dtype=accumulation_dtype(states_ND))
     grad_states_ND = states_ND.new_empty(states_ND.shape if rest[3] else (0,))
     grad_weight_VD = losses_N.new_empty(weight_VD.shape if rest[4] else (0,))
     return losses_N.new_empty(()), losses_N, grad_states_ND, grad_weight_VD
 
 
 def scale_gradients(
-    grad_total: Tensor, grad_states_ND: Tensor, grad_weight_VD: Tensor, for_states: bool, for_weight: bool,
-    weight_dtype: torch.dtype,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    total: Tensor, grad_states_ND: Tensor, grad_weight_VD: Tensor, for_states: bool, for_weight: bool, dtype: Any
+) -> tuple[Tensor | None, Tensor | None]:
     # With an axis of its own the factor is not rounded to bf16 before the product, as a bare number would be.
-    factor_1 = grad_total.reshape(1)
+    factor_1 = total.reshape(1)
     by_states = (grad_states_ND * factor_1).to(grad_states_ND.dtype) if for_states else None
-    return by_states, (grad_weight_VD * factor_1).to(weight_dtype) if for_weight else None
+    return by_states, (grad_weight_VD * factor_1).to(dtype) if for_weight else None
 
 
-register_gradient(
-    fused_forward, scale_gradients, lambda inputs, outputs: (*outputs[2:], *inputs[5:7], inputs[1].dtype)
-)  # fmt: skip
-
+register_gradient(fused_forward, scale_gradients, lambda ins, outs: (*outs[2:], *ins[5:7], ins[1].dtype))
 # One product for the logits and one for each gradient, all in the forward pass; a multiply-add is 2 FLOPs.
 register_flop_formula(torch.ops.chiar.linear_cross_entropy)(
     lambda states, weight, *a, **_: 2 * math.prod(states) * weight[0] * (1 + a[3] + a[4])

@@ -48,9 +48,8 @@ def prefix_attention(
     if not (same and q_NHd.dtype == k_MHd.dtype == v_MHd.dtype):
         found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q_NHd, k_MHd, v_MHd))
         raise ValueError(f"q, k and v must be (N, H, d), (M, H, d) and (M, H, d) of one dtype, got {found}.")
-    return packed_attention_forward(
-        q_NHd, k_MHd, v_MHd, query_rows, key_rows, limit_N, skip_M, max_keys, implementation
-    )[0]
+    layout = query_rows, key_rows, limit_N, skip_M, max_keys
+    return packed_attention_forward(q_NHd, k_MHd, v_MHd, *layout, implementation)[0]
 
 
 @torch.library.custom_op("chiar::packed_attention", mutates_args=())
@@ -86,9 +85,7 @@ packed_attention_forward.register_fake(lambda q, *_: (q.new_empty(q.shape), log_
 packed_attention_backward.register_fake(
     lambda grad, *qkv_and_more: tuple(x.new_empty(x.shape) for x in qkv_and_more[:3])
 )
-register_gradient(
-    packed_attention_forward, packed_attention_backward, lambda inputs, outputs: (*inputs[:3], *outputs, *inputs[3:])
-)
+register_gradient(packed_attention_forward, packed_attention_backward, lambda ins, outs: (*ins[:3], *outs, *ins[3:]))
 
 
 def torch_forward(q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -287,9 +284,7 @@ rotary_attention_forward.register_fake(
 rotary_attention_backward.register_fake(
     lambda grad, out, log_sum, rotated, bias, *_: (rotated.new_empty(rotated.shape), bias.new_empty(bias.shape))
 )
-register_gradient(
-    rotary_attention_forward, rotary_attention_backward, lambda inputs, outputs: (*outputs, *inputs[1:])
-)  # fmt: skip
+register_gradient(rotary_attention_forward, rotary_attention_backward, lambda ins, outs: (*outs, *ins[1:]))
 # At most: every token attends to half of `max_keys` tokens.
 register_flop_formula(torch.ops.chiar.rotary_attention)(lambda qkv, *a, **_: 2 * math.prod(qkv) // 3 * a[7])
 register_flop_formula(torch.ops.chiar.rotary_attention_backward)(lambda grad, *a, **_: 5 * math.prod(grad) * a[10])

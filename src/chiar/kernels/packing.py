@@ -6,7 +6,7 @@ tokens in order; the rest is undefined and may be NaN. So every split has the sa
 
 import importlib.util
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -35,9 +35,10 @@ def chosen_attention(q: Tensor, implementation: str, on_cpu: str) -> str:
     return on_cpu if q.device.type == "cpu" else "triton" if fits else "torch"
 
 
-def current(x: Tensor) -> AbstractContextManager[None]:
-    """Triton launches on the current device: inside, it is that of x."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *inputs: Any, **options: Any) -> None:
+    """A Triton kernel on the device of x; Triton itself takes the current one."""
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        kernel[grid](x, *inputs, **options)
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
@@ -73,8 +74,7 @@ def register_gradient(operator: Any, backward: Any, saved: Callable[[Any, Any], 
         outputs = output if isinstance(output, tuple) else (output,)
         kept = saved(inputs, outputs)
         ctx.save_for_backward(*(x for x in kept if isinstance(x, Tensor)))
-        ctx.others = [x for x in kept if not isinstance(x, Tensor)]
-        ctx.number = len(inputs)
+        ctx.others, ctx.number = [x for x in kept if not isinstance(x, Tensor)], len(inputs)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
 
@@ -183,12 +183,10 @@ class PackedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Any:
-        x_PD, weight_KD, count = context.saved_tensors
-        for_x, for_weight, for_bias, _ = context.needs_input_grad
-        grad_x_PD = rows_product(grads[0], weight_KD, count) if for_x else None
-        grad_weight_KD = sum_product(grads[0], x_PD, count) if for_weight else None
-        grad_bias_K = row_sum(grads[0], count, "auto") if for_bias else None
-        return grad_x_PD, grad_weight_KD, grad_bias_K, None
+        (x_PD, weight_KD, count), needs = context.saved_tensors, context.needs_input_grad
+        dx_PD = rows_product(grads[0], weight_KD, count) if needs[0] else None
+        dweight_KD = sum_product(grads[0], x_PD, count) if needs[1] else None
+        return dx_PD, dweight_KD, row_sum(grads[0], count, "auto") if needs[2] else None, None
 
 
 @torch.library.custom_op("chiar::rows_product", mutates_args=())

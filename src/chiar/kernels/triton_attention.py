@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from chiar.kernels.packed_attention import Layout, Three
-from chiar.kernels.packing import LARGEST_HEAD, current
+from chiar.kernels.packing import LARGEST_HEAD, launch
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -58,16 +58,6 @@ def _clear_padding(pointer, program, rows_ptr, capacity, stride, LENGTH: tl.cons
         tl.store(pointer + _offsets(start, stride, LENGTH, HEAD), zeros, mask=padding)
 
 
-@triton.jit
-def _limits(limit_ptr, start, end, QUERIES: tl.constexpr):
-    """Places and limits of a block of queries; the fewest and the most keys that one of them sees."""
-    places = start + tl.arange(0, QUERIES)
-    limit = tl.load(limit_ptr + places, mask=places < end, other=0)
-    fewest = tl.load(limit_ptr + start)
-    most = tl.load(limit_ptr + tl.minimum(start + QUERIES, end) - 1)
-    return places, limit, fewest, most
-
-
 @triton.jit(do_not_specialize=["capacity"])
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, log_sum_ptr, query_rows_ptr, key_rows_ptr, limit_ptr, q_stride, q_head, k_stride,
@@ -83,12 +73,14 @@ def _forward(
     start, end = tl.load(query_rows_ptr + row) + block * QUERIES, tl.load(query_rows_ptr + row + 1)
     if start >= end:
         return
-    places, limit, fewest, most = _limits(limit_ptr, start, end, QUERIES)
+    places = start + tl.arange(0, QUERIES)
+    limit = tl.load(limit_ptr + places, mask=places < end, other=0)
+    fewest = tl.load(limit_ptr + start)
+    most = tl.load(limit_ptr + tl.minimum(start + QUERIES, end) - 1)
     q = _load(q_ptr + head * q_head, start, q_stride, end, QUERIES, HEAD, True)
     key_begin = tl.cast(tl.load(key_rows_ptr + row), tl.int64)
     k_ptr += key_begin * k_stride + head * k_head
     v_ptr += key_begin * v_stride + head * v_head
-
     out = tl.zeros([QUERIES, HEAD], tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     # Finite, so that a query without keys never meets ∞ − ∞.
@@ -130,7 +122,10 @@ def _backward_queries(
     start, end = tl.load(query_rows_ptr + row) + block * QUERIES, tl.load(query_rows_ptr + row + 1)
     if start >= end:
         return
-    places, limit, fewest, most = _limits(limit_ptr, start, end, QUERIES)
+    places = start + tl.arange(0, QUERIES)
+    limit = tl.load(limit_ptr + places, mask=places < end, other=0)
+    fewest = tl.load(limit_ptr + start)
+    most = tl.load(limit_ptr + tl.minimum(start + QUERIES, end) - 1)
     q = _load(q_ptr + head * q_head, start, q_stride, end, QUERIES, HEAD, True)
     grad = _load(grad_ptr + head * grad_head, start, grad_stride, end, QUERIES, HEAD, True)
     out = _load(out_ptr + head * HEAD, start, out_stride, end, QUERIES, HEAD, True)
@@ -141,7 +136,6 @@ def _backward_queries(
     key_begin = tl.cast(tl.load(key_rows_ptr + row), tl.int64)
     k_ptr += key_begin * k_stride + head * k_head
     v_ptr += key_begin * v_stride + head * v_head
-
     dq = tl.zeros([QUERIES, HEAD], tl.float32)
     common = fewest // KEYS * KEYS
     for masked in tl.static_range(2):
@@ -164,8 +158,7 @@ def _backward_keys(
     skip_ptr, grad_stride, grad_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, dk_stride, dk_head,
     queries, capacity, scale, HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """dK = dSᵀ Q and dV = Pᵀ dO, with the same strides. `queries` and `capacity` are how many places there are for
-    packed queries and keys."""
+    """dK = dSᵀ Q and dV = Pᵀ dO, with the same strides; `queries` and `capacity` are the sizes of q and of k."""
     block, head, row = tl.program_id(0), tl.cast(tl.program_id(1), tl.int64), tl.program_id(2)
     dk_ptr += head * dk_head
     dv_ptr += head * dk_head
@@ -191,7 +184,6 @@ def _backward_keys(
     log_sum_ptr += per_query
     delta_ptr += per_query
     limit_ptr += query_begin
-
     dk = tl.zeros([KEYS, HEAD], tl.float32)
     dv = tl.zeros([KEYS, HEAD], tl.float32)
     for whole in tl.static_range(2):
@@ -214,25 +206,23 @@ def _backward_keys(
     _store(dv_ptr, dv, start, dk_stride, end, KEYS, HEAD)
 
 
-def tiles(kernel: str, head: int, max_keys: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def options(kernel: str, q_NHd: Tensor, max_keys: int, clear: bool) -> dict[str, int]:
     """For "forward", "queries" (dQ) or "keys" (dK and dV), loops that fit the registers of an H200: queries and keys a
     step, warps, and steps whose loads are under way at once."""
-    if dtype == torch.float32:
-        return (32, 32, 4, 2) if head <= 128 else (16, 16, 4, 1)
-    if head > 128:
-        return 64, 32, 4, 2
-    if max_keys <= 512:  # a routed row is shorter still: large blocks would be half empty
-        return (64, 64, 4, 3) if head <= 64 else (64 if kernel != "keys" else 32, 64, 4, 2)
+    head = q_NHd.shape[2]
     stages = 3 if head <= 64 else 2
-    if kernel == "forward":
-        return (128, 128, 4, 3) if head <= 64 else (128, 64, 8, 3)
-    return (128, 64, 8, stages) if kernel == "queries" else (64, 128, 8, stages)
-
-
-def options(kernel: str, q_NHd: Tensor, max_keys: int, clear: bool) -> dict[str, int]:
-    queries, keys, warps, stages = tiles(kernel, q_NHd.shape[2], max_keys, q_NHd.dtype)
-    sizes = {"HEAD": q_NHd.shape[2], "QUERIES": queries, "KEYS": keys, "CLEAR": clear}
-    return {**sizes, "num_warps": warps, "num_stages": stages}
+    if q_NHd.dtype == torch.float32:
+        cut = (32, 32, 4, 2) if head <= 128 else (16, 16, 4, 1)
+    elif head > 128:
+        cut = (64, 32, 4, 2)
+    elif max_keys <= 512:  # a routed row is shorter still: large blocks would be half empty
+        cut = (32 if kernel == "keys" and head > 64 else 64, 64, 4, stages)
+    elif kernel == "forward":
+        cut = (128, 128, 4, 3) if head <= 64 else (128, 64, 8, 3)
+    else:
+        cut = (128, 64, 8, stages) if kernel == "queries" else (64, 128, 8, stages)
+    sizes = dict(zip(("QUERIES", "KEYS", "num_warps", "num_stages"), cut, strict=True))
+    return {"HEAD": head, "CLEAR": clear, **sizes}
 
 
 def triton_forward(
@@ -243,11 +233,9 @@ def triton_forward(
     q, k, v = (whole_vectors(x) for x in (q_NHd, k_MHd, v_MHd))
     out, log_sum_HN = q.new_empty(q.shape), q.new_empty(H, N, dtype=torch.float32)
     if out.numel():
-        cut = options("forward", q, max_keys, clear)
-        with current(q):
-            _forward[grid(max_keys, N, cut["QUERIES"], H, layout.query_rows)](
-                q, k, v, out, log_sum_HN, *layout, *strides(q, k, v), N, d**-0.5 / math.log(2), **cut
-            )
+        cut, scale = options("forward", q, max_keys, clear), d**-0.5 / math.log(2)
+        where = grid(max_keys, N, cut["QUERIES"], H, layout.query_rows)
+        launch(_forward, where, q, k, v, out, log_sum_HN, *layout, *strides(q, k, v), N, scale, **cut)
     return out[..., :d].contiguous(), log_sum_HN
 
 
@@ -262,19 +250,15 @@ def triton_backward(
     (N, H, _), M = q.shape, len(k)
     dq, dk, dv = into or (x.new_empty(x.shape) for x in (q, k, v))
     delta_HN, scale = log_sum_HN.new_empty(log_sum_HN.shape), d**-0.5 / math.log(2)
-    steps = strides(grad, q, k, v)
-    with current(q):
-        if dq.numel():
-            cut = options("queries", q, max_keys, clear)
-            saved = out.contiguous(), log_sum_HN, delta_HN
-            _backward_queries[grid(max_keys, N, cut["QUERIES"], H, layout.query_rows)](
-                grad, q, k, v, *saved, dq, *layout, *steps, *strides(dq), N, scale, **cut
-            )
-        if dk.numel():
-            cut, found = options("keys", q, max_keys, clear), (dk, dv)
-            _backward_keys[grid(max_keys, M, cut["KEYS"], H, layout.key_rows)](
-                grad, q, k, v, log_sum_HN, delta_HN, *found, *layout, skip_M, *steps, *strides(dk), N, M, scale, **cut
-            )
+    inputs, steps, sums = (q, k, v), strides(grad, q, k, v), (log_sum_HN, delta_HN)
+    if dq.numel():
+        cut = options("queries", q, max_keys, clear)
+        where, places = grid(max_keys, N, cut["QUERIES"], H, layout.query_rows), (out.contiguous(), *sums, dq)
+        launch(_backward_queries, where, grad, *inputs, *places, *layout, *steps, *strides(dq), N, scale, **cut)
+    if dk.numel():
+        cut = options("keys", q, max_keys, clear)
+        where, rows = grid(max_keys, M, cut["KEYS"], H, layout.key_rows), (*layout, skip_M)
+        launch(_backward_keys, where, grad, *inputs, *sums, dk, dv, *rows, *steps, *strides(dk), N, M, scale, **cut)
     return into or (dq[..., :d].contiguous(), dk[..., :d].contiguous(), dv[..., :d].contiguous())
 
 
@@ -401,12 +385,9 @@ def triton_decode(*tensors: Tensor) -> Tensor:
     splits = triton.cdiv(L, span)
     share, sums = (q.new_empty(B, H, splits, size, dtype=torch.float32) for size in (head, 2))
     out = q.new_empty(B, H, d)
-    with current(q):
-        _attend_split[(splits, H, B)](
-            q, k, v, key_BHLd, value_BHLd, length_B, takes_part_B, share, sums,
-            *strides(q, k, v, key_BHLd, value_BHLd), span, splits, H, d, d**-0.5 / math.log(2),
-            HEAD=head, KEYS=keys, num_warps=4,
-        )  # fmt: skip
-        cut = {"HEAD": head, "SPLITS": triton.next_power_of_2(splits), "num_warps": 4 if splits > 8 else 1}
-        _combine[(H, B)](share, sums, out, length_B, takes_part_B, splits, H, d, **cut)
+    stored, rows = (key_BHLd, value_BHLd), (length_B, takes_part_B)
+    sizes = *strides(q, k, v, *stored), span, splits, H, d, d**-0.5 / math.log(2)
+    launch(_attend_split, (splits, H, B), q, k, v, *stored, *rows, share, sums, *sizes, HEAD=head, KEYS=keys)
+    cut = {"HEAD": head, "SPLITS": triton.next_power_of_2(splits), "num_warps": 4 if splits > 8 else 1}
+    launch(_combine, (H, B), share, sums, out, *rows, splits, H, d, **cut)
     return out

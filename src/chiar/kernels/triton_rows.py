@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from chiar.kernels.packed_norm import Four
-from chiar.kernels.packing import current
+from chiar.kernels.packing import launch
 
 TILE = 2048  # numbers a program of the norm works on at once
 CHUNK = 16  # rows whose sums one program of its backward pass makes, or a tile of narrow ones if that is more
@@ -115,12 +115,9 @@ def shape(width: int) -> dict[str, int]:
 
 def norm_forward(x_ND: Tensor, token_P: Tensor, *inputs: Tensor | None, kind: str, eps: float, outputs: Four) -> None:
     """`inputs`: the kernel's, from `count` to `add_bias`."""
-    cut, (u_PD, *others) = shape(x_ND.shape[1]), outputs
-    places = u_PD if len(u_PD) else None, *others
-    with current(x_ND):
-        _norm_forward[(triton.cdiv(len(token_P), cut["ROWS"]),)](
-            x_ND, token_P, *inputs, *places, x_ND.shape[1], eps, KIND=kind, **cut
-        )
+    cut, places = shape(x_ND.shape[1]), (outputs[0] if len(outputs[0]) else None, *outputs[1:])
+    grid = (triton.cdiv(len(token_P), cut["ROWS"]),)
+    launch(_norm_forward, grid, x_ND, token_P, *inputs, *places, x_ND.shape[1], eps, KIND=kind, **cut)
 
 
 def norm_backward(dh_PD: Tensor, *inputs: Tensor | None, kind: str, outputs: Four) -> Four:
@@ -133,14 +130,13 @@ def norm_backward(dh_PD: Tensor, *inputs: Tensor | None, kind: str, outputs: Fou
     weight_sums = dweight_D.new_empty(chunks, width) if kind != "none" else None
     bias_sums = dweight_D.new_empty(chunks, width) if kind == "layer" else None
     places = dx_PD, dadd_PD if len(dadd_PD) else None, weight_sums, bias_sums
-    with current(dh_PD):
-        _norm_backward[(chunks,)](dh_PD, *inputs, *places, width, KIND=kind, CHUNK=chunk, **cut)
+    launch(_norm_backward, (chunks,), dh_PD, *inputs, *places, width, KIND=kind, CHUNK=chunk, **cut)
     dweight_D = dweight_D.zero_() if weight_sums is None else weight_sums.sum(0)
     return dx_PD, dadd_PD, dweight_D, dbias_D.zero_() if bias_sums is None else bias_sums.sum(0)
 
 
 @triton.jit
-def _gelu(grad_ptr, x_ptr, bias_ptr, y_ptr, sums_ptr, count_ptr, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _gelu(x_ptr, grad_ptr, bias_ptr, y_ptr, sums_ptr, count_ptr, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """y = gelu(x + b); with a gradient dx instead, and its sum over this block's rows."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     count = tl.load(count_ptr)
@@ -171,8 +167,8 @@ def launch_gelu(grad_PK: Tensor | None, x_PK: Tensor, bias_K: Tensor, count: Ten
     y_PK, width = x_PK.new_empty(x_PK.shape), x_PK.shape[1]
     blocks = triton.cdiv(len(x_PK), GELU["ROWS"])
     sums = None if grad_PK is None else bias_K.new_empty(blocks, width).float()
-    with current(x_PK):
-        _gelu[blocks, triton.cdiv(width, GELU["COLUMNS"])](grad_PK, x_PK, bias_K, y_PK, sums, count, width, **GELU)
+    grid = blocks, triton.cdiv(width, GELU["COLUMNS"])
+    launch(_gelu, grid, x_PK, grad_PK, bias_K, y_PK, sums, count, width, **GELU)
     return y_PK, None if sums is None else sums.sum(0).to(bias_K.dtype)
 
 
@@ -193,8 +189,7 @@ def _sum(x_ptr, sums_ptr, count_ptr, width, ROWS: tl.constexpr, COLUMNS: tl.cons
 def triton_row_sum(x_PK: Tensor, count: Tensor) -> Tensor:
     blocks, width = triton.cdiv(x_PK.shape[0], SUM["ROWS"]), x_PK.shape[1]
     sums = x_PK.new_empty(blocks, width).float()
-    with current(x_PK):
-        _sum[blocks, triton.cdiv(width, SUM["COLUMNS"])](x_PK, sums, count, width, **SUM)
+    launch(_sum, (blocks, triton.cdiv(width, SUM["COLUMNS"])), x_PK, sums, count, width, **SUM)
     return sums.sum(0).to(x_PK.dtype)
 
 
@@ -232,8 +227,7 @@ def rotate_rows(x_P3Hd: Tensor, out: Tensor, *inputs: Tensor | None, sign: float
     """As rotate_into. `inputs`: the kernel's, from `bias` to `count`."""
     rows, _, heads, head = x_P3Hd.shape
     sizes = {"WIDTH": heads * head, "HEAD": head, "BLOCK": triton.next_power_of_2(heads * head // 2)}
-    with current(x_P3Hd):
-        _rotate[(rows,)](x_P3Hd, out, *inputs, sign, **sizes, COPY=out is not x_P3Hd, num_warps=4)
+    launch(_rotate, (rows,), x_P3Hd, out, *inputs, sign, **sizes, COPY=out is not x_P3Hd, num_warps=4)
 
 
 @triton.jit
@@ -246,7 +240,6 @@ def _softmax_gradient(
     row = tl.program_id(0).to(tl.int64)  # row × row_stride may pass 2³¹
     row_ptr = logits_ptr + row * row_stride
     columns = tl.arange(0, BLOCK)
-
     # Every lane keeps the maximum m of what it saw and s = Σ exp(x − m). Of exp(m − m') and exp(x − m') with
     # m' = max(m, x) one is 1 and the other exp(−|m − x|), so an element costs one exponential.
     # m starts finite so that lanes beyond the row never meet ∞ − ∞.
@@ -260,14 +253,12 @@ def _softmax_gradient(
         m = tl.maximum(m, x)
     largest = tl.max(m, 0)
     log_sum = largest + tl.log(tl.sum(s * tl.exp(m - largest), 0))
-
     target = tl.load(targets_ptr + row * target_stride)
     kept = target != ignore_index
     # A target outside the vocabulary reads nothing and makes the loss nan.
     known = (target >= 0) & (target < VOCABULARY)
     chosen = tl.load(row_ptr + target, mask=known, other=float("nan")).to(tl.float32)
     tl.store(losses_ptr + row, tl.where(kept, log_sum - chosen, 0.0))
-
     if GRADIENT:
         tl.debug_barrier()  # every warp has read the target's logit before one overwrites it
         for start in range(0, PADDED, BLOCK):
@@ -284,13 +275,10 @@ def triton_softmax_gradient(
     """As torch_softmax_gradient, for fp32, fp16 and bf16."""
     rows, padded = logits_nP.shape
     assert logits_nP.is_contiguous() and losses_n.is_contiguous() and losses_n.dtype == torch.float32
-    if rows == 0:
-        return
-    with current(logits_nP):
-        _softmax_gradient[(rows,)](
-            logits_nP, targets_n, losses_n, logits_nP.stride(0), targets_n.stride(0), ignore_index, vocabulary, padded,
-            gradient, BLOCK=min(SOFTMAX_BLOCK, triton.next_power_of_2(padded)), num_warps=SOFTMAX_WARPS,
-        )  # fmt: skip
+    cut = {"BLOCK": min(SOFTMAX_BLOCK, triton.next_power_of_2(padded)), "num_warps": SOFTMAX_WARPS}
+    numbers = logits_nP.stride(0), targets_n.stride(0), ignore_index, vocabulary, padded, gradient
+    if rows:
+        launch(_softmax_gradient, (rows,), logits_nP, targets_n, losses_n, *numbers, **cut)
 
 
 @triton.jit
@@ -340,8 +328,7 @@ def _tap_gradients(
 def filter_forward(x_BTD: Tensor, taps_WD: Tensor, ahead: bool = False) -> Tensor:
     y_BTD, (B, T, D) = x_BTD.new_empty(x_BTD.shape), x_BTD.shape
     grid = triton.cdiv(T, FILTER["ROWS"]), triton.cdiv(D, FILTER["COLUMNS"]), B
-    with current(x_BTD):
-        _shifted_sum[grid](x_BTD, taps_WD, y_BTD, T, D, ahead, W=len(taps_WD), **FILTER)
+    launch(_shifted_sum, grid, x_BTD, taps_WD, y_BTD, T, D, ahead, W=len(taps_WD), **FILTER)
     return y_BTD
 
 
@@ -352,8 +339,6 @@ def filter_backward(grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor) -> tuple[T
     columns = max(16, TAP_COLUMNS * PRODUCTS // (rows * taps))
     blocks = triton.cdiv(T, rows * STEPS)
     sums_PWD = taps_WD.new_empty(B * blocks, W, D, dtype=torch.float32)
-    with current(x_BTD):
-        _tap_gradients[blocks, triton.cdiv(D, columns), B](
-            grad_BTD, x_BTD, sums_PWD, T, D, W, taps, rows, columns, STEPS, num_warps=TAP_WARPS
-        )
+    grid = blocks, triton.cdiv(D, columns), B
+    launch(_tap_gradients, grid, grad_BTD, x_BTD, sums_PWD, T, D, W, taps, rows, columns, STEPS, num_warps=TAP_WARPS)
     return filter_forward(grad_BTD, taps_WD, ahead=True), sums_PWD.sum(0).to(taps_WD.dtype)
