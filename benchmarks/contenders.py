@@ -76,7 +76,7 @@ REGISTRY = {contender.name: contender for contender in ALL}
 
 
 def foreign(folder: Path) -> Contender:
-    """The model of FOLDER/peer.py; see docs/speed.md for the call."""
+    """The model of FOLDER/peer.py; see docs/execution.md."""
     module = load_peer(folder)
 
     def build(setting: Setting, execution: str, whole: bool) -> TimedModel:

@@ -15,6 +15,7 @@ import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,37 +57,25 @@ def ask(url: str, text: str, steer: dict[str, Any] | None) -> None:
         json.load(response)
 
 
-def repeated(work: Callable[[int], float | None], repeats: int) -> list[float]:
-    """Milliseconds of each call, or what it measured itself."""
-    found = []
-    for number in range(repeats):
-        own: list[float | None] = []
-        seconds = elapsed(lambda number=number, own=own: own.append(work(number)))
-        found.append(seconds * 1e3 if own[0] is None else own[0])
-    return found
+def repeated(work: Callable[[int], object], repeats: int) -> list[float]:
+    """Milliseconds of each call."""
+    return [1e3 * elapsed(partial(work, number)) for number in range(repeats)]
 
 
 def over_http(url: str, text: str, repeats: int) -> dict[str, list[float]]:
     ask(url, text, None)
-    return {
-        "route the text (HTTP)": repeated(lambda n: ask(url, text, None), repeats),
-        "route it with another share (HTTP)": repeated(
-            lambda n: ask(url, text, {"kind": "share", "value": (n + 1) / (repeats + 1)}), repeats
-        ),
-    }
+    plain = repeated(lambda n: ask(url, text, None), repeats)
+    moved = repeated(lambda n: ask(url, text, {"kind": "share", "value": (n + 1) / (repeats + 1)}), repeats)
+    return {"route the text (HTTP)": plain, "route it with another share (HTTP)": moved}
 
 
 def in_chromium(url: str, text: str, repeats: int) -> dict[str, list[float]]:
     with chromium() as browser:
-
-        def load(number: int) -> float:
-            """In a context of its own, so that nothing is cached; making the context is not the page's time."""
-            watched = Watched(browser)
-            took = elapsed(lambda: watched.open(url).wait_for_selector("input[type=range]:not([disabled])"))
+        # Each in a context of its own, so that nothing is cached; making the context is not the page's time.
+        pages = [Watched(browser) for _ in range(repeats)]
+        loads = repeated(lambda n: pages[n].open(url).wait_for_selector("input[type=range]:not([disabled])"), repeats)
+        for watched in pages:
             watched.context.close()
-            return 1e3 * took
-
-        loads = repeated(load, repeats)
         page = Watched(browser).open(url)
         page.locator("select").select_option("share")
         with page.expect_response("**/api/route"):

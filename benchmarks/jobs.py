@@ -165,18 +165,12 @@ class DecodeJob(Job):
 def tensors(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
     """All tensors an object holds, however deep."""
     seen = set() if seen is None else seen
-    if isinstance(thing, Tensor):
-        return [thing]
-    if id(thing) in seen:
-        return []
+    if isinstance(thing, Tensor) or id(thing) in seen:
+        return [thing] if isinstance(thing, Tensor) else []
     seen.add(id(thing))
-    if isinstance(thing, Mapping):
-        parts = list(thing.values())
-    elif isinstance(thing, list | tuple):
-        parts = list(thing)
-    else:
-        parts = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
-    return [tensor for part in parts for tensor in tensors(part, seen)]
+    if not isinstance(thing, list | tuple):
+        thing = list((thing if isinstance(thing, Mapping) else getattr(thing, "__dict__", {})).values())
+    return [tensor for part in thing for tensor in tensors(part, seen)]
 
 
 @dataclass

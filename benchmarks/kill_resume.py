@@ -56,9 +56,8 @@ def main() -> int:
             runs += 1
             out = Path(folder) / f"run{runs}"
             while True:
-                process = subprocess.Popen(
-                    command(corpus, out, resume=(out / "run.json").exists()), stdout=subprocess.DEVNULL
-                )
+                words = command(corpus, out, resume=(out / "run.json").exists())
+                process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
                 try:
                     # Long enough for each life to take a few steps, short enough that most are cut off.
                     process.wait(timeout=moments.uniform(0.55, 1.0) * whole)

@@ -12,7 +12,7 @@ from contenders import BASELINE, Contender
 from jobs import DecodeJob, Finished, Job, PrefillJob, TrainJob, waits
 from models import Setting, Work, compiled, exact_routes, prepare_decoding
 from parity import Verdict
-from table import COLUMNS, Row, Table, sentence
+from rows import COLUMNS, Row, Table, sentence
 from timing import WARM_UP, Times, interleave, ratios, speedup, surroundings, synchronize
 
 BEGAN = time.perf_counter()

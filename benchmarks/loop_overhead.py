@@ -17,8 +17,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from chiar.training import loop
 from chiar.training.batches import Batch
@@ -75,16 +73,14 @@ def show(arguments: argparse.Namespace, compiled: bool, turns: list[tuple[float,
     how = f"{arguments.batch} × {arguments.length} tokens a step in micro-batches of {arguments.micro_batch}"
     where = hardware("cuda" if torch.cuda.is_available() else "cpu")
     title = f"{arguments.preset}, {how}, {'compiled' if compiled else 'plain'}\n{where}, torch {torch.__version__}"
-    table = Table("step", "median, ms", "least", "most", "tokens/s", box=None)
+    print(title)
     for number, name in enumerate(("bare", "in train()")):
         times = [turn[number] for turn in turns]
-        cells = (f"{1e3 * value:,.3f}" for value in (median(times), min(times), max(times)))
-        table.add_row(name, *cells, f"{arguments.batch * arguments.length / median(times):,.0f}")
-    console = Console(width=140, highlight=False)
-    console.print(title)
-    console.print(table)
+        low, middle, high = (f"{1e3 * value:,.3f}" for value in (min(times), median(times), max(times)))
+        rate = arguments.batch * arguments.length / median(times)
+        print(f"{name:10} median {middle} ms ({low} to {high}), {rate:,.0f} tokens/s")
     over = median(ours / bare for bare, ours in turns) - 1
-    console.print(f"train() takes {over:+.2%} over the bare step (median of {len(turns)} turns; the aim is at most 3%)")
+    print(f"train() takes {over:+.2%} over the bare step (median of {len(turns)} turns; the aim is at most 3%)")
 
 
 def main(given: list[str] | None = None) -> None:

@@ -50,26 +50,25 @@ class Work:
         return self.layers + self.logits / length
 
 
+def drawn(rows: int, tokens: int, layers: list[int], seed: int) -> dict[int, Tensor]:
+    """Uniform numbers, (B, T). They depend on a layer's number alone, so contenders that route it get the same routes,
+    and no layer repeats another's."""
+    generators = {layer: torch.Generator().manual_seed(1_000_003 * seed + layer) for layer in layers}
+    return {layer: torch.rand(rows, tokens, generator=generator) for layer, generator in generators.items()}
+
+
 def exact_routes(rows: int, tokens: int, attending: int, layers: list[int], device: str, seed: int = 0) -> Routes:
-    """`attending` tokens of every row at random places. A layer's routes depend on its number alone, so contenders
-    that route it get the same ones, and no layer repeats another's."""
-    routes = {}
-    for layer in layers:
-        generator = torch.Generator().manual_seed(1_000_003 * seed + layer)
-        rank_BT = torch.rand(rows, tokens, generator=generator).argsort(1).argsort(1)
-        routes[layer] = (rank_BT < attending).long().to(device)
-    return routes
+    """`attending` tokens of every row at random places."""
+    numbers = drawn(rows, tokens, layers, seed)
+    return {layer: (x_BT.argsort(1).argsort(1) < attending).long().to(device) for layer, x_BT in numbers.items()}
 
 
 def ragged_routes(rows: int, tokens: int, fraction: float, layers: list[int], device: str, seed: int = 0) -> Routes:
     """Each token for itself with probability `fraction`; one row all light, the next all attention."""
-    routes = {}
-    for layer in layers:
-        generator = torch.Generator().manual_seed(1_000_003 * seed + layer)
-        choice_BT = (torch.rand(rows, tokens, generator=generator) < fraction).long()
+    routes = {layer: (x_BT < fraction).long() for layer, x_BT in drawn(rows, tokens, layers, seed).items()}
+    for layer, choice_BT in routes.items():
         choice_BT[layer % rows], choice_BT[(layer + 1) % rows] = 0, 1
-        routes[layer] = choice_BT.to(device)
-    return routes
+    return {layer: choice_BT.to(device) for layer, choice_BT in routes.items()}
 
 
 class TimedModel(nn.Module):
@@ -156,13 +155,6 @@ def compiled(model: TimedModel, call: Callable[..., Any], whole: bool) -> Callab
     if whole or not model.compile_parts():
         return torch.compile(call, dynamic=False)
     return call
-
-
-def compiled_graphs() -> int:
-    """How many graphs were compiled so far."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
 
 
 def prepare_decoding(model: TimedModel, bf16: bool, compiled: bool) -> None:

@@ -16,20 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from chiar.layers.spectral import SpectralFilter
 from contenders import Contender
-from models import (
-    Routes,
-    Setting,
-    TimedChiar,
-    TimedModel,
-    compiled,
-    compiled_graphs,
-    exact_routes,
-    prepare_decoding,
-    ragged_routes,
-)
+from models import Routes, Setting, TimedChiar, TimedModel, compiled, exact_routes, prepare_decoding, ragged_routes
 
 ROWS, LENGTH, LAYERS = 3, 96, 4
 DECODED = 8
@@ -50,6 +41,11 @@ class Verdict:
     message: str
     recompiled: bool | None = None
     """Whether another split of the same shapes was compiled anew; None where nothing is, or splits are shapes."""
+
+
+def compiled_graphs() -> int:
+    """How many graphs were compiled so far."""
+    return counters["stats"]["unique_graphs"]
 
 
 class Parity:

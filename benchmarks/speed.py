@@ -5,7 +5,7 @@
 
 Every contender is first compared with its own dense execution (parity.py); one that differs gets no row, and the exit
 code is 1. Routes are forced: exactly f of every row's tokens at random places, the same for all; with --own-routes a
-model that decodes routes itself. See docs/speed.md, "Measuring".
+model that decodes routes itself. See docs/execution.md.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from jobs import BACKENDS, best_backend, preferring
 from lap import Lap, free, say
 from models import Setting
 from parity import Parity, Verdict, precision
-from table import Table, draw_speedups, new_file
+from rows import Table, draw_speedups, new_file
 from timing import numbers, parser
 
 
@@ -91,16 +91,12 @@ def measure(options: argparse.Namespace, registry: Mapping[str, Contender], tabl
                 free(options.device)
             del standard, lap
             free(options.device)
-        draw(options.picture, table)
+        # The picture so far, again after every length: a run may be cut short.
+        if options.picture is not None and any(row.contender != BASELINE for row in table.rows):
+            draw_speedups(table.rows, BASELINE).savefig(options.picture, format="svg")
     for sentence in referee.failed:
         say(f"not measured: {sentence}")
     return 1 if referee.failed else 0
-
-
-def draw(path: Path | None, table: Table) -> None:
-    """The picture so far, again after every length: a run may be cut short."""
-    if path is not None and any(row.contender != BASELINE for row in table.rows):
-        draw_speedups(table.rows, BASELINE, path)
 
 
 def choose_backend(options: argparse.Namespace, length: int) -> str:
@@ -176,21 +172,16 @@ def main(arguments: Sequence[str] | None = None, registry: Mapping[str, Contende
         print(f"error: {error}", file=sys.stderr)
         return 2
     # One process compiles many models through the same code: none may fall back to plain execution unseen.
-    many: dict[str, Any] = {
-        "recompile_limit": 1024,
-        "accumulated_recompile_limit": 4096,
-        "fail_on_recompile_limit_hit": True,
-    }
+    limits: dict[str, Any] = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096}
     table = Table(options.csv)
     try:
-        with precision("high"), torch._dynamo.config.patch(many):
-            code = measure(options, registry, table)
+        with precision("high"), torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True}):
+            return measure(options, registry, table)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
         table.close()
-    return code
 
 
 if __name__ == "__main__":

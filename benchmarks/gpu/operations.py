@@ -1,13 +1,12 @@
 """Each fast operation on a GPU: is it right, and how fast is it?
 
-    python benchmarks/gpu/operations.py [attention decode loss filter spectral] [--repeats 20]
+    python benchmarks/gpu/operations.py [attention decode loss filter] [--repeats 20]
 
 Without names all of them. Every comparison comes before a timing; needs no test framework; exits with 1 if one fails.
 On a CPU (`--device cpu --small`) the plain implementations run, on small shapes.
 """
 
 import argparse
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -18,13 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from chiar.kernels.basis import basis_matrix
 from chiar.kernels.decode_attention import decode_attention
 from chiar.kernels.linear_cross_entropy import linear_cross_entropy
 from chiar.kernels.packed_attention import prefix_attention
-from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.temporal_filter import temporal_filter
-from chiar.kernels.transform import Transform, make_transform
 
 sys.path.append(str(Path(__file__).parents[1]))
 from timing import installed, measure, parser, passed, relative, say, surroundings
@@ -104,11 +100,10 @@ class Packed:
 
 
 def attention(run: Run) -> None:
-    """Packed attention beside dense attention and torch's own varlen_attn."""
+    """Packed attention beside dense attention."""
     cases = [([1, 2, 3], 1.0, 2, 64), ([256, 0, 200, 1, 77], 0.4, 4, 64), ([300, 129, 511], 0.5, 2, 128)]
-    cases += (
-        [] if run.small else [([2000, 0, 700], 1.0, 4, 64), ([1999, 13, 700], 0.1, 2, 32), ([1500, 800], 0.5, 2, 128)]
-    )
+    if not run.small:
+        cases += [([2000, 0, 700], 1.0, 4, 64), ([1999, 13, 700], 0.1, 2, 32), ([1500, 800], 0.5, 2, 128)]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         # Rounded: the weights and dS before a product, the output, and (in delta) the output again.
         limit = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
@@ -122,37 +117,22 @@ def attention(run: Run) -> None:
         inputs = [run.draw(B, HEADS, T, HEAD).requires_grad_() for _ in range(3)]
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             with sdpa_kernel([backend, SDPBackend.MATH], set_priority=True):
-                dense = partial(F.scaled_dot_product_attention, is_causal=True)
-                pairs = B * T * (T + 1) / 2
-                both(
-                    run, f"{B}×{T} dense, {backend.name}", dense, inputs, inputs[0].detach(), 4.0 * HEADS * HEAD * pairs
+                dense, flops = (
+                    partial(F.scaled_dot_product_attention, is_causal=True),
+                    2.0 * HEADS * HEAD * B * T * (T + 1),
                 )
+                both(run, f"{B}×{T} dense, {backend.name}", dense, inputs, inputs[0].detach(), flops)
         for keys in ("all", "routed"):
             for fraction in (1.0, 0.5, 0.25):
                 example = Packed(run, [T] * B, fraction, keys, HEADS, HEAD, torch.bfloat16)
                 name = f"{B}×{T} keys {keys} f {fraction}"
                 both(run, f"{name}, ours", example.attend, example.inputs, example.grad, example.flops)
-                peer = varlen(example) if keys == "routed" and run.device == "cuda" else None
-                if peer is not None:
-                    both(run, f"{name}, varlen_attn", peer, example.inputs, example.grad, example.flops)
 
 
 def both(run: Run, name: str, call: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor, flops: float) -> None:
     with torch.no_grad():
         run.time(f"{name}, forward", lambda: call(*inputs), flops)
     run.time(f"{name}, with gradients", lambda: with_gradients(call, inputs, grad), 3.5 * flops)
-
-
-def varlen(example: Packed) -> Callable[..., Tensor] | None:
-    """torch's own packed attention for routed keys, where this torch has it."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    windows = "window_size" in inspect.signature(varlen_attn).parameters
-    rows, *_, longest = example.layout
-    causal = {"window_size": (-1, 0)} if windows else {"is_causal": True}
-    return lambda q, k, v: varlen_attn(q, k, v, rows, rows, longest, longest, **causal)
 
 
 def decode(run: Run) -> None:
@@ -229,9 +209,8 @@ def loss(run: Run) -> None:
             exact = [x.detach().double().requires_grad_() for x in inputs]
             true = with_gradients(lambda x, w, t=targets: F.cross_entropy(x @ w.T, t), exact, one.double())
             plain = with_gradients(lambda x, w, t=targets: unfused(x, w, t), inputs, one)
-            allowed = (
-                1e-5 if dtype == torch.float32 else 1.3 * max(map(relative, plain, true)) + torch.finfo(dtype).eps / 2
-            )
+            rounded = 1.3 * max(map(relative, plain, true)) + torch.finfo(dtype).eps / 2
+            allowed = 1e-5 if dtype == torch.float32 else rounded
             fused = partial(linear_cross_entropy, chunk_rows=chunk, implementation=run.fast)
             found = with_gradients(lambda x, w, t=targets, f=fused: f(x, w, t), inputs, one)
             run.check(f"loss {shape} {dtype}", found, true, allowed)
@@ -282,42 +261,12 @@ def filter_along_time(run: Run) -> None:
             # y and dx are rounded to bf16 once; dtaps is an fp32 sum over all tokens of products of bf16 numbers.
             run.check(f"filter D {width}, {form}", with_gradients(call, few, grad[:2]), true, 8e-3)
             with torch.no_grad():
-                run.time(
-                    f"D {width}, {form}, forward", lambda call=call, x=x, taps=taps: call(x, taps), 2 * x.nbytes, "TB/s"
-                )
+                run.time(f"D {width}, {form}, forward", partial(call, x, taps), 2 * x.nbytes, "TB/s")
             step = partial(with_gradients, call, [x, taps], grad)
             run.time(f"D {width}, {form}, with gradients", step, 5 * x.nbytes, "TB/s")
 
 
-def spectral(run: Run) -> None:
-    """What the entropy and the filter cost in each form of the transform, compiled, on bf16 rows."""
-    torch.set_float32_matmul_precision("high")  # as in bf16 training: TF32 for what is fp32
-    for width in (64,) if run.small else (1024, 2048):
-        x = run.draw(256 if run.small else 32768, width)
-        weight = (1 + 0.3 * run.draw(width, dtype=torch.float32)).bfloat16()
-        halves = {
-            name: part.to(run.device) for name, part in vars(make_transform("dct", width)).items() if part is not None
-        }
-        whole = Transform(basis_matrix("dct", width).to(run.device))
-        forms = {"identity": Transform(), "dct, whole matrix": whole, "dct, even/odd": Transform(**halves)}
-        for name, transform in forms.items():
-            basis = "identity" if name == "identity" else "dct"
-            exact = Transform(basis_matrix(basis, width, dtype=torch.float64).to(run.device))
-            few = x[:256].double()
-            true = exact.inverse(exact.forward(few) * weight.double())
-            # H is a sum over the row in fp32, by TF32 products of 10 bits; a filtered row is bf16 after two products.
-            for kind, call, expected, limit in (
-                ("entropy", lambda x, t=transform: spectral_entropy(x, t), spectral_entropy(few, exact), 1e-4),
-                ("filter", lambda x, t=transform, w=weight: t.inverse(t.forward(x) * w), true, 2e-2),
-            ):  # fmt: skip
-                compiled = call if run.small else torch.compile(call, fullgraph=True)
-                with torch.no_grad():
-                    run.check(f"{kind} D {width}, {name}", (compiled(x)[:256],), (expected,), limit)
-                    moved = x.nbytes * (1 if kind == "entropy" else 2)
-                    run.time(f"D {width}, {kind}, {name}", lambda c=compiled, x=x: c(x), moved, "TB/s of rows")
-
-
-PARTS = {"attention": attention, "decode": decode, "loss": loss, "filter": filter_along_time, "spectral": spectral}
+PARTS = {"attention": attention, "decode": decode, "loss": loss, "filter": filter_along_time}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,8 +12,8 @@ import jobs
 import models
 import parity
 import peers
+import rows
 import speed
-import table
 import timing
 from chiar.layers.ragged import BLOCK, ROOM, RaggedStore
 
@@ -36,7 +36,7 @@ def test_every_contender_has_a_row_and_a_line_and_nothing_is_overwritten(tmp_pat
     code, found = run(path, "--picture", str(picture))
     assert code == 0
     assert [row["contender"] for row in found] == list(contenders.REGISTRY)
-    assert list(found[0]) == table.COLUMNS
+    assert list(found[0]) == rows.COLUMNS
     for row in found:
         assert 0 < float(row["p20_ms"]) <= float(row["p50_ms"]) <= float(row["p80_ms"])
         assert float(row["realised"]) == pytest.approx(float(row["speedup"]) / float(row["bound"]), rel=1e-4)
@@ -95,15 +95,15 @@ def test_what_is_wrong_is_found_and_bf16_judged_by_what_dense_execution_loses_in
 def test_decode_counts_the_cache_as_it_is_stored(tmp_path):
     """Four layers, two of them routed at f = 0.25, one without keys: as many entries, and some room."""
     longer = ["--mode", "decode", "--lengths", "512", "--tokens", "1024"]
-    code, rows = run(tmp_path / "decode.csv", *longer, "--only", "routed", "routed-all-keys", "mod", "v3")
-    found = {row["contender"]: row for row in rows}
+    code, table = run(tmp_path / "decode.csv", *longer, "--only", "routed", "routed-all-keys", "mod", "v3")
+    found = {row["contender"]: row for row in table}
     assert code == 0 and set(found) == {"baseline", "routed", "routed-all-keys", "v3"}, "mod cannot decode"
     layers, width, batch, entries = 4, 32, 2, 512 + ROOM  # as allocated, whatever is in use
     assert int(found["baseline"]["cache_bytes"]) == layers * 2 * batch * entries * width * 4 + layers * batch * 8
     share, room = float(found["routed"]["cache_share"]), (BLOCK + ROOM) / 512
     assert (2 * 0.25 + 1) / 4 < share < (2 * (0.25 + room) + 1 + room) / 4
     assert float(found["routed-all-keys"]["cache_share"]) == pytest.approx(3 / 4, rel=1e-3)
-    assert not any(row["bound"] for row in rows), "decoding is bound by memory"
+    assert not any(row["bound"] for row in table), "decoding is bound by memory"
 
 
 def test_alone_on_the_device_a_model_that_routes_itself_is_near_the_fraction(tmp_path, capsys):

@@ -28,6 +28,10 @@ def agree(found, expected, allowed: float = ALLOWED) -> None:
         assert ((ours - true).abs() <= allowed * max(largest, 1e-3)).all()
 
 
+def relative(found, expected) -> float:
+    return float((found.detach().double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
 def allow_loops_of_runtime_length() -> None:
     """Triton 3.6 turns a loop's bound, an array of one number, into an int; NumPy 2.4 only does that with .item()."""
     from triton.runtime import interpreter

@@ -52,8 +52,7 @@ def test_equals_the_definition_in_python_integers(keys, salts):
     assert integers(keys, *salts) == integers(keys, *salts, dtype=torch.int32) == expected
 
 
-@PROPERTY
-@given(seed=st.integers(0, 1000), layer=st.integers(0, 30))
+@pytest.mark.parametrize(("seed", "layer"), [(0, 0), (7, 3), (999, 30)])
 def test_uniform_over_token_ids_and_dependent_on_every_salt(seed, layer):
     number = uniform_hash(torch.arange(20_000), seed, layer)
     counts = torch.histc(number, bins=50, min=0, max=1)

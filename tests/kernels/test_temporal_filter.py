@@ -23,8 +23,8 @@ def test_outputs_and_gradients_are_the_definitions(shape, implementation):
 
 def test_the_operator_is_described_to_the_compiler():
     x, taps = torch.randn(2, 5, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
-    torch.library.opcheck(temporal_filter, (x, taps, "torch"))
-    torch.library.opcheck(temporal_filter, (x.detach().transpose(0, 1), taps, "torch"))
+    for layout in (x, x.detach().transpose(0, 1)):
+        torch.library.opcheck(temporal_filter, (layout, taps, "torch"))
 
 
 def test_taps_of_all_coefficients_can_be_anything_and_few_are_smooth():

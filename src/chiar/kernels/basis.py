@@ -17,18 +17,13 @@ def dct_matrix(width: int) -> Tensor:
 def random_orthogonal(width: int, seed: int) -> Tensor:
     """A Haar-random rotation. The signs of R are fixed, which makes the QR factors unique on any machine."""
     generator = torch.Generator().manual_seed(seed)
-    gaussian_DD = torch.randn(width, width, dtype=torch.float64, generator=generator)
-    q_DD, r_DD = torch.linalg.qr(gaussian_DD)
+    q_DD, r_DD = torch.linalg.qr(torch.randn(width, width, dtype=torch.float64, generator=generator))
     return q_DD * r_DD.diagonal().sign()
 
 
 def basis_matrix(kind: str, width: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """The D×D matrix whose rows are the basis vectors, computed in float64."""
-    if kind == "dct":
-        matrix_DD = dct_matrix(width)
-    elif kind == "random":
-        matrix_DD = random_orthogonal(width, seed)
-    else:
-        assert kind == "identity", kind
-        matrix_DD = torch.eye(width)
-    return matrix_DD.to(dtype)
+    assert kind in ("dct", "random", "identity"), kind
+    if kind == "random":
+        return random_orthogonal(width, seed).to(dtype)
+    return (dct_matrix(width) if kind == "dct" else torch.eye(width)).to(dtype)

@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from chiar.kernels.packing import accumulation_dtype, check_choice, chosen_attention
-
-IMPLEMENTATIONS = ("auto", "torch", "cpu", "triton")
+from chiar.kernels.packing import accumulation_dtype, chosen_attention
 
 
 @torch.library.custom_op("chiar::decode_attention", mutates_args=("key_BHLd", "value_BHLd", "length_B"))
@@ -20,11 +18,9 @@ def decode_attention(
 ) -> Tensor:  # fmt: skip
     """softmax(q Kᵀ/√d) V, (B, H, d), over the first `length_B` entries of each row and the new one.
 
-    Rows that take part store k and v at entry `length_B`, which rises by one and must stay below L. Of the others
-    nothing is read or stored, and their output is 0. What lies behind a row's entries is arbitrary, on a CPU finite.
-    Scores and sums are fp32 (float64 for float64).
+    Rows that take part store k and v at entry `length_B`, which rises by one and must stay below L; the others give 0.
+    What lies behind a row's entries is arbitrary, on a CPU finite. Scores and sums are fp32 (float64 for float64).
     """
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
     tensors = q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B
     B, H, L, d = key_BHLd.shape
     wanted = [(B, H, d)] * 3 + [(B, H, L, d)] * 2 + [(B,)] * 2
@@ -40,13 +36,13 @@ def decode_attention(
     return cpu_forward(*tensors) if implementation == "cpu" else torch_forward(*tensors)
 
 
-def torch_forward(
-    q_BHd: Tensor, k_BHd: Tensor, v_BHd: Tensor, key_BHLd: Tensor, value_BHLd: Tensor, length_B: Tensor,
-    takes_part_B: Tensor,
-) -> Tensor:  # fmt: skip
+def torch_forward(*tensors: Tensor) -> Tensor:
     """The definition."""
-    store(key_BHLd, k_BHd, length_B, takes_part_B)
-    store(value_BHLd, v_BHd, length_B, takes_part_B)
+    q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B = tensors
+    row_B = torch.arange(len(length_B), device=length_B.device)
+    for stored_BHLd, new_BHd in ((key_BHLd, k_BHd), (value_BHLd, v_BHd)):
+        before_BHd = stored_BHLd[row_B, :, length_B]
+        stored_BHLd[row_B, :, length_B] = torch.where(takes_part_B[:, None, None], new_BHd, before_BHd)
     length_B += takes_part_B
     dtype = accumulation_dtype(q_BHd)
     seen_B = torch.where(takes_part_B, length_B, 0)
@@ -59,26 +55,17 @@ def torch_forward(
     return (weights_BHL[..., None] * value).sum(2).to(q_BHd.dtype)
 
 
-def store(stored_BHLd: Tensor, new_BHd: Tensor, length_B: Tensor, takes_part_B: Tensor) -> None:
-    row_B = torch.arange(len(length_B), device=length_B.device)
-    before_BHd = stored_BHLd[row_B, :, length_B]
-    stored_BHLd[row_B, :, length_B] = torch.where(takes_part_B[:, None, None], new_BHd, before_BHd)
-
-
-def cpu_forward(
-    q_BHd: Tensor, k_BHd: Tensor, v_BHd: Tensor, key_BHLd: Tensor, value_BHLd: Tensor, length_B: Tensor,
-    takes_part_B: Tensor,
-) -> Tensor:  # fmt: skip
+def cpu_forward(*tensors: Tensor) -> Tensor:
     """By torch's own attention over the longest row that takes part: the host is the device, so it may look."""
-    rows = takes_part_B.nonzero()[:, 0]
-    out_BHd = torch.zeros_like(q_BHd)
+    q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B = tensors
+    rows, out_BHd = takes_part_B.nonzero()[:, 0], torch.zeros_like(q_BHd)
     if not len(rows):
         return out_BHd
     key_BHLd[rows, :, length_B[rows]] = k_BHd[rows]
     value_BHLd[rows, :, length_B[rows]] = v_BHd[rows]
     length_B += takes_part_B
-    every, longest = len(rows) == len(length_B), int(length_B[rows].max())
-    seen = slice(None) if every else rows
+    longest = int(length_B[rows].max())
+    seen = slice(None) if len(rows) == len(length_B) else rows
     key, value = key_BHLd[seen, :, :longest], value_BHLd[seen, :, :longest]
     visible = (torch.arange(longest) < length_B[seen][:, None])[:, None, None]
     mask = None if bool(visible.all()) else visible
@@ -87,7 +74,5 @@ def cpu_forward(
 
 
 decode_attention.register_fake(lambda q, *_, **__: torch.empty_like(q, memory_format=torch.contiguous_format))
-
-
 # At most: two products over all entries there is room for, since lengths are on the device.
 register_flop_formula(torch.ops.chiar.decode_attention)(lambda q, k, v, key, *_, **__: 2 * 2 * math.prod(key))

@@ -1,8 +1,8 @@
 """The language loss straight from the last states: no N×V tensor of logits is ever kept.
 
-L = Σ_n logsumexp(W x_n) − (W x_n)[t_n]. Its gradient needs nothing that comes later: ∂L/∂X = G W and ∂L/∂W = Gᵀ X
-with G = softmax(X Wᵀ) − onehot(t). So the forward pass goes over chunks of rows, turns each chunk's logits into its G
-where they lie, takes both products at once and reuses the memory; the backward pass only scales what is stored.
+L = Σ_n logsumexp(W x_n) − (W x_n)[t_n], ∂L/∂X = G W and ∂L/∂W = Gᵀ X with G = softmax(X Wᵀ) − onehot(t). The forward
+pass goes over chunks of rows, turns each chunk's logits into its G where they lie, takes both products at once and
+reuses the memory; the backward pass only scales what is stored.
 """
 
 import math
@@ -10,13 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from chiar.kernels.packing import accumulation_dtype, check_choice, wants_triton
+from chiar.kernels.packing import accumulation_dtype, check_choice, product_dtype, register_gradient, row_kernels
 
-REDUCTIONS = ("mean", "sum", "none")
-IMPLEMENTATIONS = ("auto", "torch", "triton")
 CHUNK_ROWS = 3072
 # 50257 is odd: rows of logits that begin at odd places slow down every product and every load.
 COLUMN_MULTIPLE = 16
@@ -28,25 +25,19 @@ def linear_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """F.cross_entropy(states @ weight.T, targets), in fp32 (float64 for float64 states), in little memory.
 
-    Products run in the dtype of the states, or in autocast's where it is on; softmax, loss and the sum over chunks of
-    the weight's gradient are fp32. Where every target is ignored the mean is 0, not nan: such a batch teaches nothing.
-    "none" gives the loss of each row and has no gradient. `implementation` is that of the softmax.
+    Products run in the dtype of the states, or in autocast's; softmax, loss and the sum over chunks of the weight's
+    gradient are fp32. Where every target is ignored the mean is 0. "none" gives each row's loss and has no gradient.
     """
-    check_choice("reduction", reduction, REDUCTIONS)
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    check_choice("reduction", reduction, ("mean", "sum", "none"))
+    check_choice("implementation", implementation, ("auto", "torch", "triton"))
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}.")
-    device = states_ND.device.type
-    if torch.is_autocast_enabled(device) and states_ND.dtype != torch.float64:
-        states_ND = states_ND.to(torch.get_autocast_dtype(device))
-    differentiable = torch.is_grad_enabled()
-    for_states = differentiable and states_ND.requires_grad
-    for_weight = differentiable and weight_VD.requires_grad
+    states_ND = states_ND.to(product_dtype(states_ND))
+    for_states, for_weight = (torch.is_grad_enabled() and x.requires_grad for x in (states_ND, weight_VD))
     if reduction == "none" and (for_states or for_weight):
         raise ValueError('reduction "none" has no gradient: call it under torch.no_grad().')
-    total, losses_N, _, _ = fused_forward(
-        states_ND, weight_VD, targets_N, ignore_index, chunk_rows, for_states, for_weight, implementation
-    )
+    options = ignore_index, chunk_rows, for_states, for_weight, implementation
+    total, losses_N, _, _ = fused_forward(states_ND, weight_VD, targets_N, *options)
     if reduction != "mean":
         return losses_N if reduction == "none" else total
     return total / (targets_N != ignore_index).sum().clamp(min=1)
@@ -57,17 +48,15 @@ def run_in_chunks(
     for_weight: bool, implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The summed loss, the loss of each row, and the gradients asked for (empty where not)."""
-    rows, vocabulary = len(states_ND), len(weight_VD)
-    precise = accumulation_dtype(states_ND)
+    rows, vocabulary, precise = len(states_ND), len(weight_VD), accumulation_dtype(states_ND)
     # Added words have zero weights: their logits stay 0 and nobody reads them.
     padded_PD = aligned(weight_VD, states_ND.dtype)
     losses_N = states_ND.new_empty(rows, dtype=precise)
     grad_states_ND = states_ND.new_empty(states_ND.shape) if for_states else states_ND.new_empty(0)
     grad_weight_PD = states_ND.new_zeros(padded_PD.shape if for_weight else (0,), dtype=precise)
     buffer_cP = states_ND.new_empty(min(chunk_rows, rows), len(padded_PD))
-    to_gradient = torch_softmax_gradient
-    if wants_triton(states_ND, implementation):
-        from chiar.kernels.triton_rows import triton_softmax_gradient as to_gradient
+    kernels, gradient = row_kernels(states_ND, implementation), for_states or for_weight
+    to_gradient = kernels.triton_softmax_gradient if kernels else torch_softmax_gradient
     # Autocast is still on in here, and would cast fp32 products again.
     with torch.autocast(states_ND.device.type, enabled=False):
         for first in range(0, rows, chunk_rows):
@@ -75,7 +64,6 @@ def run_in_chunks(
             states_nD = states_ND[chunk]
             logits_nP = buffer_cP[: len(states_nD)]
             torch.mm(states_nD, padded_PD.T, out=logits_nP)
-            gradient = for_states or for_weight
             to_gradient(logits_nP, vocabulary, targets_N[chunk], ignore_index, losses_N[chunk], gradient)
             if for_states:
                 torch.mm(logits_nP, padded_PD, out=grad_states_ND[chunk])
@@ -131,41 +119,23 @@ fused_forward = torch.library.custom_op("chiar::linear_cross_entropy", run_in_ch
 
 @fused_forward.register_fake
 def _fake(states_ND: Tensor, weight_VD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    for_states, for_weight = rest[3], rest[4]
-    precise = accumulation_dtype(states_ND)
-    return (
-        states_ND.new_empty((), dtype=precise),
-        states_ND.new_empty(states_ND.shape[0], dtype=precise),
-        states_ND.new_empty(states_ND.shape if for_states else 0),
-        states_ND.new_empty(weight_VD.shape if for_weight else 0, dtype=precise),
-    )
+    losses_N = states_ND.new_empty(states_ND.shape[0], dtype=accumulation_dtype(states_ND))
+    grad_states_ND = states_ND.new_empty(states_ND.shape if rest[3] else (0,))
+    grad_weight_VD = losses_N.new_empty(weight_VD.shape if rest[4] else (0,))
+    return losses_N.new_empty(()), losses_N, grad_states_ND, grad_weight_VD
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, losses_N, grad_states_ND, grad_weight_VD = output
-    ctx.for_states, ctx.for_weight, ctx.weight_dtype = inputs[5], inputs[6], inputs[1].dtype
-    ctx.mark_non_differentiable(losses_N, grad_states_ND, grad_weight_VD)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(grad_states_ND, grad_weight_VD)
-
-
-@once_differentiable
-def _backward(ctx: Any, grad_total: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    grad_states_ND, grad_weight_VD = ctx.saved_tensors
-    if grad_total is None:
-        return (None,) * 8
+def scale_gradients(
+    total: Tensor, grad_states_ND: Tensor, grad_weight_VD: Tensor, for_states: bool, for_weight: bool, dtype: Any
+) -> tuple[Tensor | None, Tensor | None]:
     # With an axis of its own the factor is not rounded to bf16 before the product, as a bare number would be.
-    factor_1 = grad_total.reshape(1)
-    by_states = (grad_states_ND * factor_1).to(grad_states_ND.dtype) if ctx.for_states else None
-    by_weight = (grad_weight_VD * factor_1).to(ctx.weight_dtype) if ctx.for_weight else None
-    return by_states, by_weight, *[None] * 6
+    factor_1 = total.reshape(1)
+    by_states = (grad_states_ND * factor_1).to(grad_states_ND.dtype) if for_states else None
+    return by_states, (grad_weight_VD * factor_1).to(dtype) if for_weight else None
 
 
-fused_forward.register_autograd(_backward, setup_context=_setup_context)
-
-
-@register_flop_formula(torch.ops.chiar.linear_cross_entropy)
-def _flops(states_shape: Any, weight_shape: Any, *args: Any, **_: Any) -> int:
-    """One product for the logits and one for each gradient, all in the forward pass; a multiply-add is 2 FLOPs."""
-    for_states, for_weight = args[3], args[4]
-    return 2 * math.prod(states_shape) * weight_shape[0] * (1 + for_states + for_weight)
+register_gradient(fused_forward, scale_gradients, lambda ins, outs: (*outs[2:], *ins[5:7], ins[1].dtype))
+# One product for the logits and one for each gradient, all in the forward pass; a multiply-add is 2 FLOPs.
+register_flop_formula(torch.ops.chiar.linear_cross_entropy)(
+    lambda states, weight, *a, **_: 2 * math.prod(states) * weight[0] * (1 + a[3] + a[4])
+)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chiar.kernels.packing import Packing, accumulation_dtype, register_gradient, row_sum, wants_triton
+from chiar.kernels.packing import Packing, accumulation_dtype, product_dtype, register_gradient, row_kernels, row_sum
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -20,18 +20,15 @@ def packed_norm(
 
     `norm` is an nn.RMSNorm, an nn.LayerNorm or None. h has autocast's dtype where that is on: a product reads it.
     """
-    kind, eps, weight_D, bias_D = "none", 0.0, None, None
+    options: tuple[Any, ...] = "none", 0.0
     if isinstance(norm, nn.RMSNorm):
-        kind, eps, weight_D = "rms", torch.finfo(x_ND.dtype).eps if norm.eps is None else norm.eps, norm.weight
+        options = "rms", torch.finfo(x_ND.dtype).eps if norm.eps is None else norm.eps
     elif norm is not None:
         assert isinstance(norm, nn.LayerNorm)
-        kind, eps, weight_D, bias_D = "layer", norm.eps, norm.weight, norm.bias
-    device = x_ND.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
-    return PackedNorm.apply(
-        x_ND, packing.token_P, packing.place_N, packing.chosen_N, packing.count,
-        weight_D, bias_D, add_PD, add_bias_D, kind, eps, dtype, implementation,
-    )  # fmt: skip
+        options = "layer", norm.eps
+    where = packing.token_P, packing.place_N, packing.chosen_N, packing.count
+    affine = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    return PackedNorm.apply(x_ND, *where, *affine, add_PD, add_bias_D, *options, product_dtype(x_ND), implementation)
 
 
 class PackedNorm(torch.autograd.Function):
@@ -43,35 +40,29 @@ class PackedNorm(torch.autograd.Function):
         weight_D: Tensor | None, bias_D: Tensor | None, add_PD: Tensor | None, add_bias_D: Tensor | None, kind: str,
         eps: float, dtype: torch.dtype, implementation: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        u_PD, h_PD, mean_P, scale_P = packed_norm_forward(
-            x_ND, token_P, count, weight_D, bias_D, add_PD, add_bias_D, kind, eps, dtype, add_PD is not None,
-            implementation,
-        )  # fmt: skip
+        inputs, keep = (x_ND, token_P, count, weight_D, bias_D, add_PD, add_bias_D), add_PD is not None
+        u_PD, h_PD, *scales = packed_norm_forward(*inputs, kind, eps, dtype, keep, implementation)
         context.added = None if add_PD is None else add_PD.dtype
-        context.add_bias = None if add_bias_D is None else add_bias_D.dtype
         context.kind, context.implementation = kind, implementation
-        read = x_ND if add_PD is None else u_PD
-        context.save_for_backward(read, token_P, place_N, chosen_N, count, weight_D, bias_D, mean_P, scale_P)
-        if add_PD is None:
+        where, affine = (token_P, place_N, chosen_N, count), (weight_D, bias_D, add_bias_D)
+        context.save_for_backward(u_PD if keep else x_ND, *where, *affine, *scales)
+        if not keep:
             context.mark_non_differentiable(u_PD)
         return u_PD, h_PD
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Any:
-        read, token_P, place_N, chosen_N, count, weight_D, bias_D, mean_P, scale_P = context.saved_tensors
-        added = context.added is not None
-        du_PD, dh_PD = grads
+        read, token_P, place_N, chosen_N, count, weight_D, bias_D, add_bias_D, *scales = context.saved_tensors
+        added, (du_PD, dh_PD) = context.added is not None, grads
+        saved = du_PD if added else None, read, None if added else token_P, count, weight_D, *scales
         dx_PD, dadd_PD, dweight_D, dbias_D = packed_norm_backward(
-            dh_PD, du_PD if added else None, read, None if added else token_P, count, weight_D, mean_P, scale_P,
-            context.kind, context.added, context.implementation,
-        )  # fmt: skip
+            dh_PD, *saved, context.kind, context.added, context.implementation
+        )
         dx_ND = torch.where(chosen_N[:, None], dx_PD[place_N], 0.0)
         dweight_D = None if weight_D is None else dweight_D.to(weight_D.dtype)
         dbias_D = None if bias_D is None else dbias_D.to(bias_D.dtype)
-        dadd_bias_D = None
-        if context.add_bias is not None:
-            dadd_bias_D = row_sum(dadd_PD, count, context.implementation).to(context.add_bias)
-        return dx_ND, *(None,) * 4, dweight_D, dbias_D, dadd_PD if added else None, dadd_bias_D, *(None,) * 4
+        sums = None if add_bias_D is None else row_sum(dadd_PD, count, context.implementation).to(add_bias_D.dtype)
+        return dx_ND, *(None,) * 4, dweight_D, dbias_D, dadd_PD if added else None, sums, *(None,) * 4
 
 
 @torch.library.custom_op("chiar::packed_norm", mutates_args=())
@@ -82,10 +73,9 @@ def packed_norm_forward(
 ) -> Four:  # fmt: skip
     """u (empty if not to `keep`), h, and the mean and 1/scale of each row."""
     outputs = new_outputs(x_ND, token_P, add_PD, dtype, keep)
-    if wants_triton(x_ND, implementation):
-        from chiar.kernels.triton_rows import norm_forward
-
-        norm_forward(x_ND.contiguous(), token_P, count, weight_D, bias_D, add_PD, add_bias_D, kind, eps, outputs)
+    if kernels := row_kernels(x_ND, implementation):
+        inputs = count, weight_D, bias_D, None if add_PD is None else add_PD.contiguous(), add_bias_D
+        kernels.norm_forward(x_ND.contiguous(), token_P, *inputs, kind=kind, eps=eps, outputs=outputs)
         return outputs
     u_PD, h_PD, mean_P, scale_P = outputs
     used, sums = int(count), mean_P.dtype
@@ -108,18 +98,13 @@ def packed_norm_forward(
 
 
 def new_outputs(x_ND: Tensor, token_P: Tensor, add_PD: Tensor | None, dtype: torch.dtype, keep: bool) -> Four:
-    rows, width = len(token_P), x_ND.shape[1]
+    rows, width, sums = len(token_P), x_ND.shape[1], accumulation_dtype(x_ND)
     kept = x_ND.dtype if add_PD is None else torch.promote_types(x_ND.dtype, add_PD.dtype)
-    u_PD = x_ND.new_empty((rows if keep else 0, width), dtype=kept)
-    sums = accumulation_dtype(x_ND)
-    h_PD = x_ND.new_empty((rows, width), dtype=dtype)
+    u_PD, h_PD = x_ND.new_empty((rows if keep else 0, width), dtype=kept), x_ND.new_empty((rows, width), dtype=dtype)
     return u_PD, h_PD, x_ND.new_empty(rows, dtype=sums), x_ND.new_empty(rows, dtype=sums)
 
 
-@packed_norm_forward.register_fake
-def _(x_ND: Tensor, token_P: Tensor, *rest: Any) -> Four:
-    add_PD, dtype, keep = rest[3], rest[7], rest[8]
-    return new_outputs(x_ND, token_P, add_PD, dtype, keep)
+packed_norm_forward.register_fake(lambda x, token, *a: new_outputs(x, token, add_PD=a[3], dtype=a[7], keep=a[8]))
 
 
 @torch.library.custom_op("chiar::packed_norm_backward", mutates_args=())
@@ -127,18 +112,12 @@ def packed_norm_backward(
     dh_PD: Tensor, du_PD: Tensor | None, read: Tensor, token_P: Tensor | None, count: Tensor, weight_D: Tensor | None,
     mean_P: Tensor, scale_P: Tensor, kind: str, added: torch.dtype | None, implementation: str,
 ) -> Four:  # fmt: skip
-    """The gradients of the gathered x, of `add` (empty without), and of the norm's weight and bias. `read` is u, or x
-    with `token_P`."""
+    """Of the gathered x, of `add` (empty without) and of the norm's weight and bias. `read`: u, or x by `token_P`."""
     outputs = new_gradients(dh_PD, read, mean_P, added)
-    if wants_triton(dh_PD, implementation):
-        from chiar.kernels.triton_rows import norm_backward
-
-        dx_PD, dadd_PD, *_ = outputs
-        norm_gradients = norm_backward(
-            dh_PD.contiguous(), du_PD, read.contiguous(), token_P, count, weight_D, mean_P, scale_P, kind,
-            dx_PD, dadd_PD,
-        )  # fmt: skip
-        return dx_PD, dadd_PD, *norm_gradients
+    if kernels := row_kernels(dh_PD, implementation):
+        du_PD = None if du_PD is None else du_PD.contiguous()
+        saved = read.contiguous(), token_P, count, weight_D, mean_P, scale_P
+        return kernels.norm_backward(dh_PD.contiguous(), du_PD, *saved, kind=kind, outputs=outputs)
     dx_PD, dadd_PD, dweight_D, dbias_D = outputs
     used, sums = int(count), mean_P.dtype
     u = (read[:used] if token_P is None else read[token_P[:used]]).to(sums)
@@ -166,20 +145,15 @@ def new_gradients(dh_PD: Tensor, read: Tensor, mean_P: Tensor, added: torch.dtyp
     return read.new_empty((rows, width)), dadd_PD, mean_P.new_empty(width), mean_P.new_empty(width)
 
 
-@packed_norm_backward.register_fake
-def _(dh_PD: Tensor, du_PD: Tensor | None, read: Tensor, *rest: Any) -> Four:
-    mean_P, added = rest[3], rest[6]
-    return new_gradients(dh_PD, read, mean_P, added)
+packed_norm_backward.register_fake(lambda dh, du, read, *a: new_gradients(dh, read, mean_P=a[3], added=a[6]))
 
 
 def unpack_sum(
     u_PD: Tensor, more_PD: Tensor, bias_D: Tensor, other_ND: Tensor, packing: Packing, implementation: str = "auto"
 ) -> Tensor:
     """u + more + bias where a token was chosen, `other` elsewhere: the end of a path that began with packed_norm."""
-    return UnpackSum.apply(
-        u_PD, more_PD, bias_D, other_ND, packing.token_P, packing.place_N, packing.chosen_N, packing.count,
-        implementation,
-    )  # fmt: skip
+    where = packing.token_P, packing.place_N, packing.chosen_N, packing.count
+    return UnpackSum.apply(u_PD, more_PD, bias_D, other_ND, *where, implementation)
 
 
 class UnpackSum(torch.autograd.Function):
@@ -192,8 +166,7 @@ class UnpackSum(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         context.save_for_backward(token_P, chosen_N, count)
         context.dtypes, context.implementation = (u_PD.dtype, more_PD.dtype, bias_D.dtype), implementation
-        y_ND = u_PD[place_N] + (more_PD[place_N] + bias_D)
-        return torch.where(chosen_N[:, None], y_ND, other_ND)
+        return torch.where(chosen_N[:, None], u_PD[place_N] + (more_PD[place_N] + bias_D), other_ND)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Any:
@@ -214,10 +187,8 @@ def packed_gelu(x_PK: Tensor, bias_K: Tensor, count: Tensor, implementation: str
 
 @torch.library.custom_op("chiar::packed_gelu", mutates_args=())
 def packed_gelu_forward(x_PK: Tensor, bias_K: Tensor, count: Tensor, implementation: str) -> Tensor:
-    if wants_triton(x_PK, implementation):
-        from chiar.kernels.triton_rows import gelu_forward
-
-        return gelu_forward(x_PK.contiguous(), bias_K, count)
+    if kernels := row_kernels(x_PK, implementation):
+        return kernels.launch_gelu(None, x_PK.contiguous(), bias_K, count)[0]
     y_PK, used = x_PK.new_empty(x_PK.shape), int(count)
     y_PK[:used] = F.gelu(x_PK[:used] + bias_K)
     return y_PK
@@ -228,13 +199,13 @@ def packed_gelu_backward(
     grad_PK: Tensor, x_PK: Tensor, bias_K: Tensor, count: Tensor, implementation: str
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x, undefined beyond `count`, and of b."""
-    if wants_triton(x_PK, implementation):
-        from chiar.kernels.triton_rows import gelu_backward
-
-        return gelu_backward(grad_PK.contiguous(), x_PK.contiguous(), bias_K, count)
+    if kernels := row_kernels(x_PK, implementation):
+        return kernels.launch_gelu(grad_PK.contiguous(), x_PK.contiguous(), bias_K, count)
     dx_PK, used = x_PK.new_empty(x_PK.shape), int(count)
     dx_PK[:used] = torch.ops.aten.gelu_backward(grad_PK[:used], x_PK[:used] + bias_K)
     return dx_PK, dx_PK[:used].sum(0)
 
 
-register_gradient(packed_gelu_forward, packed_gelu_backward)
+packed_gelu_forward.register_fake(lambda x, *_: x.new_empty(x.shape))
+packed_gelu_backward.register_fake(lambda grad, x, bias, *_: (x.new_empty(x.shape), bias.new_empty(bias.shape)))
+register_gradient(packed_gelu_forward, packed_gelu_backward, lambda inputs, outputs: inputs)

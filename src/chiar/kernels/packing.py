@@ -1,22 +1,23 @@
 """Some of the tokens of a batch, gathered into consecutive rows: what sparse execution computes with.
 
-How many there are is known on the device only. So packed tensors have room for every token (P = B·T rows), the first
-`count` hold the chosen tokens in order, and the rest is undefined and may be NaN: nothing that sums over packed rows
-may read it. Shapes, launches and compiled graphs are then the same for every split, and no step waits for the device.
+Packed tensors have room for every token (P = B·T rows): the first `count`, a number on the device, hold the chosen
+tokens in order; the rest is undefined and may be NaN. So every split has the same shapes, launches and graphs.
 """
 
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-LARGEST_HEAD = 256
-"""Features of a head that the Triton kernels take."""
+LARGEST_HEAD = 256  # features that the Triton kernels take
 
 
 def wants_triton(x: Tensor, implementation: str) -> bool:
@@ -27,19 +28,28 @@ def wants_triton(x: Tensor, implementation: str) -> bool:
 
 def chosen_attention(q: Tensor, implementation: str, on_cpu: str) -> str:
     """What "auto" means for queries: on a CPU its own way, else Triton where it can, else the definition."""
+    check_choice("implementation", implementation, ("auto", "torch", on_cpu, "triton"))
     if implementation != "auto":
         return implementation
     fits = wants_triton(q, "auto") and q.shape[-1] <= LARGEST_HEAD
     return on_cpu if q.device.type == "cpu" else "triton" if fits else "torch"
 
 
-def current(x: Tensor) -> AbstractContextManager[None]:
-    """Triton launches on the current device: inside, it is that of x."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *inputs: Any, **options: Any) -> None:
+    """A Triton kernel on the device of x; Triton itself takes the current one."""
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        kernel[grid](x, *inputs, **options)
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """autocast's where it is on; float64 stays."""
+    device = x.device.type
+    cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if cast else x.dtype
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -47,20 +57,32 @@ def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
 
 
-def register_gradient(operator: Any, backward: Any) -> None:
-    """For the compiler and autograd: the output of `operator` is like its first input, its last argument is the
-    implementation, and the operator `backward(grad, *inputs)` gives the gradients of its first two inputs."""
+def row_kernels(x: Tensor, implementation: str) -> ModuleType | None:
+    """The kernels that work row by row, where x is for them; only then is Triton imported."""
+    if not wants_triton(x, implementation):
+        return None
+    from chiar.kernels import triton_rows
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.implementation = inputs
-        ctx.save_for_backward(*tensors)
+    return triton_rows
 
-    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        return *backward(grad, *saved, ctx.implementation), *(None,) * (len(saved) - 1)
 
-    operator.register_fake(lambda x, *_: x.new_empty(x.shape))
-    backward.register_fake(lambda grad, x, y, *_: (x.new_empty(x.shape), y.new_empty(y.shape)))
+def register_gradient(operator: Any, backward: Any, saved: Callable[[Any, Any], tuple[Any, ...]]) -> None:
+    """For autograd: `backward(grad, *saved(inputs, outputs))`, where tensors come first, gives the gradients of the
+    first inputs, once; only the first output has one."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        kept = saved(inputs, outputs)
+        ctx.save_for_backward(*(x for x in kept if isinstance(x, Tensor)))
+        ctx.others, ctx.number = [x for x in kept if not isinstance(x, Tensor)], len(inputs)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+
+    @once_differentiable
+    def gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        found = () if grad is None else backward(grad, *ctx.saved_tensors, *ctx.others)
+        return *found, *(None,) * (ctx.number - len(found))
+
     operator.register_autograd(gradients, setup_context=save)
 
 
@@ -77,17 +99,15 @@ class Packing:
 
 
 def make_packing(chosen_BT: Tensor) -> Packing:
-    chosen_N = chosen_BT.flatten()
+    chosen_N, tokens = chosen_BT.flatten(), chosen_BT.numel()
     rows = F.pad(chosen_BT.sum(1).cumsum(0), (1, 0)).int()
-    count = rows[-1:]
     before_N = (chosen_BT.cumsum(1) - chosen_BT.long()).flatten().int()
-    tokens = chosen_N.shape[0]
     place_N = chosen_N.cumsum(0) - 1
     numbers_N = torch.arange(tokens, device=chosen_N.device)
     # Tokens that are not chosen all write to one place behind the end.
     token_P = numbers_N.new_zeros(tokens + 1).scatter_(0, torch.where(chosen_N, place_N, tokens), numbers_N)[:tokens]
-    token_P = torch.where(numbers_N < count, token_P, 0)
-    return Packing(chosen_N, torch.where(chosen_N, place_N, 0), token_P, rows, count, before_N)
+    token_P = torch.where(numbers_N < rows[-1:], token_P, 0)
+    return Packing(chosen_N, torch.where(chosen_N, place_N, 0), token_P, rows, rows[-1:], before_N)
 
 
 def pack_all(batch: int, length: int, device: torch.device) -> Packing:
@@ -99,7 +119,7 @@ def pack_all(batch: int, length: int, device: torch.device) -> Packing:
 
 
 class Gather(torch.autograd.Function):
-    """The chosen rows of x. Its gradient is a gather too: index_select's would be a slow atomic addition."""
+    """x[token]. Its gradient is a gather too: index_select's would be a slow atomic addition."""
 
     @staticmethod
     def forward(context: Any, x_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor) -> Tensor:
@@ -125,8 +145,7 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Any:
         token_P, chosen_N = context.saved_tensors
-        grad_ND = grads[0]
-        return grad_ND[token_P], torch.where(chosen_N[:, None], 0.0, grad_ND), None, None, None
+        return grads[0][token_P], torch.where(chosen_N[:, None], 0.0, grads[0]), None, None, None
 
 
 def pack(x_ND: Tensor, packing: Packing) -> Tensor:
@@ -142,15 +161,13 @@ def unpack(y_PD: Tensor, other_ND: Tensor, packing: Packing) -> Tensor:
 def packed_linear(x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, packing: Packing) -> Tensor:
     """x Wᵀ + b of the first `count` rows, computing only those; the rest is undefined."""
     if torch.is_autocast_enabled(x_PD.device.type):
-        dtype = torch.get_autocast_dtype(x_PD.device.type)
-        x_PD, weight_KD = x_PD.to(dtype), weight_KD.to(dtype)
-        bias_K = None if bias_K is None else bias_K.to(dtype)
+        dtype = product_dtype(x_PD)
+        x_PD, weight_KD, bias_K = x_PD.to(dtype), weight_KD.to(dtype), None if bias_K is None else bias_K.to(dtype)
     return PackedLinear.apply(x_PD, weight_KD, bias_K, packing.count)
 
 
 def used(x: Tensor, packing: Packing) -> Tensor:
-    """Zeros in the undefined rows, and in those of the gradient: around whatever sums over rows, such as a norm's
-    weight."""
+    """Zeros in the undefined rows, also of the gradient: around whatever sums over rows, as a norm's weight does."""
     in_use_P = torch.arange(len(x), device=x.device) < packing.count
     return torch.where(in_use_P if x.ndim == 1 else in_use_P[:, None], x, 0)
 
@@ -166,12 +183,10 @@ class PackedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Any:
-        x_PD, weight_KD, count = context.saved_tensors
-        for_x, for_weight, for_bias, _ = context.needs_input_grad
-        grad_x_PD = rows_product(grads[0], weight_KD, count) if for_x else None
-        grad_weight_KD = sum_product(grads[0], x_PD, count) if for_weight else None
-        grad_bias_K = row_sum(grads[0], count, "auto") if for_bias else None
-        return grad_x_PD, grad_weight_KD, grad_bias_K, None
+        (x_PD, weight_KD, count), needs = context.saved_tensors, context.needs_input_grad
+        dx_PD = rows_product(grads[0], weight_KD, count) if needs[0] else None
+        dweight_KD = sum_product(grads[0], x_PD, count) if needs[1] else None
+        return dx_PD, dweight_KD, row_sum(grads[0], count, "auto") if needs[2] else None, None
 
 
 @torch.library.custom_op("chiar::rows_product", mutates_args=())
@@ -181,13 +196,9 @@ def rows_product(x_PD: Tensor, weight_DK: Tensor, count: Tensor) -> Tensor:
         # One stride must be 1 and the other a multiple of 16 bytes, which views of weights have.
         weight_DK = weight_DK if 1 in weight_DK.stride() else weight_DK.contiguous()
         return F.grouped_mm(x_PD.contiguous(), weight_DK[None], offs=count)
-    y_PK = x_PD.new_empty(x_PD.shape[0], weight_DK.shape[1])
-    used = int(count)
+    y_PK, used = x_PD.new_empty(x_PD.shape[0], weight_DK.shape[1]), int(count)
     torch.mm(x_PD[:used], weight_DK, out=y_PK[:used])
     return y_PK
-
-
-rows_product.register_fake(lambda x_PD, weight_DK, count: x_PD.new_empty(x_PD.shape[0], weight_DK.shape[1]))
 
 
 @torch.library.custom_op("chiar::sum_product", mutates_args=())
@@ -195,26 +206,20 @@ def sum_product(y_PK: Tensor, x_PD: Tensor, count: Tensor) -> Tensor:
     """yᵀ x over the first `count` rows: (K, D)."""
     if x_PD.is_cuda:
         return F.grouped_mm(y_PK.contiguous().t(), x_PD.contiguous(), offs=count)[0]
-    used = int(count)
-    return y_PK[:used].t() @ x_PD[:used]
-
-
-sum_product.register_fake(lambda y_PK, x_PD, count: x_PD.new_empty(y_PK.shape[1], x_PD.shape[1]))
+    return y_PK[: int(count)].t() @ x_PD[: int(count)]
 
 
 @torch.library.custom_op("chiar::row_sum", mutates_args=())
 def row_sum(x_PK: Tensor, count: Tensor, implementation: str) -> Tensor:
     """The sum of the first `count` rows."""
-    if wants_triton(x_PK, implementation):
-        from chiar.kernels.triton_rows import triton_row_sum
-
-        return triton_row_sum(x_PK.contiguous(), count)
+    if kernels := row_kernels(x_PK, implementation):
+        return kernels.triton_row_sum(x_PK.contiguous(), count)
     return x_PK[: int(count)].sum(0)
 
 
-row_sum.register_fake(lambda x_PK, count, implementation: x_PK.new_empty(x_PK.shape[1]))
-
-
+rows_product.register_fake(lambda x, weight, count: x.new_empty(x.shape[0], weight.shape[1]))
+sum_product.register_fake(lambda y, x, count: x.new_empty(y.shape[1], x.shape[1]))
+row_sum.register_fake(lambda x, count, implementation: x.new_empty(x.shape[1]))
 # Upper bounds: how many rows are used is known on the device only.
 register_flop_formula(torch.ops.chiar.rows_product)(lambda x, weight, *_, **__: 2 * x[0] * weight[0] * weight[1])
 register_flop_formula(torch.ops.chiar.sum_product)(lambda y, x, *_, **__: 2 * y[0] * y[1] * x[1])

@@ -18,8 +18,7 @@ class Reorder(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Any:
-        (inverse_N,) = context.saved_tensors
-        return grads[0].index_select(0, inverse_N), None, None
+        return grads[0].index_select(0, *context.saved_tensors), None, None
 
 
 class Take(torch.autograd.Function):
@@ -54,7 +53,6 @@ class Ragged:
     """Rows of `counts` entries each, end to end, and the same as a (B, L) batch, filled up with zeros behind."""
 
     def __init__(self, counts: list[int]) -> None:
-        self.counts = counts
         self.batch, self.longest = len(counts), max(counts)
         self.slot_P: Tensor | None = None
         if len(set(counts)) > 1:
@@ -81,9 +79,8 @@ def causal_attention(q_PHd: Tensor, k_PHd: Tensor, v_PHd: Tensor, counts: list[i
     """softmax(QKᵀ/√d) V of rows that lie end to end, each over itself; (P, H·d)."""
     if not len(q_PHd):
         return v_PHd.flatten(1)
-    parts = tuple(x.flatten(1) for x in (q_PHd, k_PHd, v_PHd))
-    uneven = len(set(counts)) > 1
-    if uneven and max(counts) >= LONG:
+    parts = [x.flatten(1) for x in (q_PHd, k_PHd, v_PHd)]
+    if len(set(counts)) > 1 and max(counts) >= LONG:
         split = zip(*(x.split(counts) for x in parts), strict=True)
         return torch.cat([over_batch([x[None] for x in row], q_PHd.shape[1])[0] for row in split])
     ragged = Ragged(counts)

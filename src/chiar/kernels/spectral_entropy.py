@@ -11,10 +11,9 @@ from chiar.kernels.transform import Transform
 def spectral_entropy(x: Tensor, transform: Transform, eps: float = 0.0, dc_weight: float = 1.0) -> Tensor:
     """Over the last axis, with x̂ = C x: Eq. 1, p_i = x̂_i² / Σ x̂_j², and Eq. 2, H(x) = −Σ p_i log p_i / log D.
 
-    With eps = 0 each row is first divided by its largest |x|: H does not depend on scale, so nothing can overflow
-    or underflow and the zero vector is the only special case (H = 0). The identity used is
-    H log D = log S − Σ y² log y² / S with S = Σ y². With eps > 0 the paper's form is used: eps is added to S and
-    inside the logarithm. `dc_weight` multiplies the energy of the first basis vector.
+    With eps = 0 each row is first divided by its largest |x|, so that nothing over- or underflows and only the zero
+    vector is special (H = 0); H log D = log S − Σ y² log y² / S with S = Σ y². With eps > 0, the paper's form, it is
+    added to S and inside the logarithm. `dc_weight` multiplies the energy of the first basis vector.
     """
     x = x if x.dtype == torch.float64 else x.float()
     with torch.autocast(x.device.type, enabled=False):

@@ -2,16 +2,15 @@
 
 Packed attention is FlashAttention-2 (Dao, arXiv 2307.08691). A program works on one block of one row and one head; the
 grid covers the longest rows there may be, and programs behind their row's end return at once. With s = qk·log₂e/√d and
-L = log₂ Σ 2^s: P = 2^(s − L), O = P V, and backward as in torch_backward, with delta = rowsum(dO ∘ O). Products are
-"ieee": tf32, Triton's default, would keep 10 bits of an fp32 factor; half precision does not ask.
+L = log₂ Σ 2^s: P = 2^(s − L), O = P V, and backward as in torch_backward, with delta = rowsum(dO ∘ O). Loops take first
+what needs no mask. Products are "ieee": tf32, Triton's default, would keep 10 bits of an fp32 factor.
 
 Decoding is flash-decoding: a row's entries are split between programs, and a second kernel puts their shares together.
-For each of KEYS lanes a program keeps the largest s, Σ 2^(s − largest) and Σ 2^(s − largest) v; lanes meet once, at the
-end. Traffic bounds this: programs beyond their row's length, and all of rows that take no part, read nothing.
+Each of KEYS lanes keeps the largest s, Σ 2^(s − largest) and Σ 2^(s − largest) v. Programs beyond their row's length,
+and all of rows that take no part, read nothing.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chiar.kernels.packing import LARGEST_HEAD, current
+from chiar.kernels.packed_attention import Layout, Three
+from chiar.kernels.packing import LARGEST_HEAD, launch
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -58,27 +58,6 @@ def _clear_padding(pointer, program, rows_ptr, capacity, stride, LENGTH: tl.cons
         tl.store(pointer + _offsets(start, stride, LENGTH, HEAD), zeros, mask=padding)
 
 
-@triton.jit
-def _attend(
-    q, k_ptr, v_ptr, limit, out, total, largest, first, last, k_stride, v_stride, scale, HEAD: tl.constexpr,
-    KEYS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Adds keys first…last to the running softmax."""
-    for start in tl.range(first, last, KEYS):
-        k = _load(k_ptr, start, k_stride, last, KEYS, HEAD, MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if MASKED:
-            s = tl.where((start + tl.arange(0, KEYS))[None, :] < limit[:, None], s, -float("inf"))
-        larger = tl.maximum(largest, tl.max(s, 1) * scale)
-        p = tl.exp2(s * scale - larger[:, None])
-        decay = tl.exp2(largest - larger)
-        total = total * decay + tl.sum(p, 1)
-        v = _load(v_ptr, start, v_stride, last, KEYS, HEAD, MASKED)
-        out = tl.dot(p.to(v.dtype), v, out * decay[:, None], input_precision="ieee")
-        largest = larger
-    return out, total, largest
-
-
 @triton.jit(do_not_specialize=["capacity"])
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, log_sum_ptr, query_rows_ptr, key_rows_ptr, limit_ptr, q_stride, q_head, k_stride,
@@ -102,42 +81,29 @@ def _forward(
     key_begin = tl.cast(tl.load(key_rows_ptr + row), tl.int64)
     k_ptr += key_begin * k_stride + head * k_head
     v_ptr += key_begin * v_stride + head * v_head
-
     out = tl.zeros([QUERIES, HEAD], tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     # Finite, so that a query without keys never meets ∞ − ∞.
     largest = tl.full([QUERIES], -3.0e38, tl.float32)
     common = fewest // KEYS * KEYS  # every query of the block sees these
-    out, total, largest = _attend(
-        q, k_ptr, v_ptr, limit, out, total, largest, 0, common, k_stride, v_stride, scale, HEAD, KEYS, False
-    )
-    out, total, largest = _attend(
-        q, k_ptr, v_ptr, limit, out, total, largest, common, most, k_stride, v_stride, scale, HEAD, KEYS, True
-    )
+    for masked in tl.static_range(2):
+        for first in tl.range(common if masked else 0, most if masked else common, KEYS):
+            k = _load(k_ptr, first, k_stride, most, KEYS, HEAD, masked)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if masked:
+                s = tl.where((first + tl.arange(0, KEYS))[None, :] < limit[:, None], s, -float("inf"))
+            larger = tl.maximum(largest, tl.max(s, 1) * scale)
+            p = tl.exp2(s * scale - larger[:, None])
+            decay = tl.exp2(largest - larger)
+            total = total * decay + tl.sum(p, 1)
+            v = _load(v_ptr, first, v_stride, most, KEYS, HEAD, masked)
+            out = tl.dot(p.to(v.dtype), v, out * decay[:, None], input_precision="ieee")
+            largest = larger
     seen = limit > 0
     out = out / tl.where(seen, total, 1.0)[:, None]
     _store(out_ptr, out, start, out_stride, end, QUERIES, HEAD)
     log_sum = tl.where(seen, largest + tl.log2(tl.where(seen, total, 1.0)), float("inf"))
     tl.store(log_sum_ptr + head * capacity + places, log_sum, mask=places < end)
-
-
-@triton.jit
-def _add_to_queries(
-    dq, q, grad, log_sum, delta, k_ptr, v_ptr, limit, first, last, k_stride, v_stride, scale, HEAD: tl.constexpr,
-    KEYS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """dQ += dS K over keys first…last."""
-    for start in tl.range(first, last, KEYS):
-        k = _load(k_ptr, start, k_stride, last, KEYS, HEAD, MASKED)
-        v = _load(v_ptr, start, v_stride, last, KEYS, HEAD, MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        p = tl.exp2(s * scale - log_sum[:, None])
-        if MASKED:
-            p = tl.where((start + tl.arange(0, KEYS))[None, :] < limit[:, None], p, 0.0)
-        dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    return dq
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -146,7 +112,7 @@ def _backward_queries(
     grad_stride, grad_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, dq_stride, dq_head, capacity, scale,
     HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and delta for _backward_keys."""
+    """dQ = dS K, and delta for _backward_keys."""
     head, row = tl.cast(tl.program_id(1), tl.int64), tl.program_id(2)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     out_stride = tl.num_programs(1) * HEAD
@@ -170,40 +136,20 @@ def _backward_queries(
     key_begin = tl.cast(tl.load(key_rows_ptr + row), tl.int64)
     k_ptr += key_begin * k_stride + head * k_head
     v_ptr += key_begin * v_stride + head * v_head
-
     dq = tl.zeros([QUERIES, HEAD], tl.float32)
     common = fewest // KEYS * KEYS
-    dq = _add_to_queries(
-        dq, q, grad, log_sum, delta, k_ptr, v_ptr, limit, 0, common, k_stride, v_stride, scale, HEAD, KEYS, False
-    )
-    dq = _add_to_queries(
-        dq, q, grad, log_sum, delta, k_ptr, v_ptr, limit, common, most, k_stride, v_stride, scale, HEAD, KEYS, True
-    )
+    for masked in tl.static_range(2):
+        for first in tl.range(common if masked else 0, most if masked else common, KEYS):
+            k = _load(k_ptr, first, k_stride, most, KEYS, HEAD, masked)
+            v = _load(v_ptr, first, v_stride, most, KEYS, HEAD, masked)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            p = tl.exp2(s * scale - log_sum[:, None])
+            if masked:
+                p = tl.where((first + tl.arange(0, KEYS))[None, :] < limit[:, None], p, 0.0)
+            dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     _store(dq_ptr, dq * (scale * LN2), start, dq_stride, end, QUERIES, HEAD)
-
-
-@triton.jit
-def _add_to_keys(
-    dk, dv, k, v, index, q_ptr, grad_ptr, log_sum_ptr, delta_ptr, limit_ptr, first, last, end, q_stride, grad_stride,
-    scale, HEAD: tl.constexpr, QUERIES: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """dK += dSᵀ Q and dV += Pᵀ dO over queries first…last of a row that has `end`."""
-    for start in tl.range(first, last, QUERIES):
-        places = start + tl.arange(0, QUERIES)
-        q = _load(q_ptr, start, q_stride, end, QUERIES, HEAD, True)
-        log_sum = tl.load(log_sum_ptr + places, mask=places < end, other=float("inf"))
-        s = tl.dot(k, tl.trans(q), input_precision="ieee")
-        p = tl.exp2(s * scale - log_sum[None, :])
-        if MASKED:
-            limit = tl.load(limit_ptr + places, mask=places < end, other=0)
-            p = tl.where(index[:, None] < limit[None, :], p, 0.0)
-        grad = _load(grad_ptr, start, grad_stride, end, QUERIES, HEAD, True)
-        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
-        delta = tl.load(delta_ptr + places, mask=places < end, other=0.0)
-        dp = tl.dot(v, tl.trans(grad), input_precision="ieee")
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
 
 
 @triton.jit(do_not_specialize=["queries", "capacity"])
@@ -212,7 +158,7 @@ def _backward_keys(
     skip_ptr, grad_stride, grad_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, dk_stride, dk_head,
     queries, capacity, scale, HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV, with the same strides. `queries` and `capacity` are the sizes of the packed queries and keys."""
+    """dK = dSᵀ Q and dV = Pᵀ dO, with the same strides; `queries` and `capacity` are the sizes of q and of k."""
     block, head, row = tl.program_id(0), tl.cast(tl.program_id(1), tl.int64), tl.program_id(2)
     dk_ptr += head * dk_head
     dv_ptr += head * dk_head
@@ -228,9 +174,9 @@ def _backward_keys(
     k = _load(k_ptr + head * k_head, start, k_stride, end, KEYS, HEAD, True)
     v = _load(v_ptr + head * v_head, start, v_stride, end, KEYS, HEAD, True)
     index = block * KEYS + tl.arange(0, KEYS)
-    first = tl.load(skip_ptr + start)
+    earliest = tl.load(skip_ptr + start)
     everyone = tl.load(skip_ptr + tl.minimum(start + KEYS, end) - 1)  # from here on queries see the whole block
-    middle = first + tl.cdiv(everyone - first, QUERIES) * QUERIES
+    middle = earliest + tl.cdiv(everyone - earliest, QUERIES) * QUERIES
     query_begin = tl.cast(query_begin, tl.int64)
     q_ptr += query_begin * q_stride + head * q_head
     grad_ptr += query_begin * grad_stride + head * grad_head
@@ -238,99 +184,93 @@ def _backward_keys(
     log_sum_ptr += per_query
     delta_ptr += per_query
     limit_ptr += query_begin
-
     dk = tl.zeros([KEYS, HEAD], tl.float32)
     dv = tl.zeros([KEYS, HEAD], tl.float32)
-    dk, dv = _add_to_keys(
-        dk, dv, k, v, index, q_ptr, grad_ptr, log_sum_ptr, delta_ptr, limit_ptr, first, middle, count,
-        q_stride, grad_stride, scale, HEAD, QUERIES, True,
-    )  # fmt: skip
-    dk, dv = _add_to_keys(
-        dk, dv, k, v, index, q_ptr, grad_ptr, log_sum_ptr, delta_ptr, limit_ptr, middle, count, count,
-        q_stride, grad_stride, scale, HEAD, QUERIES, False,
-    )  # fmt: skip
+    for whole in tl.static_range(2):
+        for first in tl.range(middle if whole else earliest, count if whole else middle, QUERIES):
+            places = first + tl.arange(0, QUERIES)
+            q = _load(q_ptr, first, q_stride, count, QUERIES, HEAD, True)
+            log_sum = tl.load(log_sum_ptr + places, mask=places < count, other=float("inf"))
+            s = tl.dot(k, tl.trans(q), input_precision="ieee")
+            p = tl.exp2(s * scale - log_sum[None, :])
+            if not whole:
+                limit = tl.load(limit_ptr + places, mask=places < count, other=0)
+                p = tl.where(index[:, None] < limit[None, :], p, 0.0)
+            grad = _load(grad_ptr, first, grad_stride, count, QUERIES, HEAD, True)
+            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
+            delta = tl.load(delta_ptr + places, mask=places < count, other=0.0)
+            dp = tl.dot(v, tl.trans(grad), input_precision="ieee")
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     _store(dk_ptr, dk * (scale * LN2), start, dk_stride, end, KEYS, HEAD)
     _store(dv_ptr, dv, start, dk_stride, end, KEYS, HEAD)
 
 
-class Tiles(NamedTuple):
-    """Queries and keys a step, warps, and steps whose loads are under way at once."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def tiles(kernel: str, head: int, max_keys: int, dtype: torch.dtype) -> Tiles:
-    """For "forward", "queries" (dQ) or "keys" (dK and dV): sizes whose loops fit the registers of an H200."""
-    if dtype == torch.float32:
-        return Tiles(32, 32, 4, 2) if head <= 128 else Tiles(16, 16, 4, 1)
-    if head > 128:
-        return Tiles(64, 32, 4, 2)
-    if max_keys <= 512:  # a routed row is shorter still: large blocks would be half empty
-        return Tiles(64, 64, 4, 3) if head <= 64 else Tiles(64 if kernel != "keys" else 32, 64, 4, 2)
+def options(kernel: str, q_NHd: Tensor, max_keys: int, clear: bool) -> dict[str, int]:
+    """For "forward", "queries" (dQ) or "keys" (dK and dV), loops that fit the registers of an H200: queries and keys a
+    step, warps, and steps whose loads are under way at once."""
+    head = q_NHd.shape[2]
     stages = 3 if head <= 64 else 2
-    if kernel == "forward":
-        return Tiles(128, 128, 4, 3) if head <= 64 else Tiles(128, 64, 8, 3)
-    return Tiles(128, 64, 8, stages) if kernel == "queries" else Tiles(64, 128, 8, stages)
+    if q_NHd.dtype == torch.float32:
+        cut = (32, 32, 4, 2) if head <= 128 else (16, 16, 4, 1)
+    elif head > 128:
+        cut = (64, 32, 4, 2)
+    elif max_keys <= 512:  # a routed row is shorter still: large blocks would be half empty
+        cut = (32 if kernel == "keys" and head > 64 else 64, 64, 4, stages)
+    elif kernel == "forward":
+        cut = (128, 128, 4, 3) if head <= 64 else (128, 64, 8, 3)
+    else:
+        cut = (128, 64, 8, stages) if kernel == "queries" else (64, 128, 8, stages)
+    sizes = dict(zip(("QUERIES", "KEYS", "num_warps", "num_stages"), cut, strict=True))
+    return {"HEAD": head, "CLEAR": clear, **sizes}
 
 
 def triton_forward(
-    q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, query_rows: Tensor, key_rows: Tensor, limit_N: Tensor, max_keys: int,
-    clear: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, layout: Layout, max_keys: int, clear: bool = True
+) -> tuple[Tensor, Tensor]:
     """As torch_forward, for fp32, fp16 and bf16. Without `clear` padding gets no zeros: it stays undefined."""
     N, H, d = q_NHd.shape
     q, k, v = (whole_vectors(x) for x in (q_NHd, k_MHd, v_MHd))
-    head = q.shape[2]
     out, log_sum_HN = q.new_empty(q.shape), q.new_empty(H, N, dtype=torch.float32)
     if out.numel():
-        cut = tiles("forward", head, max_keys, q.dtype)
-        with current(q):
-            _forward[grid(max_keys, N, cut.queries, H, query_rows)](
-                q, k, v, out, log_sum_HN, query_rows, key_rows, limit_N,
-                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], N, d**-0.5 / math.log(2), **options(cut, q, clear),
-            )  # fmt: skip
+        cut, scale = options("forward", q, max_keys, clear), d**-0.5 / math.log(2)
+        where = grid(max_keys, N, cut["QUERIES"], H, layout.query_rows)
+        launch(_forward, where, q, k, v, out, log_sum_HN, *layout, *strides(q, k, v), N, scale, **cut)
     return out[..., :d].contiguous(), log_sum_HN
 
 
 def triton_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_HN: Tensor, query_rows: Tensor,
-    key_rows: Tensor, limit_N: Tensor, skip_M: Tensor, max_keys: int, into: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_HN: Tensor, layout: Layout, skip_M: Tensor,
+    max_keys: int, into: Three | None = None,
+) -> Three:  # fmt: skip
     """As torch_backward, for fp32, fp16 and bf16. `into`: dq, dk and dv to fill, dk and dv with the same strides; their
     padding stays undefined."""
     d, clear = q.shape[2], into is None
     grad, q, k, v, out = (whole_vectors(x) for x in (grad, q, k, v, out))
-    (N, H, head), M = q.shape, len(k)
+    (N, H, _), M = q.shape, len(k)
     dq, dk, dv = into or (x.new_empty(x.shape) for x in (q, k, v))
     delta_HN, scale = log_sum_HN.new_empty(log_sum_HN.shape), d**-0.5 / math.log(2)
-    rows = query_rows, key_rows, limit_N
-    strides = (*grad.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    with current(q):
-        if dq.numel():
-            cut = tiles("queries", head, max_keys, q.dtype)
-            _backward_queries[grid(max_keys, N, cut.queries, H, query_rows)](
-                grad, q, k, v, out.contiguous(), log_sum_HN, delta_HN, dq,
-                *rows, *strides, *dq.stride()[:2], N, scale, **options(cut, q, clear),
-            )  # fmt: skip
-        if dk.numel():
-            cut = tiles("keys", head, max_keys, q.dtype)
-            _backward_keys[grid(max_keys, M, cut.keys, H, key_rows)](
-                grad, q, k, v, log_sum_HN, delta_HN, dk, dv,
-                *rows, skip_M, *strides, *dk.stride()[:2], N, M, scale, **options(cut, q, clear),
-            )  # fmt: skip
+    inputs, steps, sums = (q, k, v), strides(grad, q, k, v), (log_sum_HN, delta_HN)
+    if dq.numel():
+        cut = options("queries", q, max_keys, clear)
+        where, places = grid(max_keys, N, cut["QUERIES"], H, layout.query_rows), (out.contiguous(), *sums, dq)
+        launch(_backward_queries, where, grad, *inputs, *places, *layout, *steps, *strides(dq), N, scale, **cut)
+    if dk.numel():
+        cut = options("keys", q, max_keys, clear)
+        where, rows = grid(max_keys, M, cut["KEYS"], H, layout.key_rows), (*layout, skip_M)
+        launch(_backward_keys, where, grad, *inputs, *sums, dk, dv, *rows, *steps, *strides(dk), N, M, scale, **cut)
     return into or (dq[..., :d].contiguous(), dk[..., :d].contiguous(), dv[..., :d].contiguous())
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Of the first two axes."""
+    return [stride for x in tensors for stride in x.stride()[:2]]
 
 
 def whole_vectors(x_NHd: Tensor) -> Tensor:
     """Vectors that lie in one piece, 2ⁿ long (with zeros, if they must grow); other strides may be anything."""
-    d = x_NHd.shape[2]
-    head = padded_head(d)
-    if head != d:
-        return F.pad(x_NHd, (0, head - d))
-    return x_NHd if x_NHd.stride(2) == 1 else x_NHd.contiguous()
+    missing = padded_head(x_NHd.shape[2]) - x_NHd.shape[2]
+    return F.pad(x_NHd, (0, missing)) if missing else x_NHd if x_NHd.stride(2) == 1 else x_NHd.contiguous()
 
 
 def padded_head(d: int) -> int:
@@ -345,14 +285,8 @@ def grid(max_keys: int, capacity: int, block: int, heads: int, rows: Tensor) -> 
     return max(triton.cdiv(max_keys, block), triton.cdiv(capacity, number * block)), heads, number
 
 
-def options(cut: Tiles, q: Tensor, clear: bool) -> dict[str, int]:
-    sizes = {"HEAD": q.shape[2], "QUERIES": cut.queries, "KEYS": cut.keys, "CLEAR": clear}
-    return {**sizes, "num_warps": cut.warps, "num_stages": cut.stages}
-
-
-MOST_SPLITS = 64
-PROGRAMS = 4096
-"""Enough to fill an H200 several times over, so that the last ones cost little; more splits cost the second kernel."""
+# Enough programs to fill an H200 several times over, so that the last cost little; more splits cost the second kernel.
+MOST_SPLITS, PROGRAMS = 64, 4096
 
 
 @triton.jit
@@ -437,37 +371,23 @@ def _combine(
         tl.store(out_ptr + features, tl.zeros([HEAD], out_ptr.dtype.element_ty), mask=features < size)
 
 
-def split_entries(rows: int, heads: int, capacity: int, keys: int) -> tuple[int, int]:
-    """Entries of a split, a multiple of `keys`, and how many splits cover the capacity."""
-    splits = max(1, min(MOST_SPLITS, PROGRAMS // (rows * heads)))
-    span = triton.cdiv(triton.cdiv(capacity, splits), keys) * keys
-    return span, triton.cdiv(capacity, span)
-
-
-def triton_decode(
-    q_BHd: Tensor, k_BHd: Tensor, v_BHd: Tensor, key_BHLd: Tensor, value_BHLd: Tensor, length_B: Tensor,
-    takes_part_B: Tensor,
-) -> Tensor:  # fmt: skip
-    """As torch_forward, for fp32, fp16 and bf16."""
+def triton_decode(*tensors: Tensor) -> Tensor:
+    """As decode_attention's torch_forward, for fp32, fp16 and bf16."""
+    q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B = tensors
     (B, H, d), L = q_BHd.shape, key_BHLd.shape[2]
     head = padded_head(d)
-    for part in (key_BHLd, value_BHLd):
-        if part.stride()[2:] != (d, 1):
-            raise ValueError("stored entries of a head must lie end to end.")
+    if any(part.stride()[2:] != (d, 1) for part in (key_BHLd, value_BHLd)):
+        raise ValueError("stored entries of a head must lie end to end.")
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_BHd, k_BHd, v_BHd))
     keys = 64 if head <= 64 else 4096 // head
-    span, splits = split_entries(B, H, L, keys)
+    # Entries of a split, a multiple of `keys`, and how many splits cover the capacity.
+    span = triton.cdiv(triton.cdiv(L, max(1, min(MOST_SPLITS, PROGRAMS // (B * H)))), keys) * keys
+    splits = triton.cdiv(L, span)
+    share, sums = (q.new_empty(B, H, splits, size, dtype=torch.float32) for size in (head, 2))
     out = q.new_empty(B, H, d)
-    share = q.new_empty(B, H, splits, head, dtype=torch.float32)
-    sums = q.new_empty(B, H, splits, 2, dtype=torch.float32)
-    with current(q):
-        _attend_split[(splits, H, B)](
-            q, k, v, key_BHLd, value_BHLd, length_B, takes_part_B, share, sums,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *key_BHLd.stride()[:2], *value_BHLd.stride()[:2],
-            span, splits, H, d, d**-0.5 / math.log(2), HEAD=head, KEYS=keys, num_warps=4,
-        )  # fmt: skip
-        _combine[(H, B)](
-            share, sums, out, length_B, takes_part_B, splits, H, d,
-            HEAD=head, SPLITS=triton.next_power_of_2(splits), num_warps=4 if splits > 8 else 1,
-        )  # fmt: skip
+    stored, rows = (key_BHLd, value_BHLd), (length_B, takes_part_B)
+    sizes = *strides(q, k, v, *stored), span, splits, H, d, d**-0.5 / math.log(2)
+    launch(_attend_split, (splits, H, B), q, k, v, *stored, *rows, share, sums, *sizes, HEAD=head, KEYS=keys)
+    cut = {"HEAD": head, "SPLITS": triton.next_power_of_2(splits), "num_warps": 4 if splits > 8 else 1}
+    launch(_combine, (H, B), share, sums, out, *rows, splits, H, d, **cut)
     return out

@@ -6,10 +6,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chiar.kernels.packing import current
+from chiar.kernels.packed_norm import Four
+from chiar.kernels.packing import launch
 
 TILE = 2048  # numbers a program of the norm works on at once
 CHUNK = 16  # rows whose sums one program of its backward pass makes, or a tile of narrow ones if that is more
+GELU, SUM = {"ROWS": 32, "COLUMNS": 128}, {"ROWS": 128, "COLUMNS": 64}
+SOFTMAX_BLOCK, SOFTMAX_WARPS = 4096, 16
+# The filter along time: the fastest of those tried at widths 384 and 1024 on an H200. A tile stays in the first cache
+# while it is read W times; the taps' gradients stay in registers while a program walks along time.
+FILTER = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
+STEPS, TAP_COLUMNS, TAP_WARPS = 16, 64, 2
+PRODUCTS = 128  # of one channel in a program of the taps' gradients: taps × tokens
 
 
 @triton.jit
@@ -73,11 +81,8 @@ def _norm_backward(
         inside = used[:, None] & (columns < width)
         dh = _tile(dh_ptr, rows[:, None], columns, width, inside)
         if KIND != "none":
-            if token_ptr is not None:
-                tokens = tl.load(token_ptr + rows, mask=used, other=0)
-                u = _tile(read_ptr, tokens[:, None], columns, width, inside)
-            else:
-                u = _tile(read_ptr, rows[:, None], columns, width, inside)
+            source = rows if token_ptr is None else tl.load(token_ptr + rows, mask=used, other=0)
+            u = _tile(read_ptr, source[:, None], columns, width, inside)
             if KIND == "layer":
                 mean = tl.load(mean_ptr + rows, mask=used, other=0.0)
                 u = tl.where(inside, u - mean[:, None], 0.0)
@@ -108,104 +113,63 @@ def shape(width: int) -> dict[str, int]:
     return {"ROWS": max(1, TILE // columns), "COLUMNS": columns, "num_warps": 4 if columns <= TILE else 8}
 
 
-def norm_forward(
-    x_ND: Tensor, token_P: Tensor, count: Tensor, weight_D: Tensor | None, bias_D: Tensor | None,
-    add_PD: Tensor | None, add_bias_D: Tensor | None, kind: str, eps: float,
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:  # fmt: skip
-    width = x_ND.shape[1]
-    cut = shape(width)
-    u_PD, *others = outputs
-    add_PD = None if add_PD is None else add_PD.contiguous()
-    with current(x_ND):
-        _norm_forward[(triton.cdiv(len(token_P), cut["ROWS"]),)](
-            x_ND, token_P, count, weight_D, bias_D, add_PD, add_bias_D, u_PD if len(u_PD) else None, *others,
-            width, eps, KIND=kind, **cut,
-        )  # fmt: skip
+def norm_forward(x_ND: Tensor, token_P: Tensor, *inputs: Tensor | None, kind: str, eps: float, outputs: Four) -> None:
+    """`inputs`: the kernel's, from `count` to `add_bias`."""
+    cut, places = shape(x_ND.shape[1]), (outputs[0] if len(outputs[0]) else None, *outputs[1:])
+    grid = (triton.cdiv(len(token_P), cut["ROWS"]),)
+    launch(_norm_forward, grid, x_ND, token_P, *inputs, *places, x_ND.shape[1], eps, KIND=kind, **cut)
 
 
-def norm_backward(
-    dh_PD: Tensor, du_PD: Tensor | None, read: Tensor, token_P: Tensor | None, count: Tensor, weight_D: Tensor | None,
-    mean_P: Tensor, scale_P: Tensor, kind: str, dx_PD: Tensor, dadd_PD: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fills dx and dadd; returns the gradients of the norm's weight and bias."""
+def norm_backward(dh_PD: Tensor, *inputs: Tensor | None, kind: str, outputs: Four) -> Four:
+    """`inputs`: the kernel's, from `du` to `scale`. The gradients of x, `add`, and the norm's weight and bias."""
+    dx_PD, dadd_PD, dweight_D, dbias_D = outputs
     rows, width = dh_PD.shape
     cut = shape(width)
     chunk = max(CHUNK, cut["ROWS"])
     chunks = triton.cdiv(rows, chunk)
-    weight_sums = mean_P.new_empty(chunks, width) if kind != "none" else None
-    bias_sums = mean_P.new_empty(chunks, width) if kind == "layer" else None
-    du_PD = None if du_PD is None else du_PD.contiguous()
-    with current(dh_PD):
-        _norm_backward[(chunks,)](
-            dh_PD, du_PD, read, token_P, count, weight_D, mean_P, scale_P, dx_PD, dadd_PD if len(dadd_PD) else None,
-            weight_sums, bias_sums, width, KIND=kind, CHUNK=chunk, **cut,
-        )  # fmt: skip
-    dweight_D = mean_P.new_zeros(width) if weight_sums is None else weight_sums.sum(0)
-    return dweight_D, mean_P.new_zeros(width) if bias_sums is None else bias_sums.sum(0)
-
-
-GELU = {"ROWS": 32, "COLUMNS": 128}
+    weight_sums = dweight_D.new_empty(chunks, width) if kind != "none" else None
+    bias_sums = dweight_D.new_empty(chunks, width) if kind == "layer" else None
+    places = dx_PD, dadd_PD if len(dadd_PD) else None, weight_sums, bias_sums
+    launch(_norm_backward, (chunks,), dh_PD, *inputs, *places, width, KIND=kind, CHUNK=chunk, **cut)
+    dweight_D = dweight_D.zero_() if weight_sums is None else weight_sums.sum(0)
+    return dx_PD, dadd_PD, dweight_D, dbias_D.zero_() if bias_sums is None else bias_sums.sum(0)
 
 
 @triton.jit
-def _gelu_forward(x_ptr, bias_ptr, y_ptr, count_ptr, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _gelu(x_ptr, grad_ptr, bias_ptr, y_ptr, sums_ptr, count_ptr, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """y = gelu(x + b); with a gradient dx instead, and its sum over this block's rows."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     count = tl.load(count_ptr)
-    if tl.program_id(0) * ROWS >= count:
-        return
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    if sums_ptr is not None:
+        sums = sums_ptr + tl.program_id(0) * width + columns
+    if tl.program_id(0) * ROWS >= count:
+        if sums_ptr is not None:
+            tl.store(sums, tl.zeros([1, COLUMNS], tl.float32), mask=columns < width)
+        return
     inside = (rows < count) & (columns < width)
     places = rows.to(tl.int64) * width + columns
     x = tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
-    y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if grad_ptr is None:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        grad = tl.load(grad_ptr + places, mask=inside, other=0.0).to(tl.float32)
+        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        y = grad * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density)
     tl.store(y_ptr + places, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if sums_ptr is not None:
+        tl.store(sums, tl.sum(tl.where(inside, y, 0.0), 0)[None, :], mask=columns < width)
 
 
-@triton.jit
-def _gelu_backward(
-    grad_ptr, x_ptr, bias_ptr, dx_ptr, sums_ptr, count_ptr, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """dx, and its sum over this block's rows."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    count = tl.load(count_ptr)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    sums = sums_ptr + tl.program_id(0) * width + columns
-    if tl.program_id(0) * ROWS >= count:
-        tl.store(sums, tl.zeros([1, COLUMNS], tl.float32), mask=columns < width)
-        return
-    inside = (rows < count) & (columns < width)
-    places = rows.to(tl.int64) * width + columns
-    x = tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    x += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    dx = grad * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density)
-    tl.store(dx_ptr + places, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    tl.store(sums, tl.sum(tl.where(inside, dx, 0.0), 0)[None, :], mask=columns < width)
-
-
-def gelu_forward(x_PK: Tensor, bias_K: Tensor, count: Tensor) -> Tensor:
-    y_PK = x_PK.new_empty(x_PK.shape)
-    with current(x_PK):
-        _gelu_forward[gelu_grid(x_PK)](x_PK, bias_K, y_PK, count, x_PK.shape[1], **GELU)
-    return y_PK
-
-
-def gelu_backward(grad_PK: Tensor, x_PK: Tensor, bias_K: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    dx_PK = x_PK.new_empty(x_PK.shape)
-    sums = bias_K.new_empty(gelu_grid(x_PK)[0], x_PK.shape[1]).float()
-    with current(x_PK):
-        _gelu_backward[gelu_grid(x_PK)](grad_PK, x_PK, bias_K, dx_PK, sums, count, x_PK.shape[1], **GELU)
-    return dx_PK, sums.sum(0).to(bias_K.dtype)
-
-
-def gelu_grid(x_PK: Tensor) -> tuple[int, int]:
-    return triton.cdiv(x_PK.shape[0], GELU["ROWS"]), triton.cdiv(x_PK.shape[1], GELU["COLUMNS"])
-
-
-SUM_ROWS, SUM_COLUMNS = 128, 64
+def launch_gelu(grad_PK: Tensor | None, x_PK: Tensor, bias_K: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None]:
+    """gelu(x + b); with a gradient those of x and b instead."""
+    y_PK, width = x_PK.new_empty(x_PK.shape), x_PK.shape[1]
+    blocks = triton.cdiv(len(x_PK), GELU["ROWS"])
+    sums = None if grad_PK is None else bias_K.new_empty(blocks, width).float()
+    grid = blocks, triton.cdiv(width, GELU["COLUMNS"])
+    launch(_gelu, grid, x_PK, grad_PK, bias_K, y_PK, sums, count, width, **GELU)
+    return y_PK, None if sums is None else sums.sum(0).to(bias_K.dtype)
 
 
 @triton.jit
@@ -219,15 +183,13 @@ def _sum(x_ptr, sums_ptr, count_ptr, width, ROWS: tl.constexpr, COLUMNS: tl.cons
         return
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (rows < count) & (columns < width)
-    x = tl.load(x_ptr + rows.to(tl.int64) * width + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(sums, tl.sum(x, 0)[None, :], mask=columns < width)
+    tl.store(sums, tl.sum(_tile(x_ptr, rows, columns, width, inside), 0)[None, :], mask=columns < width)
 
 
 def triton_row_sum(x_PK: Tensor, count: Tensor) -> Tensor:
-    blocks, width = triton.cdiv(x_PK.shape[0], SUM_ROWS), x_PK.shape[1]
+    blocks, width = triton.cdiv(x_PK.shape[0], SUM["ROWS"]), x_PK.shape[1]
     sums = x_PK.new_empty(blocks, width).float()
-    with current(x_PK):
-        _sum[(blocks, triton.cdiv(width, SUM_COLUMNS))](x_PK, sums, count, width, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS)
+    launch(_sum, (blocks, triton.cdiv(width, SUM["COLUMNS"])), x_PK, sums, count, width, **SUM)
     return sums.sum(0).to(x_PK.dtype)
 
 
@@ -249,37 +211,23 @@ def _rotate(
     table = tl.load(table_ptr + row) * HEAD + pair % HALF
     cos = tl.load(cos_ptr + table, mask=inside, other=0.0)
     sin = tl.load(sin_ptr + table, mask=inside, other=0.0) * sign
-    for part in tl.static_range(2):
+    for part in tl.static_range(3 if COPY else 2):
         a = tl.load(x_ptr + part * WIDTH + first, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(x_ptr + part * WIDTH + first + HALF, mask=inside, other=0.0).to(tl.float32)
         if bias_ptr is not None:
             a += tl.load(bias_ptr + part * WIDTH + first, mask=inside, other=0.0).to(tl.float32)
             b += tl.load(bias_ptr + part * WIDTH + first + HALF, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y_ptr + part * WIDTH + first, (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=inside)
-        tl.store(y_ptr + part * WIDTH + first + HALF, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=inside)
-    if COPY:
-        for half in tl.static_range(2):
-            value = tl.load(x_ptr + 2 * WIDTH + first + half * HALF, mask=inside, other=0.0).to(tl.float32)
-            if bias_ptr is not None:
-                value += tl.load(bias_ptr + 2 * WIDTH + first + half * HALF, mask=inside, other=0.0).to(tl.float32)
-            tl.store(y_ptr + 2 * WIDTH + first + half * HALF, value.to(y_ptr.dtype.element_ty), mask=inside)
+        if part < 2:
+            a, b = a * cos - b * sin, b * cos + a * sin
+        tl.store(y_ptr + part * WIDTH + first, a.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(y_ptr + part * WIDTH + first + HALF, b.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def rotate_rows(
-    x_P3Hd: Tensor, out: Tensor, bias_3Hd: Tensor | None, cos_Rd: Tensor, sin_Rd: Tensor, table_P: Tensor,
-    count: Tensor, sign: float,
-) -> None:  # fmt: skip
-    """Write x + bias, its queries and keys rotated (back, with a sign of -1), to `out`, which may be x itself."""
+def rotate_rows(x_P3Hd: Tensor, out: Tensor, *inputs: Tensor | None, sign: float) -> None:
+    """As rotate_into. `inputs`: the kernel's, from `bias` to `count`."""
     rows, _, heads, head = x_P3Hd.shape
-    width = heads * head
-    with current(x_P3Hd):
-        _rotate[(rows,)](
-            x_P3Hd, out, bias_3Hd, cos_Rd, sin_Rd, table_P, count, sign,
-            WIDTH=width, HEAD=head, BLOCK=triton.next_power_of_2(width // 2), COPY=out is not x_P3Hd, num_warps=4,
-        )  # fmt: skip
-
-
-SOFTMAX_BLOCK, SOFTMAX_WARPS = 4096, 16
+    sizes = {"WIDTH": heads * head, "HEAD": head, "BLOCK": triton.next_power_of_2(heads * head // 2)}
+    launch(_rotate, (rows,), x_P3Hd, out, *inputs, sign, **sizes, COPY=out is not x_P3Hd, num_warps=4)
 
 
 @triton.jit
@@ -287,14 +235,11 @@ def _softmax_gradient(
     logits_ptr, targets_ptr, losses_ptr, row_stride, target_stride, ignore_index, VOCABULARY: tl.constexpr,
     PADDED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, read twice: for log Σ exp, then (from the L2 cache) to become its gradient.
-
-    Memory is masked at PADDED, a multiple of 16, so that loads and stores are 16 bytes wide; numbers at VOCABULARY.
-    """
+    """One program a row, read twice: for log Σ exp, then (from the L2 cache) to become its gradient. Memory is masked
+    at PADDED, a multiple of 16, so that loads and stores are 16 bytes wide; numbers at VOCABULARY."""
     row = tl.program_id(0).to(tl.int64)  # row × row_stride may pass 2³¹
     row_ptr = logits_ptr + row * row_stride
     columns = tl.arange(0, BLOCK)
-
     # Every lane keeps the maximum m of what it saw and s = Σ exp(x − m). Of exp(m − m') and exp(x − m') with
     # m' = max(m, x) one is 1 and the other exp(−|m − x|), so an element costs one exponential.
     # m starts finite so that lanes beyond the row never meet ∞ − ∞.
@@ -308,14 +253,12 @@ def _softmax_gradient(
         m = tl.maximum(m, x)
     largest = tl.max(m, 0)
     log_sum = largest + tl.log(tl.sum(s * tl.exp(m - largest), 0))
-
     target = tl.load(targets_ptr + row * target_stride)
     kept = target != ignore_index
     # A target outside the vocabulary reads nothing and makes the loss nan.
     known = (target >= 0) & (target < VOCABULARY)
     chosen = tl.load(row_ptr + target, mask=known, other=float("nan")).to(tl.float32)
     tl.store(losses_ptr + row, tl.where(kept, log_sum - chosen, 0.0))
-
     if GRADIENT:
         tl.debug_barrier()  # every warp has read the target's logit before one overwrites it
         for start in range(0, PADDED, BLOCK):
@@ -332,21 +275,10 @@ def triton_softmax_gradient(
     """As torch_softmax_gradient, for fp32, fp16 and bf16."""
     rows, padded = logits_nP.shape
     assert logits_nP.is_contiguous() and losses_n.is_contiguous() and losses_n.dtype == torch.float32
-    if rows == 0:
-        return
-    with current(logits_nP):
-        _softmax_gradient[(rows,)](
-            logits_nP, targets_n, losses_n, logits_nP.stride(0), targets_n.stride(0), ignore_index,
-            VOCABULARY=vocabulary, PADDED=padded, GRADIENT=gradient,
-            BLOCK=min(SOFTMAX_BLOCK, triton.next_power_of_2(padded)), num_warps=SOFTMAX_WARPS,
-        )  # fmt: skip
-
-
-# The filter along time: the fastest of those tried at widths 384 and 1024 on an H200. A tile stays in the first cache
-# while it is read W times; the taps' gradients stay in registers while a program walks along time.
-FILTER = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
-STEPS, TAP_COLUMNS, TAP_WARPS = 16, 64, 2
-PRODUCTS = 128  # of one channel in a program of the taps' gradients: taps × tokens
+    cut = {"BLOCK": min(SOFTMAX_BLOCK, triton.next_power_of_2(padded)), "num_warps": SOFTMAX_WARPS}
+    numbers = logits_nP.stride(0), targets_n.stride(0), ignore_index, vocabulary, padded, gradient
+    if rows:
+        launch(_softmax_gradient, (rows,), logits_nP, targets_n, losses_n, *numbers, **cut)
 
 
 @triton.jit
@@ -387,32 +319,26 @@ def _tap_gradients(
         x = tl.load(x_ptr + places - taps * width, mask=inside & (times >= taps) & (taps < W), other=0.0)
         products += grad * x.to(tl.float32)
     block = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-    taps_2d = tl.arange(0, TAPS)[:, None]
-    columns_2d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    places_2d = (block * W + taps_2d) * width + columns_2d
-    tl.store(sums_ptr + places_2d, tl.sum(products, 1), mask=(taps_2d < W) & (columns_2d < width))
+    taps = tl.arange(0, TAPS)[:, None]
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    places = (block * W + taps) * width + columns
+    tl.store(sums_ptr + places, tl.sum(products, 1), mask=(taps < W) & (columns < width))
 
 
 def filter_forward(x_BTD: Tensor, taps_WD: Tensor, ahead: bool = False) -> Tensor:
-    y_BTD = x_BTD.new_empty(x_BTD.shape)
-    B, T, D = x_BTD.shape
-    with current(x_BTD):
-        _shifted_sum[triton.cdiv(T, FILTER["ROWS"]), triton.cdiv(D, FILTER["COLUMNS"]), B](
-            x_BTD, taps_WD, y_BTD, T, D, ahead, W=len(taps_WD), **FILTER
-        )
+    y_BTD, (B, T, D) = x_BTD.new_empty(x_BTD.shape), x_BTD.shape
+    grid = triton.cdiv(T, FILTER["ROWS"]), triton.cdiv(D, FILTER["COLUMNS"]), B
+    launch(_shifted_sum, grid, x_BTD, taps_WD, y_BTD, T, D, ahead, W=len(taps_WD), **FILTER)
     return y_BTD
 
 
 def filter_backward(grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor) -> tuple[Tensor, Tensor]:
-    B, T, D = x_BTD.shape
-    W = len(taps_WD)
+    (B, T, D), W = x_BTD.shape, len(taps_WD)
     taps = triton.next_power_of_2(W)
     rows = max(1, PRODUCTS // taps)
     columns = max(16, TAP_COLUMNS * PRODUCTS // (rows * taps))
     blocks = triton.cdiv(T, rows * STEPS)
     sums_PWD = taps_WD.new_empty(B * blocks, W, D, dtype=torch.float32)
-    with current(x_BTD):
-        _tap_gradients[blocks, triton.cdiv(D, columns), B](
-            grad_BTD, x_BTD, sums_PWD, T, D, W, taps, rows, columns, STEPS, num_warps=TAP_WARPS
-        )
+    grid = blocks, triton.cdiv(D, columns), B
+    launch(_tap_gradients, grid, grad_BTD, x_BTD, sums_PWD, T, D, W, taps, rows, columns, STEPS, num_warps=TAP_WARPS)
     return filter_forward(grad_BTD, taps_WD, ahead=True), sums_PWD.sum(0).to(taps_WD.dtype)

@@ -3,9 +3,12 @@
 import csv
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chiar.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # `fraction` is f as forced, empty where the contender decides for itself, and `chosen` the share of attention in
 # decoding steps of a model that routes itself; `compiled` is "layers", "whole" or nothing; `graph`: replayed as a CUDA
@@ -74,14 +77,12 @@ class Table:
 
 
 def plain(value: Any) -> Any:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "yes", False: "no"}[value]
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def draw_speedups(rows: list[Row], baseline: str, path: Path) -> None:
+def draw_speedups(rows: list[Row], baseline: str) -> "Figure":
     """Speed-up against length, a panel for each fraction, bounds as thin lines. A contender without a fraction is drawn
     with every one."""
     from matplotlib.figure import Figure
@@ -108,4 +109,4 @@ def draw_speedups(rows: list[Row], baseline: str, path: Path) -> None:
     shape = f"{some.size}, {some.layers} layers, {some.batch * some.length:,} tokens"
     over = "compiled dense baseline" if some.compiled else "dense baseline"
     figure.suptitle(f"{some.mode} over the {over}, {shape}, {some.precision}, {some.hardware}")
-    figure.savefig(path, format="svg")
+    return figure
