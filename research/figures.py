@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-
 from benchmarks.rows import draw_speedups
+
 from chiar import presets
 from chiar.console import guarded
 from chiar.errors import unknown_name

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
+from runs import full_disk
 
 from chiar.errors import InputError
 from chiar.training import checkpoint
 from chiar.training.distributed import Processes
-from runs import full_disk
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 

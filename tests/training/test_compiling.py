@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from runs import assert_same_run, command, final_state, metrics
 from torch import nn
 
 from chiar import presets
@@ -17,7 +18,6 @@ from chiar.training.loop import settle
 from chiar.training.run_folder import RunFolder
 from chiar.training.settings import train_arguments
 from commands import run as chiar
-from runs import assert_same_run, command, final_state, metrics
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 

@@ -5,6 +5,8 @@ import re
 
 import pytest
 import torch
+from runs import assert_same_run, final_state, interrupted, metrics
+from runs import run as run_processes
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoTokenizer
@@ -24,8 +26,6 @@ from chiar.training.run_folder import RunFolder
 from chiar.training.settings import finetune_settings
 from chiar.training.tasks import build
 from commands import run
-from runs import assert_same_run, final_state, interrupted, metrics
-from runs import run as run_processes
 
 SMALL = ["--no-compile", "--set", "precision=fp32", "--set", "log_every=1", "--device", "cpu"]
 CAUSAL = ["--set", "hidden_size=16", "--set", "gate_pool=causal"]

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from runs import assert_same_run, command, final_state, full_disk, interrupted, metrics, run, start
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -19,7 +20,6 @@ from chiar.training.loop import TrainingStopped, is_better
 from chiar.training.run_folder import RunFolder
 from chiar.training.trainer import Trainer
 from commands import run as chiar
-from runs import assert_same_run, command, final_state, full_disk, interrupted, metrics, run, start
 
 RESUMED = {
     "threshold": ({}, {}),

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import assert_same_run, command, final_state, metrics, run, sets, torchrun
 
 from chiar import ChiarForCausalLM
 from chiar.training import checkpoint
 from chiar.training.settings import TrainSettings
-from runs import assert_same_run, command, final_state, metrics, run, sets, torchrun
 
 # Hard routing, where an operator may get no token; five batches to validate on, more than three processes share evenly.
 CHANGES = ("dropout=0.0", "gate_pool=causal", "routing=hard", "sample=light", "ema=0.5", "keep=9", "evaluate_rows=10")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from runs import interrupted
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from chiar import presets
@@ -18,7 +19,6 @@ from chiar.training import reporting
 from chiar.training.distributed import Processes
 from chiar.training.reporting import Display, Utilisation, known_peak, training_flops
 from chiar.training.run_folder import RunFolder
-from runs import interrupted
 
 CPU = torch.device("cpu")
 
