@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from chiar.config import ChiarConfig
 from chiar.errors import InputError, first_line, unknown_name
 
 END_OF_TEXT = "<|endoftext|>"
@@ -211,3 +212,24 @@ class TokenizerChoice:
         if self.kind == "gpt2" and opened.vocab_size != GPT2_ENTRIES:
             raise InputError(f"{path} holds {opened.vocab_size} entries, but GPT-2's tokenizer has {GPT2_ENTRIES}.")
         return opened
+
+
+def check_tokenizer(folder: str, config: ChiarConfig, corpus: Any) -> list[str]:
+    """InputError where the corpus was not prepared for this model; a remark where that cannot be told."""
+    made = f"{corpus.folder} has a vocabulary of {corpus.vocab_size}"
+    if corpus.vocab_size > config.vocab_size:
+        raise InputError(
+            f"{made}, more than the {config.vocab_size} of {folder}: prepare it with the model's tokenizer."
+        )
+    if not Path(folder).is_dir():
+        return [f"{folder} is a preset with random weights."]
+    places = [place for place in (Path(folder), Path(folder) / "tokenizer") if (place / "tokenizer.json").is_file()]
+    if not places:
+        return [f"{folder} has no tokenizer: that the ids of {corpus.name} are those it was trained on is not checked."]
+    try:
+        own = Tokenizer.open(places[0]).fingerprint
+    except InputError as error:
+        return [f"the tokenizers of model and corpus were not compared: {error}"]
+    if own != corpus.tokenizer_fingerprint:
+        raise InputError(f"{made} and was prepared with another tokenizer than the one in {folder}: prepare it again.")
+    return []

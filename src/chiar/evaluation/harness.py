@@ -17,10 +17,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus, Split
+from chiar.data.tokenizers import check_tokenizer
 from chiar.errors import InputError, unknown_name
 from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, LayerUse, RoutingUse
 from chiar.model.heads import open_classifier
-from chiar.model.load import check_tokenizer, choose_device, describe_device, load_config, load_model, resolve_model
+from chiar.model.load import choose_device, describe_device, load_config, load_model, resolve_model
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 from chiar.model.trace import RoutingTrace
 from chiar.routing.flops import Shares, baseline_of, count_flops, operator_shares

@@ -106,30 +106,6 @@ def open_weights(kind: Any, folder: str, **options: Any) -> Any:
     return model
 
 
-def check_tokenizer(folder: str, config: ChiarConfig, corpus: Any) -> list[str]:
-    """InputError where the corpus was not prepared for this model; a remark where that cannot be told."""
-    from chiar.data.tokenizers import Tokenizer
-
-    made, room = (
-        f"{corpus.folder} has a vocabulary of {corpus.vocab_size}",
-        f"the {config.vocab_size} entries of {folder}",
-    )
-    if corpus.vocab_size > config.vocab_size:
-        raise InputError(f"{made}, more than {room}: prepare the corpus with the model's tokenizer.")
-    if not Path(folder).is_dir():
-        return [f"{folder} is a preset with random weights."]
-    places = [place for place in (Path(folder), Path(folder) / "tokenizer") if (place / "tokenizer.json").is_file()]
-    if not places:
-        return [f"{folder} has no tokenizer: that the ids of {corpus.name} are those it was trained on is not checked."]
-    try:
-        own = Tokenizer.open(places[0]).fingerprint
-    except InputError as error:
-        return [f"the tokenizers of model and corpus were not compared: {error}"]
-    if own != corpus.tokenizer_fingerprint:
-        raise InputError(f"{made} and was prepared with another tokenizer than the one in {folder}: prepare it again.")
-    return []
-
-
 def count_parameters(config: ChiarConfig) -> int:
     """Trainable parameters, tied ones once; the model is laid out on the meta device and holds no memory."""
     from chiar.model.modeling import ChiarForCausalLM

@@ -63,8 +63,9 @@ def calibrate(
     from transformers.utils import logging
 
     from chiar.data.shards import Corpus
+    from chiar.data.tokenizers import check_tokenizer
     from chiar.data.tokens import batches, encode, read_text_file
-    from chiar.model.load import check_tokenizer, copy_tokenizer, load_model, resolve_model
+    from chiar.model.load import copy_tokenizer, load_model, resolve_model
     from chiar.routing.calibration import calibrate, to_json
     from chiar.routing.tables import calibration_table
 

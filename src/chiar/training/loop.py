@@ -16,10 +16,10 @@ from transformers.utils import logging
 
 from chiar.config import ChiarConfig
 from chiar.data import Corpus
+from chiar.data.tokenizers import check_tokenizer
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.generation.writer import Sampling, write_text
-from chiar.model.load import check_tokenizer
 from chiar.training import checkpoint
 from chiar.training.batches import open_rows
 from chiar.training.compiling import computes_bf16
