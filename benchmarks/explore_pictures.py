@@ -8,16 +8,15 @@ Needs Chromium and playwright. Pictures that are there are replaced.
 import argparse
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 from chiar.explore.report import write_report
 from chiar.explore.server import Explorer
 from chiar.explore.view import open_models
-from chiar.web import Server, bind
 from chromium import NoBrowser, Watched, chromium
 
 TEXT = "Return the number of items in the list, or raise ValueError if it is empty."
@@ -26,13 +25,11 @@ LONG = f"{TEXT} If the optional argument is given, the object is compared with e
 
 @contextmanager
 def served(names: list[str]) -> Iterator[str]:
-    server, listening = Server(Explorer(open_models(names), 1024)), bind("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    explorer, said = Explorer(open_models(names), 1024), Queue[str]()
+    thread = threading.Thread(target=explorer.listen, args=(0, said.put), daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
-    server.should_exit = True
+    yield said.get().split()[4]
+    explorer.should_exit = True
     thread.join()
 
 
@@ -92,7 +89,7 @@ def draw(browser: Any, runs: list[str], out: Path) -> None:
         show(phone, TEXT)
         take(phone, out / "explore-phone.png")
     report = out / "report.html"
-    write_report(runs[:1], [TEXT], report, [])
+    write_report(open_models(runs[:1]), [TEXT], report, [])
     try:
         take(Watched(browser, 1000, 1250).open(report.resolve().as_uri()), out / "explore-report.png")
     finally:

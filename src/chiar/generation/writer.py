@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import logits_process
+from transformers.generation import logits_process as logits
 
 from chiar.config import ChiarConfig
 from chiar.data.tokens import TextCodec
@@ -22,15 +22,13 @@ from chiar.model.modeling import ChiarForCausalLM
 from chiar.model.outputs import ChiarModelOutput
 from chiar.model.trace import RoutingTrace
 
-Note = Callable[[str], None]
 GATES = ("prefill", "refuse")
 # A temperature below this is greedy: logits divided by it would leave the numbers there are.
 GREEDY_BELOW = 1e-5
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-# Tokens held back for one character. It has four bytes at most; the rest are tokens that show nothing.
-MOST_WAITING = 16
-# Tokens of a prompt whose logits are there at the same time.
-SCORED = 256
+# Tokens held back for one character (it has four bytes at most; the rest are tokens that show nothing), and tokens of a
+# prompt whose logits are there at the same time.
+MOST_WAITING, SCORED = 16, 256
 
 
 @dataclass(frozen=True)
@@ -46,22 +44,20 @@ class Sampling:
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
 
-    @property
-    def is_greedy(self) -> bool:
-        nearly_zero = self.temperature is not None and self.temperature < GREEDY_BELOW
-        return nearly_zero or (self.temperature, self.top_k, self.top_p) == (None, None, None)
-
-    def warpers(self) -> logits_process.LogitsProcessorList:
-        """In the order of transformers' generate, whose draws these are."""
+    def warpers(self) -> logits.LogitsProcessorList | None:
+        """In the order of transformers' generate, whose draws these are; None: greedy."""
         if self.top_p == 0:
             raise InputError("top-p must be above 0: no token would be left to sample.")
-        found = logits_process.LogitsProcessorList()
-        if self.temperature is not None and not self.is_greedy:
-            found.append(logits_process.TemperatureLogitsWarper(float(self.temperature)))
+        nearly_zero = self.temperature is not None and self.temperature < GREEDY_BELOW
+        if nearly_zero or (self.temperature, self.top_k, self.top_p) == (None, None, None):
+            return None
+        found = logits.LogitsProcessorList()
+        if self.temperature is not None:
+            found.append(logits.TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k is not None:
-            found.append(logits_process.TopKLogitsWarper(self.top_k))
+            found.append(logits.TopKLogitsWarper(self.top_k))
         if self.top_p is not None and self.top_p < 1:
-            found.append(logits_process.TopPLogitsWarper(float(self.top_p)))
+            found.append(logits.TopPLogitsWarper(float(self.top_p)))
         return found
 
 
@@ -83,6 +79,9 @@ class Piece:
     finish: str | None = None
 
 
+Sink = Callable[[Piece], None]
+
+
 class Characters:
     """Hands on text as soon as its bytes are whole: a token may be a part of a character."""
 
@@ -91,11 +90,8 @@ class Characters:
         self.waiting: list[int] = []
 
     def add(self, token: int) -> tuple[int, str]:
-        """How many of the tokens that wait now have their text, whatever follows, and the text.
-
-        A character lacks a byte of its up to four, so it began in the last three tokens, at a place where the text
-        falls into two.
-        """
+        """How many of the tokens that wait now have their text, whatever follows, and the text. A character lacks a
+        byte of its up to four, so it began in the last three tokens, at a place where the text falls into two."""
         self.waiting.append(token)
         waiting, decode = self.waiting, self.codec.decode
         text = decode(waiting)
@@ -115,12 +111,12 @@ class Characters:
 
 class Row:
     """One text being written. `send` gets it in pieces: whole characters, and nothing from a stop text on. Draws come
-    from a generator of its own, so neighbours in the batch change nothing."""
+    from a generator of its own, so neighbours in the batch change nothing. It is also over when its `owner` is."""
 
     def __init__(
-        self, codec: TextCodec, sampling: Sampling, device: Any = "cpu", send: Callable[[Piece], None] | None = None
+        self, codec: TextCodec, sampling: Sampling, device: Any = "cpu", send: Sink | None = None, owner: Any = None
     ) -> None:
-        self.sampling, self.warpers, self.send = sampling, sampling.warpers(), send
+        self.sampling, self.warpers, self.send, self.owner = sampling, sampling.warpers(), send, owner
         self.characters, self.generator = Characters(codec), torch.Generator(device)
         self.generator.seed() if sampling.seed is None else self.generator.manual_seed(sampling.seed)
         self.tokens: list[TokenScore] = []
@@ -132,16 +128,13 @@ class Row:
 
     @property
     def is_over(self) -> bool:
-        return self.finished is not None
+        return self.finished is not None or (self.owner is not None and self.owner.is_over)
 
-    def choose(self, logits_V: Tensor, likeliest: int | None) -> TokenScore:
-        if likeliest is None:
-            raise InputError("the model's logits are not finite: its weights are damaged.")
-        token = likeliest
-        if not self.sampling.is_greedy:
+    def choose(self, logits_V: Tensor, likeliest: int) -> TokenScore:
+        token, count = likeliest, self.sampling.logprobs
+        if self.warpers is not None:
             p_1V = self.warpers(None, logits_V[None]).softmax(-1)
             token = int(torch.multinomial(p_1V, 1, generator=self.generator))
-        count = self.sampling.logprobs
         return TokenScore(token) if count is None else score(logits_V[None], [token], count)[0]
 
     def take(self, token: TokenScore, ends: set[int]) -> None:
@@ -151,8 +144,12 @@ class Row:
             self.finish("stop")
         elif len(self.tokens) == self.sampling.max_new_tokens:
             self.finish("length")
-        elif safe := len(self.held) - max((overlap(self.held, stop) for stop in self.sampling.stops), default=0):
-            self.release(safe)
+        else:  # but for the longest end that a stop text begins with
+            sizes = (
+                size for stop in self.sampling.stops for size in range(len(stop)) if self.held.endswith(stop[:size])
+            )
+            if safe := len(self.held) - max(sizes, default=0):
+                self.release(safe)
 
     def finish(self, why: str) -> None:
         self.held += self.characters.end()[1]
@@ -172,11 +169,6 @@ class Row:
             self.send(piece)
 
 
-def overlap(text: str, stop: str) -> int:
-    """The longest end of `text` that `stop` begins with."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
-
-
 class Writer:
     """Prompts are read one by one, so that a text is the same whoever else is written: the paper's gate is a mean over
     all rows read together. Decoding then needs no padding: keys are stored by each row's own length.
@@ -192,13 +184,9 @@ class Writer:
         self.cache: ChiarCache | None = None
         self.trace: RoutingTrace | None = None
 
-    def fail(self, rows: list[Row], error: Exception) -> None:
-        """These failed; a writer whose other rows go on does not raise."""
+    def fail(self, owners: list[Any], error: Exception) -> None:
+        """Their rows failed; a writer whose other rows go on does not raise."""
         raise error
-
-    @property
-    def live(self) -> int:
-        return sum(not row.is_over for row in self.rows)
 
     @torch.no_grad()
     def read_prompt(self, ids: list[int]) -> ChiarModelOutput:
@@ -227,7 +215,7 @@ class Writer:
 
     def step(self) -> None:
         """One more token for every row. A row that is over is carried along until half of them are."""
-        if 2 * self.live <= len(self.rows):
+        if 2 * sum(row.is_over for row in self.rows) >= len(self.rows):
             self.drop()
         if self.rows:
             self.choose(self.rows, self.read())
@@ -254,11 +242,13 @@ class Writer:
         best_B = logits_BV.argmax(-1)  # NaN counts as the largest
         finite_B = logits_BV.gather(1, best_B[:, None])[:, 0].isfinite()
         for row, logits_V, best, ok in zip(rows, logits_BV, *torch.stack([best_B, finite_B]).tolist(), strict=True):
-            if not row.is_over:
-                try:
-                    row.take(row.choose(logits_V, best if ok else None), self.ends)
-                except Exception as error:
-                    self.fail([row], error)
+            try:
+                if not ok and not row.is_over:
+                    raise InputError("the model's logits are not finite: its weights are damaged.")
+                if not row.is_over:
+                    row.take(row.choose(logits_V, best), self.ends)
+            except Exception as error:
+                self.fail([row.owner], error)
 
     def drop(self) -> None:
         """Let go of the rows that are over. Where that fails half-way the cache is of no use to any of its rows."""
@@ -266,18 +256,17 @@ class Writer:
         if len(kept) == len(self.rows):
             return
         self.rows = [self.rows[number] for number in kept]
-        if not kept:
-            self.cache = None
-        elif self.cache is not None:
-            try:
+        try:
+            if self.cache is not None and kept:
                 self.cache.batch_select_indices(torch.tensor(kept, device=self.model.device))
-            except Exception as error:
-                self.fail(self.clear(), error)
+            self.cache = self.cache if kept else None
+        except Exception as error:
+            self.fail(self.clear(), error)
 
-    def clear(self) -> list[Row]:
-        """Forget everything; the rows that were being written."""
+    def clear(self) -> list[Any]:
+        """Forget everything; the owners of the rows that were being written."""
         rows, self.rows, self.cache = self.rows, [], None
-        return rows
+        return [row.owner for row in rows]
 
     def follow(self, row: Row) -> Iterator[TokenScore]:
         """The tokens of the one row that was begun, but no end of text; a traced one after it was read, so that `trace`
@@ -320,12 +309,12 @@ def darkness(trace: RoutingTrace) -> list[float]:
 
 def open_writer(
     name: str,
-    gate: str = "prefill",
-    fast: bool | None = None,
-    tokenizer: Path | None = None,
-    device: str = "auto",
+    gate: str,
+    fast: bool | None,
+    tokenizer: Path | None,
+    device: str,
+    note: Callable[[str], None],
     seed: int = 0,
-    note: Note = lambda text: None,
 ) -> tuple[ChiarForCausalLM, TextCodec, Path | None]:
     """A model that is to write, its tokenizer, and its folder if it has one; `note` is told what a reader should know.
     `fast`: decode through the fixed step (chiar.model.decoding), None where there is a GPU."""
@@ -364,8 +353,8 @@ def write_text(model: ChiarForCausalLM, codec: TextCodec, prompt: str, sampling:
     try:
         if room > 0:
             writer.begin(writer.read_prompt(ids), [row])
-        while writer.live:
-            writer.step()
+        for _ in writer.follow(row):
+            pass
     finally:
         model.train(training)
         model.config.gate_generation = gate
