@@ -1,7 +1,4 @@
-"""What `chiar serve` and `chiar explore` are built on: limits, refusals, checks of who asks, start and stop.
-
-Needs starlette and uvicorn.
-"""
+"""What `chiar serve` and `chiar explore` are built on: limits, refusals, checks of who asks, start and stop."""
 
 import asyncio
 import json
@@ -60,12 +57,11 @@ async def refuse(request: Request, error: Exception) -> Response:
     """Every refusal is one sentence; of a fault of ours the log has the rest."""
     if isinstance(error, HTTPException):
         error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
-    elif isinstance(error, ClientDisconnect):
-        error = Refused(499, "the client left before its request was complete.")
     elif isinstance(error, InputError):
         error = Refused(getattr(error, "status", 400), str(error))
     elif not isinstance(error, Refused):
-        error = Refused(500, "the server failed on this request.", kind="server_error")
+        gone = isinstance(error, ClientDisconnect)
+        error = Refused(499 if gone else 500, "the server failed on this request.", kind="server_error")
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     return json_response(error.body(), error.status, headers)
 
@@ -207,9 +203,7 @@ class Site(uvicorn.Server):
             listener = socket.create_server((self.host, port), family=family, backlog=1024)
         except (OSError, OverflowError) as error:
             where = f"{self.host}, port {port} ({getattr(error, 'strerror', None) or error})"
-            raise InputError(
-                f"cannot listen on {where}: choose others with --host and --port (--port 0: any)."
-            ) from None
+            raise InputError(f"cannot listen on {where}: choose others with --host and --port 0.") from None
         with listener:
             name = f"[{self.host}]" if ":" in self.host else self.host
             say(self.greeting.format(f"http://{name}:{listener.getsockname()[1]}"))

@@ -65,29 +65,24 @@ def test_nothing_is_overwritten_unasked(written, folders):
     assert run(*arguments, "--overwrite")[0] == 0 and written.read_text() != before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["v3-tiny", "--prompt", "a", "--export", "x.pdf"], "name the file x.html"),
-        (["v3-tiny", "--prompt", "", "--export", "x.html"], "the text is empty"),
-        (["v3-tiny", "--prompt", "a", "--export", "x.html", "--evaluation", "none.json"], "there is no file"),
-        (["v3-tiny", "--export", "x.html"], "go together"),
-        (["v3-tiny", "--prompt", "a"], "go together"),
-        (["v3-tiny", "--beside", "v3-tiny", "--prompt", "a", "--export", "x.html"], "named twice"),
-        (["positions", "--prompt", "x" * 21, "--export", "x.html"], "20 are the most"),
-        (["nowhere/at-all"], "no folder"),
-        (["v9-tiny"], "unknown preset"),
-        (["--beside", "v3-tiny"], "--beside needs a first model"),
-        (["v3-tiny", "--beside", "v3-tiny"], "named twice"),
-        (["v3-16m"], "--tokenizer"),
-    ],
-    ids=" ".join,
-)
-def test_bad_input(arguments, message, tmp_path, monkeypatch):
+def test_bad_input(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_model(tmp_path / "positions", "v2-tiny", max_position_embeddings=20)
-    code, said = run("explore", *arguments, "--port", 0)
-    assert code == 2 and message in said
+    for words, message in {
+        "v3-tiny --prompt a --export x.pdf": "name the file x.html",
+        "v3-tiny --prompt= --export x.html": "the text is empty",
+        "v3-tiny --prompt a --export x.html --evaluation none.json": "there is no file",
+        "v3-tiny --export x.html": "go together",
+        "v3-tiny --prompt a": "go together",
+        "v3-tiny --beside v3-tiny --prompt a --export x.html": "named twice",
+        f"positions --prompt {'x' * 21} --export x.html": "20 are the most",
+        "nowhere/at-all": "no folder",
+        "v9-tiny": "unknown preset",
+        "--beside v3-tiny": "--beside needs a first model",
+        "v3-16m": "--tokenizer",
+    }.items():
+        code, said = run("explore", *words.split(), "--port", 0)
+        assert code == 2 and message in said, words
     assert [path.name for path in tmp_path.iterdir()] == ["positions"]
 
 

@@ -235,7 +235,7 @@ def test_sigterm_while_texts_are_written(folder):
         for path in ("/health", "/metrics"):  # open to those who only look after the process
             assert server.ask("GET", path, host="any.name.example")[0] == 200
         endless, answer = server.open_stream(**KEY)
-        chunks = client.completions.create(model="named", prompt="dark", max_tokens=40, temperature=0, stream=True)
+        chunks = client.completions.create(model="named", prompt="dark", max_tokens=12, temperature=0, stream=True)
         next(chunks)
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)

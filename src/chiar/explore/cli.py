@@ -9,9 +9,7 @@ from chiar.generation.cli import Tokenizer
 
 
 def explore(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A training run, model folder or preset.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A run, a model folder or a preset.")] = None,
     beside: Annotated[str | None, typer.Option(metavar="MODEL2", help="A second model, shown side by side.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8327,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",

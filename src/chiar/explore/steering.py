@@ -1,8 +1,5 @@
-"""Routers moved while one looks at them: every threshold shifted alike, or a share of the text sent to attention.
-
-Each router is run with a moved parameter of its own, so weights and choices are what such a model would compute.
-Nothing stays moved after a pass.
-"""
+"""Routers moved while one looks at them: every threshold shifted alike, or a share of the text sent to attention. Each
+is run with a moved parameter of its own, so weights and choices are what such a model would compute."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -47,26 +44,18 @@ class Steering:
     cuts: dict[int, float] = field(default_factory=dict)
 
 
-def moved_route(
-    stack: ExitStack,
-    steering: Steering,
-    layer: int,
-    router: Any,
-    x_BTD: Tensor,
-    entropy_BT: Any,
-    context: Any,
-    forced: Any,
-) -> Route:
+def moved_route(stack: ExitStack, steering: Steering, layer: int, router: Any, *given: Any) -> Route:
     """What the router's forward returns with its cut moved, until the stack is closed."""
+    x_BTD, entropy_BT, context, _ = given
+    kind: Any = type(router)
 
     def change(thing: Any, name: str, value: Any) -> None:
         stack.callback(setattr, thing, name, getattr(thing, name))
         setattr(thing, name, value)
 
-    kind: Any = type(router)
     if isinstance(router, RandomRouter):
         change(router, "fraction", steering.value)
-        return kind.forward(router, x_BTD, entropy_BT, context, forced)
+        return kind.forward(router, *given)
     if isinstance(router, EntropyRouter):
         own, score_BT, ends = list(router.values), entropy_BT, (0.0, 1.0)
     else:
@@ -87,7 +76,7 @@ def moved_route(
         bias_K = router.score.bias.detach().clone()
         bias_K[-1] -= cut
         change(router.score, "bias", nn.Parameter(bias_K))
-    return kind.forward(router, x_BTD, entropy_BT, context, forced)
+    return kind.forward(router, *given)
 
 
 def cut_at(score_BT: Tensor, share: float, ends: tuple[float, float]) -> float:

@@ -66,8 +66,6 @@ def open_model(name: str, tokenizer: Path | None, seed: int) -> LoadedModel:
         notes.append(f"trained on {config.max_position_embeddings:,} tokens in a row: beyond that it guesses.")
     if config.routing == "soft":
         notes.append("soft routing: both paths run for every token and are blended; the darker one is marked.")
-    if config.target_fraction is not None:
-        notes.append("its thresholds were found in training, to hold a share; moving them here changes no file.")
     router = ROUTERS.get(str(config.router), "routed by {router}").format(**config.to_dict())
     about: dict[str, Any] = {"name": shown, "parameters": count_parameters(config), "width": config.hidden_size}
     about |= {"kinds": list(config.layer_types or []), "router": router if config.routed_layers else "no routing"}

@@ -1,7 +1,4 @@
-"""The one loop that writes text: for `chiar generate`, `serve` and `explore`, and samples in training.
-
-A Row is one text, a Writer the rows of one cache, which join behind their prompt and leave when they end.
-"""
+"""The one loop that writes text: for `chiar generate`, `serve` and `explore`, and samples in training."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -51,14 +48,10 @@ class Sampling:
         nearly_zero = self.temperature is not None and self.temperature < GREEDY_BELOW
         if nearly_zero or (self.temperature, self.top_k, self.top_p) == (None, None, None):
             return None
-        found = logits.LogitsProcessorList()
-        if self.temperature is not None:
-            found.append(logits.TemperatureLogitsWarper(float(self.temperature)))
-        if self.top_k is not None:
-            found.append(logits.TopKLogitsWarper(self.top_k))
-        if self.top_p is not None and self.top_p < 1:
-            found.append(logits.TopPLogitsWarper(float(self.top_p)))
-        return found
+        temperature, top_p = self.temperature and float(self.temperature), None if self.top_p == 1 else self.top_p
+        values = {logits.TemperatureLogitsWarper: temperature, logits.TopKLogitsWarper: self.top_k}
+        kinds: dict[Any, Any] = {**values, logits.TopPLogitsWarper: top_p}
+        return logits.LogitsProcessorList(kind(value) for kind, value in kinds.items() if value is not None)
 
 
 @dataclass(frozen=True)
@@ -80,6 +73,7 @@ class Piece:
 
 
 Sink = Callable[[Piece], None]
+Note = Callable[[str], None]
 
 
 class Characters:
@@ -93,8 +87,7 @@ class Characters:
         """How many of the tokens that wait now have their text, whatever follows, and the text. A character lacks a
         byte of its up to four, so it began in the last three tokens, at a place where the text falls into two."""
         self.waiting.append(token)
-        waiting, decode = self.waiting, self.codec.decode
-        text = decode(waiting)
+        waiting, decode, text = self.waiting, self.codec.decode, self.codec.decode(self.waiting)
         if not text.endswith(BROKEN) or len(waiting) > MOST_WAITING:
             return self.end()
         for start in range(len(waiting) - 1, max(0, len(waiting) - 4), -1):
@@ -121,20 +114,22 @@ class Row:
         self.generator.seed() if sampling.seed is None else self.generator.manual_seed(sampling.seed)
         self.tokens: list[TokenScore] = []
         self.finished: str | None = None
-        # What was sent, what may still be the beginning of a stop text, and how many tokens were sent.
-        self.text, self.held, self.sent = "", "", 0
-        # Tokens the cache has of it, which is also the position of the next.
-        self.stored = 0
+        # What was sent, what may still be the beginning of a stop text, how many tokens were sent, and how many the
+        # cache has, which is also the position of the next.
+        self.text, self.held, self.sent, self.stored = "", "", 0, 0
 
     @property
     def is_over(self) -> bool:
         return self.finished is not None or (self.owner is not None and self.owner.is_over)
 
-    def choose(self, logits_V: Tensor, likeliest: int) -> TokenScore:
-        token, count = likeliest, self.sampling.logprobs
+    def choose(self, logits_V: Tensor, token: int | None) -> TokenScore:
+        """`token` is the likeliest."""
+        if token is None:
+            raise InputError("the model's logits are not finite: its weights are damaged.")
         if self.warpers is not None:
             p_1V = self.warpers(None, logits_V[None]).softmax(-1)
             token = int(torch.multinomial(p_1V, 1, generator=self.generator))
+        count = self.sampling.logprobs
         return TokenScore(token) if count is None else score(logits_V[None], [token], count)[0]
 
     def take(self, token: TokenScore, ends: set[int]) -> None:
@@ -145,10 +140,9 @@ class Row:
         elif len(self.tokens) == self.sampling.max_new_tokens:
             self.finish("length")
         else:  # but for the longest end that a stop text begins with
-            sizes = (
-                size for stop in self.sampling.stops for size in range(len(stop)) if self.held.endswith(stop[:size])
-            )
-            if safe := len(self.held) - max(sizes, default=0):
+            held, stops = self.held, self.sampling.stops
+            ends_like = (size for stop in stops for size in range(len(stop)) if held.endswith(stop[:size]))
+            if safe := len(held) - max(ends_like, default=0):
                 self.release(safe)
 
     def finish(self, why: str) -> None:
@@ -171,10 +165,8 @@ class Row:
 
 class Writer:
     """Prompts are read one by one, so that a text is the same whoever else is written: the paper's gate is a mean over
-    all rows read together. Decoding then needs no padding: keys are stored by each row's own length.
-
-    `traced`: after each pass `trace` has its routes. `around`: what each pass runs in.
-    """
+    all rows read together. Rows join behind their prompt and leave when they end; keys are stored by each row's own
+    length. `traced`: after each pass `trace` has its routes. `around`: what each pass runs in."""
 
     def __init__(self, model: ChiarForCausalLM, traced: bool = False, around: Callable[[], Any] = nullcontext) -> None:
         self.model, self.traced, self.around = model, traced, around
@@ -243,10 +235,8 @@ class Writer:
         finite_B = logits_BV.gather(1, best_B[:, None])[:, 0].isfinite()
         for row, logits_V, best, ok in zip(rows, logits_BV, *torch.stack([best_B, finite_B]).tolist(), strict=True):
             try:
-                if not ok and not row.is_over:
-                    raise InputError("the model's logits are not finite: its weights are damaged.")
                 if not row.is_over:
-                    row.take(row.choose(logits_V, best), self.ends)
+                    row.take(row.choose(logits_V, best if ok else None), self.ends)
             except Exception as error:
                 self.fail([row.owner], error)
 
@@ -308,13 +298,7 @@ def darkness(trace: RoutingTrace) -> list[float]:
 
 
 def open_writer(
-    name: str,
-    gate: str,
-    fast: bool | None,
-    tokenizer: Path | None,
-    device: str,
-    note: Callable[[str], None],
-    seed: int = 0,
+    name: str, gate: str, fast: bool | None, tokenizer: Path | None, device: str, note: Note, seed: int = 0
 ) -> tuple[ChiarForCausalLM, TextCodec, Path | None]:
     """A model that is to write, its tokenizer, and its folder if it has one; `note` is told what a reader should know.
     `fast`: decode through the fixed step (chiar.model.decoding), None where there is a GPU."""

@@ -132,9 +132,8 @@ class Engine(Writer):
             counts = route.choice_BT.flatten().bincount(minlength=len(operators)).tolist()
             for operator, count in zip(operators, counts, strict=True):
                 self.counts[f'routed_tokens_total{{operator="{operator}"}}'] += count
-        scores = (
-            score_prompt(self.model, ids, read, sampling.logprobs) if job.echo and sampling.logprobs is not None else []
-        )
+        scored = job.echo and sampling.logprobs is not None
+        scores = score_prompt(self.model, ids, read, sampling.logprobs or 0) if scored else []
         for i in range(job.n):
             seed, send = None if sampling.seed is None else sampling.seed + i, partial(job.put, number * job.n + i)
             rows.append(Row(self.codec, replace(sampling, seed=seed), self.model.device, send, job))
@@ -155,14 +154,11 @@ class Engine(Writer):
 
 class Service(Site):
     def __init__(self, name: str, engine: Engine, key: str = "", host: str = "127.0.0.1", named: bool = True) -> None:
-        routes = [
-            Route(COMPLETIONS, self.complete, methods=["POST"]),
-            Route("/v1/chat/completions", self.refuse_chat, methods=["POST"]),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.models),
-            Route("/health", self.health),
-            Route("/metrics", self.show_metrics),
-        ]
+        posts = {COMPLETIONS: self.complete, "/v1/chat/completions": self.refuse_chat}
+        gets = {"/v1/models": self.models, "/v1/models/{name:path}": self.models, "/health": self.health}
+        gets["/metrics"] = self.show_metrics
+        routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+        routes += [Route(path, endpoint) for path, endpoint in gets.items()]
         super().__init__(host, named, routes, FAREWELL, engine.limits.rows + engine.limits.waiting + SPARE)
         self.name, self.engine, self.key = name, engine, key
         self.greeting = f"serving {name} on {{}}/v1, until Ctrl-C"

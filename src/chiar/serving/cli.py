@@ -15,9 +15,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; its folder's name by default.")] = None,
     api_key: Annotated[str, typer.Option(envvar="CHIAR_API_KEY", help="Key that clients must send.")] = "",
-    max_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a text; default: the trained length.")
-    ] = None,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens of a text; else the trained length.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Texts written at once, and at most for one request.")] = 16,
     waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 64,
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request; more get 413.")] = 1 << 20,

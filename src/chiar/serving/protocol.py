@@ -179,9 +179,7 @@ def parse_request(asked: dict[str, Any], model: str, codec: TextCodec, vocabular
     longest = max(len(ids) for ids, _ in prompts)
     room = limits.length - longest
     if room < 1:
-        sentence = (
-            f"the prompt has {longest} tokens and {limits.length} are the most, continuation included: shorten it."
-        )
+        sentence = f"the prompt has {longest} tokens; with its continuation {limits.length} are the most: shorten it."
         raise Refused(413, sentence, "prompt", "context_length_exceeded")
     if wanted == 0 and not echo:
         raise Refused(400, "max_tokens must be above 0, unless the prompt is echoed.", "max_tokens")
