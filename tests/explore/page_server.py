@@ -1,8 +1,8 @@
 """Small models on disk, and a real server in front of them."""
 
 import threading
-import time
 from contextlib import contextmanager
+from queue import Queue
 
 import httpx
 
@@ -10,7 +10,6 @@ from chiar.data.tokenizers import Tokenizer
 from chiar.explore.server import Explorer
 from chiar.explore.view import open_models
 from chiar.model.modeling import ChiarForCausalLM
-from chiar.web import Server, bind
 from helpers import randomise, small_config
 
 
@@ -26,8 +25,8 @@ def save_model(folder, preset="v3-tiny", **changes):
 
 
 class Served:
-    def __init__(self, explorer, port):
-        self.explorer, self.room, self.url = explorer, explorer.room, f"http://127.0.0.1:{port}"
+    def __init__(self, explorer, url):
+        self.explorer, self.url = explorer, url
 
     def post(self, path, body, **more):
         return httpx.post(f"{self.url}{path}", json=body, timeout=30, **more)
@@ -38,16 +37,13 @@ class Served:
 
 @contextmanager
 def serving(names, most_tokens=256):
-    explorer = Explorer(open_models(names), most_tokens)
-    server, listening = Server(explorer), bind("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    explorer, said = Explorer(open_models(names), most_tokens), Queue()
+    thread = threading.Thread(target=explorer.listen, args=(0, said.put), daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
     try:
-        yield Served(explorer, listening.getsockname()[1])
+        yield Served(explorer, said.get(timeout=10).split()[4].rstrip("/"))
     finally:
-        server.should_exit = True
+        explorer.should_exit = True
         thread.join(10)
-        explorer.room.thread.shutdown()
+        explorer.thread.shutdown()
         assert not thread.is_alive(), "the server did not end"

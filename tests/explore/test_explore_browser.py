@@ -120,7 +120,7 @@ def test_a_text_is_continued_as_one_watches(page, served):
     assert page.input_value("#text").startswith("go on ") and len(page.input_value("#text")) > 6
     assert panel(page).locator(".token.written").count() >= 1
     assert not page.is_visible("#error")
-    assert served.room.streaming == 0
+    assert not served.explorer.streaming
 
 
 def test_a_stream_that_breaks_off_is_noticed(watched, served, monkeypatch):
@@ -132,7 +132,7 @@ def test_a_stream_that_breaks_off_is_noticed(watched, served, monkeypatch):
     panel(page).get_by_role("button", name="Continue").click()
     page.wait_for_selector("#error:visible")
     until(page, "!document.getElementById('text').readOnly && !document.querySelector('.stale')")
-    assert served.room.streaming == 0
+    assert not served.explorer.streaming
     watched.problems.clear()  # the browser's own notes about the broken stream
 
 
@@ -144,7 +144,7 @@ def test_writing_is_stopped(watched, served):
     page.keyboard.press("Escape")
     until(page, "document.getElementById('status').textContent.endsWith(', then stopped')")
     until(page, "!document.getElementById('text').readOnly && !document.querySelector('.stale')")
-    assert served.room.streaming == 0
+    assert not served.explorer.streaming
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ import pytest
 import torch
 from page_server import save_model, serving
 
-from chiar.data.tokenizers import Tokenizer
 from chiar.data.tokens import TextCodec
-from chiar.explore.server import MOST_BYTES
+from chiar.explore.server import MOST_BYTES, SEATS
 from chiar.explore.view import PART, Pieces
 from chiar.generation.writer import BROKEN
 from chiar.routing.tables import route_text
@@ -94,54 +93,35 @@ def test_steering_moves_routes_loss_and_flops(served):
     assert baseline["flops"]["saved"] == 0.0 and baseline["reach"] is None
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (b"ab", ["a", "b"]),
-        ("é漢🎨".encode(), [PART, "é", PART, PART, "漢", PART, PART, PART, "🎨"]),
-        (b"\xe6a", [PART, BROKEN + "a"]),
-        (b"\xf0\x9f\x8ea", [PART, PART, PART, BROKEN + "a"]),
-        (b"\xff\xff\xffa", [PART, BROKEN, BROKEN, BROKEN + "a"]),
-        ("\x1b\n\t\u202e".encode(), ["\\x1b", "\n", "\t", PART, PART, "\\u202e"]),
-    ],
-    ids=["plain", "whole", "broken", "cut", "never", "controls"],
-)
-def test_characters_of_several_tokens_are_whole(text, expected):
-    pieces = Pieces(TextCodec(None, None))
-    assert [pieces.next(token) for token in text] == expected
+def test_characters_of_several_tokens_are_whole():
+    for text, expected in {
+        b"ab": ["a", "b"],
+        "é漢🎨".encode(): [PART, "é", PART, PART, "漢", PART, PART, PART, "🎨"],
+        b"\xe6a": [PART, BROKEN + "a"],
+        b"\xf0\x9f\x8ea": [PART, PART, PART, BROKEN + "a"],
+        b"\xff\xff\xffa": [PART, BROKEN, BROKEN, BROKEN + "a"],
+        "\x1b\n\t\u202e".encode(): ["\\x1b", "\n", "\t", PART, PART, "\\u202e"],
+    }.items():
+        pieces = Pieces(TextCodec(None, None))
+        assert [pieces.next(token) for token in text] == expected
 
 
-def test_pieces_of_a_trained_vocabulary_add_up_to_the_text(tmp_path):
-    text = "light 漢 and naïve tokens 🎨 漢漢"
-    Tokenizer.train(["light and dark 漢 naïve tokens " * 20], 300).save(tmp_path)
-    codec = TextCodec.open(None, tmp_path)
-    pieces = Pieces(codec)
-    assert "".join(pieces.next(token) for token in codec.encode(text)).replace(PART, "") == text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("<script>alert(1)</script>", "</textarea><img src=x onerror=alert(1)>", "\x00\x01\x1b[31mred\x07\x7f"),
-        *(
-            "👩‍👩‍👧 emoji 🎨",
-            "\u202eevil\u202c שלום مرحبا",
-            "\u2028\u2029\ufeff",
-            "ends badly \ufffd",
-            " ",
-            "\n\n\n",
-        ),
-    ],
-    ids=ascii,
-)
-def test_it_is_shown_and_harmless(served, text):
-    response = served.post("/api/route", {"text": text})
-    assert response.status_code == 200
-    assert response.headers["content-type"] == "application/json"
-    pieces = "".join(token["piece"] for token in response.json()["tokens"])
-    assert not any((ord(c) < 32 and c not in "\n\t") or 0x202A <= ord(c) <= 0x202E for c in pieces)
-    if text.isascii() and text.isprintable():
-        assert pieces == text
+def test_it_is_shown_and_harmless(served):
+    hostile = ["<script>alert(1)</script>", "</textarea><img src=x onerror=alert(1)>", "\x00\x01\x1b[31mred\x07\x7f"]
+    hostile += [
+        "👩‍👩‍👧 emoji 🎨",
+        "\u202eevil\u202c שלום مرحبا",
+        "\u2028\u2029\ufeff",
+        "ends badly \ufffd",
+        " ",
+        "\n\n",
+    ]
+    for text in hostile:
+        response = served.post("/api/route", {"text": text})
+        assert response.status_code == 200 and response.headers["content-type"] == "application/json"
+        pieces = "".join(token["piece"] for token in response.json()["tokens"])
+        assert not any((ord(c) < 32 and c not in "\n\t") or 0x202A <= ord(c) <= 0x202E for c in pieces)
+        assert pieces == text or not (text.isascii() and text.isprintable())
 
 
 @pytest.mark.parametrize("path", ["/api/route", "/api/continue"])
@@ -153,43 +133,23 @@ def test_limits(served, path):
     assert served.post("/api/route", {"text": "x" * 256}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        *((body, "JSON") for body in (b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 20_000)),
-        (b'{"text": "a", "steer": {"kind": "shift", "value": NaN}}', "JSON"),
-        (b'{"text": "\\ud800"}', "surrogate"),
-    ],
-    ids=range(8),
-)
-def test_bodies(served, body, message):
-    response = httpx.post(f"{served.url}/api/route", content=body, headers={"content-type": "application/json"})
-    assert message in refused(response, 400)
-    response = httpx.post(f"{served.url}/api/route", content=body, headers={"content-type": "text/plain"})
-    assert "application/json" in refused(response, 415)
+def test_bodies(served):
+    nan = b'{"text": "a", "steer": {"kind": "shift", "value": NaN}}'
+    headers = {"content-type": "application/json"}
+    for body in (b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 20_000, nan, b'{"text": "\\ud800"}'):
+        said = refused(httpx.post(f"{served.url}/api/route", content=body, headers=headers), 400)
+        assert "JSON" in said or "whole characters" in said
+    plain = httpx.post(f"{served.url}/api/route", content=b'{"text": "a"}', headers={"content-type": "text/plain"})
+    assert "application/json" in refused(plain, 415)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *({"text": 5}, {"text": None}, {"model": 2}, {"model": -1}, {"model": "0"}, {"model": True}, {"steer": 5}),
-        {"steer": {"kind": "up", "value": 1}},
-        {"steer": {"kind": "share", "value": "x"}},
-        {"steer": {"kind": "share", "value": 2}},
-        {"model": 1, "steer": {"kind": "share", "value": 0.5}},
-        *(
-            {"tokens": 0},
-            {"tokens": 1000},
-            {"temperature": -1},
-            {"temperature": 10**400},
-            {"seed": -1},
-            {"more": 1},
-        ),
-    ],
-    ids=str,
-)
-def test_wrong_fields(served, fields):
-    refused(served.post("/api/continue", {"text": TEXT, **fields}), 400)
+def test_wrong_fields(served):
+    steers = [5, {"kind": "up", "value": 1}, {"kind": "share", "value": "x"}, {"kind": "share", "value": 2}]
+    wrong = {"text": [5, None], "model": [2, -1, "0", True], "steer": steers, "tokens": [0, 1000], "seed": [-1]}
+    for name, values in {**wrong, "temperature": [-1, 10**400], "more": [1]}.items():
+        for value in values:
+            refused(served.post("/api/continue", {"text": TEXT, name: value}), 400)
+    refused(served.post("/api/route", {"text": TEXT, "model": 1, "steer": {"kind": "share", "value": 0.5}}), 400)
 
 
 def test_only_own_names_and_pages_are_answered(served):
@@ -245,10 +205,9 @@ def test_a_client_that_leaves_leaves_no_work(served):
             reader = response.iter_lines()
             for _ in range(lines_read):
                 next(reader)
-            assert served.room.streaming == 1
-        wait_until(lambda: served.room.streaming == 0)
-    assert len(served.room.thread._threads) <= 1
-    assert served.get("/api/health").json() == {"waiting": 0, "streaming": 0}
+            assert len(served.explorer.streaming) == 1
+        wait_until(lambda: not served.explorer.streaming)
+    assert len(served.explorer.thread._threads) <= 1
 
 
 def test_a_connection_cut_at_any_moment(served):
@@ -258,32 +217,7 @@ def test_a_connection_cut_at_any_moment(served):
     for sent in (5, len(head), len(whole) - 10, len(whole)):
         with socket.create_connection(("127.0.0.1", int(served.url.rsplit(":", 1)[1]))) as connection:
             connection.sendall(whole[:sent])
-    wait_until(lambda: served.room.streaming == 0 and served.room.waiting == 0)
-    assert served.post("/api/route", {"text": TEXT}).status_code == 200
-
-
-def test_a_server_ends_while_it_streams(folders):
-    """`serving` waits for its end and fails without it."""
-    with httpx.Client(timeout=30) as client, serving(folders[:1], most_tokens=4000) as server:
-        body = {"text": TEXT, "tokens": 256, "temperature": 1.0}
-        request = client.build_request("POST", f"{server.url}/api/continue", json=body)
-        lines = client.send(request, stream=True).iter_lines()
-        next(lines)
-        assert server.room.streaming == 1
-
-
-def test_fifty_clients_are_served_or_told_to_wait(served):
-    def ask(number):
-        path = "/api/continue" if number % 5 == 0 else "/api/route"
-        return served.post(path, {"text": f"client {number} " * 12, "tokens": 8})
-
-    with ThreadPoolExecutor(50) as crowd:
-        answers = list(crowd.map(ask, range(50)))
-    assert 200 in {answer.status_code for answer in answers}
-    for answer in answers:
-        if answer.status_code != 200:
-            assert "try again" in refused(answer, 429) and int(answer.headers["retry-after"]) >= 1
-    wait_until(lambda: served.room.waiting == served.room.streaming == 0)
+    wait_until(lambda: not served.explorer.seated)
     assert served.post("/api/route", {"text": TEXT}).status_code == 200
 
 
@@ -291,25 +225,22 @@ def test_fifty_clients_are_served_or_told_to_wait(served):
 def held(served):
     """The model's thread is held up, so that requests must wait."""
     hold = threading.Event()
-    served.room.thread.submit(hold.wait, 60)
+    served.explorer.thread.submit(hold.wait, 60)
     yield hold
     hold.set()
 
 
-def test_beyond_the_waiting_room_is_429(served, held):
-    room = served.room
+def test_beyond_the_waiting_room_is_429(served, held, monkeypatch):
+    seats, _ = SEATS
     with ThreadPoolExecutor(24) as crowd:
         answers = [crowd.submit(served.post, "/api/route", {"text": TEXT}) for _ in range(24)]
-        wait_until(lambda: sum(answer.done() for answer in answers) == 24 - room.seats)
-        assert served.get("/api/health").json()["waiting"] == room.seats  # still answers the rest
+        wait_until(lambda: sum(answer.done() for answer in answers) == 24 - seats)
+        assert served.get("/api/models").status_code == 200  # still answers the rest
         early = [answer.result() for answer in answers if answer.done()]
         held.set()
     assert all(answer.status_code == 429 and answer.headers["retry-after"] == "1" for answer in early)
-    assert [answer.result().status_code for answer in answers].count(200) == room.seats
-
-
-def test_streams_are_few(served, monkeypatch):
-    monkeypatch.setattr(served.room, "streaming", served.room.streams)
+    assert [answer.result().status_code for answer in answers].count(200) == seats
+    monkeypatch.setattr(served.explorer, "streaming", set(range(4)))
     response = served.post("/api/continue", {"text": TEXT})
     assert "try again" in refused(response, 429) and response.headers["retry-after"] == "3"
 
@@ -320,7 +251,7 @@ def test_who_stops_waiting_is_not_computed_for(served, held):
     for _ in range(3):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{served.url}/api/route", json={"text": TEXT}, timeout=0.2)
-    wait_until(lambda: served.room.waiting == 0)
+    wait_until(lambda: not served.explorer.seated)
     held.set()
     assert served.post("/api/route", {"text": "b"}).status_code == 200
     handle.remove()

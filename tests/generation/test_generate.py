@@ -41,10 +41,12 @@ def expected(folder, prompt=PROMPT, **settings):
     return model, out, tokenizer.decode(out.numpy())
 
 
-def test_the_output_is_what_generate_gives(folder):
-    code, output, _ = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 30)
-    assert code == 0
-    assert output == visible(expected(folder, max_new_tokens=30)[2]) + "\n"
+def test_the_output_is_what_generate_gives(folder, tmp_path):
+    trained = make(tmp_path / "model", Tokenizer.train(["light and dark tokens 漢 naïve " * 20], 300))
+    for place, prompt in ((folder, PROMPT), (trained, "dark 漢 tokens")):
+        code, output, _ = generate(place, "--prompt", prompt, "--max-new-tokens", 30)
+        assert code == 0
+        assert output == visible(expected(place, prompt, max_new_tokens=30)[2]) + "\n"
 
 
 @pytest.mark.parametrize("routes", [[], ["--routes"]], ids=["plain", "routes"])
@@ -62,13 +64,6 @@ def test_fast_decoding_writes_the_same(folder, monkeypatch, routes):
     assert not steps and slow == generate(*arguments, "--no-fast")
     assert generate(*arguments, "--fast") == slow
     assert len(steps) == (0 if routes else 29)  # a traced pass is no fixed step
-
-
-def test_a_trained_vocabulary(tmp_path):
-    tokenizer = Tokenizer.train(["light and dark tokens 漢 naïve " * 20], 300)
-    folder = make(tmp_path / "model", tokenizer)
-    _, output, _ = generate(folder, "--prompt", "dark 漢 tokens", "--max-new-tokens", 30)
-    assert output == visible(expected(folder, "dark 漢 tokens", max_new_tokens=30)[2]) + "\n"
 
 
 def test_sampling_is_seeded_and_keeps_all_tokens_unless_told(folder):
@@ -126,19 +121,11 @@ def test_learned_positions_end(tmp_path):
     assert "shorten it" in generate(folder, "--prompt", "x" * 20)[2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "a", "--gate", "open"], "unknown gate"),
-        (["--prompt", "a", "--top-p", "0"], "above 0"),
-        (["--prompt", "a", "--device", "tpu"], "unknown device"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_input(folder, arguments, message):
-    code, output, said = generate(folder, *arguments)
-    assert code != 0 and message in said and not output
+def test_bad_input(folder):
+    wrong = {("--prompt", ""): "the prompt is empty", ("--gate", "open"): "unknown gate", ("--top-p", "0"): "above 0"}
+    for arguments, message in {**wrong, ("--device", "tpu"): "unknown device"}.items():
+        code, output, said = generate(folder, "--prompt", "a", *arguments)
+        assert code != 0 and message in said and not output
 
 
 def test_a_run_stands_for_its_best_model_and_a_baseline_has_no_routes(tmp_path):

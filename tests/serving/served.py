@@ -13,6 +13,7 @@ import openai
 
 LONG = 1_000_000
 """More tokens than any test has time for."""
+JSON = {"content-type": "application/json"}
 
 
 @dataclass
@@ -24,28 +25,25 @@ class Served:
         url = f"http://127.0.0.1:{self.port}/v1"
         return openai.OpenAI(base_url=url, api_key=key, **{"max_retries": 0, "timeout": 60, **settings})
 
+    def begin(self, method, path, body=None, **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method, path, body, headers)
+        return connection, connection.getresponse()
+
     def ask(self, method, path, body=None, **headers):
         """Status, headers and text."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            connection.request(method, path, body, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.headers, answer.read().decode()
-        finally:
-            connection.close()
+        connection, answer = self.begin(method, path, body, **headers)
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, answer.headers, text
 
     def post(self, fields, **headers):
-        headers = {"content-type": "application/json", **headers}
-        return self.ask("POST", "/v1/completions", json.dumps(fields), **headers)
+        return self.ask("POST", "/v1/completions", json.dumps(fields), **JSON, **headers)
 
     def open_stream(self, **headers):
         """A stream without an end."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         fields = {"prompt": "light", "stream": True, "max_tokens": LONG, "temperature": 0}
-        connection.request(
-            "POST", "/v1/completions", json.dumps(fields), {"content-type": "application/json", **headers}
-        )
-        answer = connection.getresponse()
+        connection, answer = self.begin("POST", "/v1/completions", json.dumps(fields), **JSON, **headers)
         assert answer.status == 200
         return connection, answer
 
@@ -64,14 +62,10 @@ class Served:
 @contextmanager
 def serving(folder, *options):
     """Yields when it answers; ends the process whatever happened."""
-    command = [sys.executable, "-m", "chiar", "serve", str(folder), "--port", "0", "--max-length", str(LONG + 100)]
-    process = subprocess.Popen(
-        [*command, *map(str, options)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        line = process.stdout.readline()
-        yield Served(process, int(re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)[1]))
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    command = ["-m", "chiar", "serve", str(folder), "--port", "0", "--max-length", str(LONG + 100), *map(str, options)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([sys.executable, *command], **pipes) as process:
+        try:
+            yield Served(process, int(re.search(r"http://127\.0\.0\.1:(\d+)/v1", process.stdout.readline())[1]))
+        finally:
+            process.kill()

@@ -1,1 +1,0 @@
-"""A model's routing on a page: live, and as one file."""

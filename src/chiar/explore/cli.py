@@ -9,28 +9,20 @@ from chiar.generation.cli import Tokenizer
 
 
 def explore(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="A training run (its best model), a model folder, or a preset."),
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A run, a model folder or a preset.")] = None,
     beside: Annotated[str | None, typer.Option(metavar="MODEL2", help="A second model, shown side by side.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8327,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     most_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 1024,
-    export: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Serve nothing: write the page's view of --prompt as one .html.")
-    ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Text to export; give it several times for more.")
-    ] = None,
-    evaluation: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="A report of chiar eval --json to export; repeatable.")
-    ] = None,
+    export: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the view of --prompt as .html.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text to export; repeatable.")] = None,
+    evaluation: Annotated[list[Path] | None, typer.Option(help="A report of chiar eval to export; repeatable.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     tokenizer: Tokenizer = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")] = 0,
 ) -> None:
     """Serve a local page that routes what you type, live. Without MODEL the page says how to get one."""
+    from chiar.data.optional import optional_module
     from chiar.errors import InputError
 
     if model is None and (beside is not None or export is not None):
@@ -38,19 +30,24 @@ def explore(
         raise InputError(f"{option} needs a first model: chiar explore MODEL {option} …")
     if (export is None) != (not prompt) or (evaluation and export is None):
         raise InputError("--export FILE.html and --prompt TEXT go together: what is written is the view of a prompt.")
+    from chiar.explore.view import open_models
+
     names = [name for name in (model, beside) if name]
     if export is not None:
         from chiar.explore.report import write_report
 
+<<<<<<< HEAD
         write_report(names, prompt or [], export, evaluation or [], tokenizer, seed, overwrite)
         typer.echo(f"wrote {export}")
         return
     from chiar.errors import optional_module
 
+=======
+        write_report(open_models(names, tokenizer, seed), prompt or [], export, evaluation or [], overwrite)
+        return typer.echo(f"wrote {export}")
+>>>>>>> trim5
     for package in ("starlette", "uvicorn"):
         optional_module(package, "page", "the page")
     from chiar.explore.server import Explorer
-    from chiar.explore.view import open_models
-    from chiar.web import Server
 
-    Server(Explorer(open_models(names, tokenizer, seed), most_tokens, host)).listen(host, port, typer.echo)
+    Explorer(open_models(names, tokenizer, seed), most_tokens, host).listen(port, typer.echo)

@@ -8,36 +8,37 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from chiar import web
 from chiar.explore.steering import KINDS, Steering
-from chiar.explore.view import LoadedModel, open_models, route_text
+from chiar.explore.view import STATIC, LoadedModel, open_models, route_text
 from chiar.generation.writer import Sampling
-from chiar.web import Field, Refused
+from chiar.web import TEXT, Field, Refused, Site, between, check_fields, json_response, read_json, to_json, while_there
 
-STATIC = Path(__file__).parent / "static"
 DEMO = ("runs/demo/v3", "runs/demo/baseline")
 # Of a text as UTF-8, and of a request: JSON may spell a byte in six.
 MOST_BYTES, MOST_BODY = 20_000, 122_000
 TOO_LONG = f"the text is longer than {MOST_BYTES:,} bytes, the most here: shorten it."
+# Requests answered, and texts continued, at the same time; and after how many seconds others may come back.
+SEATS, STREAMS = (16, 1), (4, 3)
 Made = TypeVar("Made")
+NUMBER = between(-1e300, 1e300, None, int | float)
 
 
-def is_steering(value: Any) -> bool:
-    known = isinstance(value, dict) and set(value) == {"kind", "value"} and value["kind"] in KINDS
-    return known and web.is_number(value["value"], -1e300, 1e300)
+def is_steering(given: Any) -> bool:
+    known = isinstance(given, dict) and set(given) == {"kind", "value"} and given["kind"] in KINDS
+    return known and NUMBER[1](given["value"])
 
 
-FIELDS = {
-    "model": Field(0, web.is_whole, "a whole number"),
-    "text": Field(None, lambda value: isinstance(value, str), "a string"),
-    "steer": Field(None, is_steering, f"an object with a kind ({' or '.join(KINDS)}) and a number as its value"),
-    "tokens": web.whole(40, 1, 256),
-    "temperature": Field(0.7, lambda value: web.is_number(value, 0, 5), "a number from 0 to 5"),
-    "seed": web.whole(0, 0, 2**63 - 1),
+FIELDS: dict[str, Field] = {
+    "model": between(0, 2**31, 0),
+    "text": TEXT,
+    "steer": (None, is_steering, f"an object with a kind ({' or '.join(KINDS)}) and a number as its value"),
+    "tokens": between(1, 256, 40),
+    "temperature": between(0, 5, 0.7, int | float),
+    "seed": between(0, 2**63 - 1, 0),
 }
 
 
@@ -46,99 +47,72 @@ def demo_runs() -> list[str]:
     return [name for name in DEMO if (Path(name) / "best" / "config.json").is_file()]
 
 
-class Room:
-    """One pass of a model at a time, in a thread of its own; a few requests wait, the rest are told to come back."""
-
-    def __init__(self, seats: int = 16, streams: int = 4) -> None:
-        self.seats, self.streams = seats, streams
-        self.waiting = self.streaming = 0
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="model")
-
-    def stream(self, change: int) -> None:
-        if change > 0 and self.streaming >= self.streams:
-            raise Refused(429, f"{self.streaming} texts are being continued: try again in a while.", retry_after=3)
-        self.streaming += change
-
-    async def run(self, work: Callable[[], Made]) -> Made:
-        """In the model's thread. Whoever stops waiting takes the work back, unless it has begun."""
-        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
-
-    async def answer(self, request: Request, work: Callable[[], Made]) -> Made:
-        """The same from a seat, and only while the client is there."""
-        if self.waiting >= self.seats:
-            raise Refused(429, f"{self.waiting} requests are waiting already: try again in a second.", retry_after=1)
-        self.waiting += 1
-        try:
-            return await web.while_there(request, self.run(work))
-        finally:
-            self.waiting -= 1
-
-
-class Explorer(web.Site):
-    """The models, and how they are asked."""
+class Explorer(Site):
+    """The models, and how they are asked: one pass at a time, in a thread of its own."""
 
     greeting = "the page is at {}/ (Ctrl-C ends it)"
 
     def __init__(self, models: list[LoadedModel], most_tokens: int, host: str = "127.0.0.1") -> None:
-        routes = [
-            Route("/api/models", self.describe),
-            Route("/api/health", self.health),
-            Route("/api/demo", self.open_demo, methods=["POST"]),
-            Route("/api/route", self.route, methods=["POST"]),
-            Route("/api/continue", self.carry_on, methods=["POST"]),
-            Mount("/", StaticFiles(directory=STATIC, html=True)),
-        ]
-        super().__init__(host, routes)
-        self.models, self.most_tokens, self.room = models, most_tokens, Room()
+        posts = {"/api/demo": self.open_demo, "/api/route": self.route, "/api/continue": self.carry_on}
+        routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+        files = Mount("/", StaticFiles(directory=STATIC, html=True))
+        super().__init__(host, True, [Route("/api/models", self.describe), *routes, files], 2, None)
+        self.models, self.most_tokens = models, most_tokens
+        self.seated: set[Request] = set()
+        self.streaming: set[Request] = set()
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+
+    def admit(self, request: Request, crowd: set[Request], most: int, seconds: int) -> None:
+        """Until its answer is over, however that ends."""
+        if len(crowd) >= most:
+            raise Refused(429, f"{most} requests are here already: try again in {seconds} s.", retry_after=seconds)
+        crowd.add(request)
+        request.scope["over"].callback(crowd.discard, request)
+
+    async def work(self, one_pass: Callable[[], Made]) -> Made:
+        """In the model's thread. Whoever stops waiting takes the work back, unless it has begun."""
+        return await asyncio.get_running_loop().run_in_executor(self.thread, one_pass)
 
     async def describe(self, request: Request) -> Response:
         """What the page begins with: models, or the demo runs where there are none."""
-        record: dict[str, Any] = {"models": [loaded.about for loaded in self.models]}
-        record |= {"most_tokens": self.most_tokens, "demo": [] if self.models else demo_runs()}
-        return web.json_response(record)
-
-    async def health(self, request: Request) -> Response:
-        return web.json_response({"waiting": self.room.waiting, "streaming": self.room.streaming})
+        demo, models = [] if self.models else demo_runs(), [loaded.about for loaded in self.models]
+        return json_response({"models": models, "most_tokens": self.most_tokens, "demo": demo})
 
     async def open_demo(self, request: Request) -> Response:
         """Only on demand: nothing is loaded that nobody asked for."""
-        await web.read_json(request, MOST_BODY, TOO_LONG)
+        await read_json(request, MOST_BODY, TOO_LONG)
         names = demo_runs()
         if self.models or not names:
             raise Refused(409, "there is no demo run to open here.")
         # In the model's thread, so that of two who ask at once the second finds what the first opened.
-        self.models = await self.room.answer(request, lambda: self.models or open_models(names))
+        self.models = await self.work(lambda: self.models or open_models(names))
         return await self.describe(request)
 
-    async def asked(self, request: Request, continues: bool) -> Iterator[dict[str, Any]]:
-        asked = web.check_fields(await web.read_json(request, MOST_BODY, TOO_LONG), FIELDS)
-        if asked["text"] is None:
-            raise Refused(400, "text is missing: send some to route.", "text")
-        if len(asked["text"].encode("utf-8", "surrogatepass")) > MOST_BYTES:
+    async def passes(self, request: Request, continues: bool) -> Iterator[dict[str, Any]]:
+        asked = check_fields(await read_json(request, MOST_BODY, TOO_LONG), FIELDS)
+        if len(asked["text"].encode()) > MOST_BYTES:
             raise Refused(413, TOO_LONG, "text")
-        if not 0 <= asked["model"] < len(self.models):
+        if asked["model"] >= len(self.models):
             raise Refused(400, f"there is no such model: there are {len(self.models)}, counted from 0.", "model")
+        self.admit(request, self.seated, *SEATS)
         steering = None if asked["steer"] is None else Steering(**asked["steer"])
         sampling = Sampling(asked["tokens"], asked["temperature"], seed=asked["seed"]) if continues else None
         return route_text(self.models[asked["model"]], asked["text"], steering, self.most_tokens, sampling)
 
     async def route(self, request: Request) -> Response:
-        return web.json_response(await self.room.answer(request, partial(next, await self.asked(request, False))))
+        passes = await self.passes(request, False)
+        return json_response(await while_there(request, self.work(partial(next, passes))))
 
     async def carry_on(self, request: Request) -> Response:
         """Lines of JSON: the text's view, then a token each, then the end."""
-        passes = await self.asked(request, True)
-        self.room.stream(1)
-        try:
-            first = await self.room.answer(request, partial(next, passes))
-        except BaseException:
-            self.room.stream(-1)
-            raise
-        return web.Stream(self.lines(passes, first), "application/x-ndjson", partial(self.room.stream, -1))
+        passes = await self.passes(request, True)
+        self.admit(request, self.streaming, *STREAMS)
+        first = await while_there(request, self.work(partial(next, passes)))
+        return StreamingResponse(self.lines(passes, first), media_type="application/x-ndjson")
 
     async def lines(self, passes: Iterator[dict[str, Any]], first: dict[str, Any]) -> AsyncIterator[bytes]:
         record: dict[str, Any] | None = {"view": first}
         while record is not None:
-            yield web.to_json(record) + b"\n"
-            record = await self.room.run(partial(next, passes, None))
-        yield web.to_json({"end": True}) + b"\n"
+            yield to_json(record) + b"\n"
+            record = await self.work(partial(next, passes, None))
+        yield to_json({"end": True}) + b"\n"

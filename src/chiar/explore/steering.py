@@ -1,12 +1,10 @@
-"""Routers moved while one looks at them: every threshold shifted alike, or a share of the text sent to attention.
-
-Each router is run with a moved parameter of its own, so weights and choices are what such a model would compute.
-Nothing stays moved after a pass.
-"""
+"""Routers moved while one looks at them: every threshold shifted alike, or a share of the text sent to attention. Each
+is run with a moved parameter of its own, so weights and choices are what such a model would compute."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,19 +12,15 @@ from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, unknown_name
-from chiar.layers.context import TokenContext
-from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, Route
-from chiar.model.trace import RoutingTrace
-from chiar.registry import ROUTERS
+from chiar.layers.routers import EntropyRouter, RandomRouter, Route
 
 SHIFT, SHARE = KINDS = ("shift", "share")
+# What can be moved of each router. Of a static one whole layers decide, of a user's own nothing is known.
+WAYS = {"entropy": [SHIFT, SHARE], "learned": [SHIFT, SHARE], "random": [SHARE]}
 
 
 def ways_to_steer(config: ChiarConfig) -> list[str]:
-    """What can be moved in models of this configuration; nothing where no token's route depends on a number."""
-    if why_not(config) is not None:
-        return []
-    return [SHARE] if config.router == "random" else [SHIFT, SHARE]
+    return WAYS.get(str(config.router), []) if config.routed_layers else []
 
 
 def why_not(config: ChiarConfig) -> str | None:
@@ -35,7 +29,7 @@ def why_not(config: ChiarConfig) -> str | None:
         return "No layer of this model routes: every token takes the same path, so there is nothing to move."
     if config.router == "static":
         return "A static router: whole layers decide, whatever the token, so there is no threshold to move."
-    if config.router in ROUTERS:
+    if config.router not in WAYS:
         return f"{config.router}, a router of your own: the page knows no number of it that could be moved."
     return None
 
@@ -49,80 +43,47 @@ class Steering:
     value: float
     cuts: dict[int, float] = field(default_factory=dict)
 
-    def check(self, config: ChiarConfig) -> None:
-        ways = ways_to_steer(config)
-        if not ways:
-            raise InputError(str(why_not(config)))
-        if self.kind not in ways:
-            raise unknown_name("way to steer this model", self.kind, ways)
-        if self.kind == SHARE and not 0.0 <= self.value <= 1.0:
-            raise InputError(f"a share lies between 0 and 1, got {self.value:g}.")
 
-    def moved(self, own: list[float], cut: float) -> list[float]:
-        """All cuts of a layer, given the one below attention: a shift moves both of two, a share only pushes one."""
-        return [*(t + cut - own[-1] if self.kind == SHIFT else min(t, cut) for t in own[:-1]), cut]
+def moved_route(stack: ExitStack, steering: Steering, layer: int, router: Any, *given: Any) -> Route:
+    """What the router's forward returns with its cut moved, until the stack is closed."""
+    x_BTD, entropy_BT, context, _ = given
+    kind: Any = type(router)
 
+    def change(thing: Any, name: str, value: Any) -> None:
+        stack.callback(setattr, thing, name, getattr(thing, name))
+        setattr(thing, name, value)
 
-class SteeredRouter(nn.Module):
-    """Runs another router with its cut moved."""
-
-    def __init__(self, router: nn.Module, steering: Steering, layer: int) -> None:
-        super().__init__()
-        self.router, self.steering, self.layer = router, steering, layer
-
-    def forward(
-        self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
-    ) -> Route:
-        router, steering = self.router, self.steering
-        given = x_BTD, entropy_BT, context, forced_BT
-        if isinstance(router, RandomRouter):
-            with changed(router, "fraction", steering.value):
-                return router(*given)
-        assert isinstance(router, EntropyRouter | LearnedRouter)
-        if isinstance(router, EntropyRouter):
-            assert entropy_BT is not None
-            own, score_BT, ends = list(router.values), entropy_BT, (0.0, 1.0)
-        else:
-            assert entropy_BT is not None
-            scores_BTK = router.scores(x_BTD, entropy_BT)
-            own, score_BT, ends = [0.0], scores_BTK[..., -1] - scores_BTK[..., :-1].amax(-1), (-1e4, 1e4)
-        threshold = context.threshold if router.follows else None
-        own = own if threshold is None else [float(threshold)]
-        if self.layer not in steering.cuts:
-            found = own[-1] + steering.value if steering.kind == SHIFT else cut_at(score_BT, steering.value, ends)
-            steering.cuts[self.layer] = found
-        cut = steering.cuts[self.layer]
-        if threshold is not None:
-            near = replace(context, threshold=torch.full_like(threshold, cut))
-            return router(x_BTD, entropy_BT, near, forced_BT)
-        if isinstance(router, LearnedRouter):
-            # A lower logit of attention is a higher cut of its lead.
-            bias_K = router.score.bias.detach().clone()
-            bias_K[-1] -= cut
-            with changed(router.score, "bias", nn.Parameter(bias_K)):
-                return router(*given)
-        values = torch.tensor(steering.moved(own, cut), dtype=torch.float64, device=x_BTD.device)
-        with changed(router, "thresholds", values):
-            return router(*given)
+    if isinstance(router, RandomRouter):
+        change(router, "fraction", steering.value)
+        return kind.forward(router, *given)
+    if isinstance(router, EntropyRouter):
+        own, score_BT, ends = list(router.values), entropy_BT, (0.0, 1.0)
+    else:
+        scores_BTK = router.scores(x_BTD, entropy_BT)
+        own, score_BT, ends = [0.0], scores_BTK[..., -1] - scores_BTK[..., :-1].amax(-1), (-1e4, 1e4)
+    own = [float(context.threshold)] if router.follows else own
+    if layer not in steering.cuts:
+        found = own[-1] + steering.value if steering.kind == SHIFT else cut_at(score_BT, steering.value, ends)
+        steering.cuts[layer] = found
+    cut = steering.cuts[layer]
+    if router.follows:
+        change(context, "threshold", torch.full_like(context.threshold, cut))
+    elif isinstance(router, EntropyRouter):  # a shift moves both of two cuts, a share only pushes the other
+        values = [*(t + cut - own[-1] if steering.kind == SHIFT else min(t, cut) for t in own[:-1]), cut]
+        change(router, "values", tuple(values))
+        change(router, "thresholds", router.thresholds.new_tensor(values))
+    else:  # a lower logit of attention is a higher cut of its lead
+        bias_K = router.score.bias.detach().clone()
+        bias_K[-1] -= cut
+        change(router.score, "bias", nn.Parameter(bias_K))
+    return kind.forward(router, *given)
 
 
 def cut_at(score_BT: Tensor, share: float, ends: tuple[float, float]) -> float:
     """The number that `share` of the scores, rounded to whole tokens, are above; `ends` are below and above any."""
     ordered = score_BT.double().flatten().sort().values
     light = len(ordered) - round(share * len(ordered))
-    if light in (0, len(ordered)):
-        return ends[light > 0]
-    return float(ordered[light - 1] + ordered[light]) / 2
-
-
-@contextmanager
-def changed(thing: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(thing, name)
-    setattr(thing, name, value)
-    try:
-        yield
-    finally:
-        setattr(thing, name, before)
+    return ends[light > 0] if light in (0, len(ordered)) else float(ordered[light - 1] + ordered[light]) / 2
 
 
 @contextmanager
@@ -130,16 +91,14 @@ def steered(decoder: Any, steering: Steering | None) -> Iterator[None]:
     """Passes of `decoder` inside the block are steered. Not for two threads at a time."""
     with ExitStack() as stack:
         if steering is not None:
-            steering.check(decoder.config)
+            ways = ways_to_steer(decoder.config)
+            if steering.kind not in ways:
+                unknown = unknown_name("way to steer this model", steering.kind, ways)
+                raise unknown if ways else InputError(str(why_not(decoder.config)))
+            if steering.kind == SHARE and not 0.0 <= steering.value <= 1.0:
+                raise InputError(f"a share lies between 0 and 1, got {steering.value:g}.")
             for index in decoder.config.routed_layers:
-                layer = decoder.layers[index]
-                stack.enter_context(changed(layer, "router", SteeredRouter(layer.router, steering, index)))
+                router = decoder.layers[index].router
+                stack.callback(delattr, router, "forward")
+                router.forward = partial(moved_route, stack, steering, index, router)
         yield
-
-
-def moved_thresholds(config: ChiarConfig, steering: Steering | None, trace: RoutingTrace) -> RoutingTrace:
-    """The trace of a steered pass with the cuts in force, which it knows of an entropy router alone."""
-    if steering is not None and config.router == "entropy":
-        for own, index in zip(config.layer_thresholds(), config.routed_layers, strict=True):
-            trace.layers[index].thresholds = steering.moved(list(own), steering.cuts[index])
-    return trace

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from chiar.config import ChiarConfig
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
-from chiar.explore.steering import Steering, moved_thresholds, steered, ways_to_steer, why_not
+from chiar.explore.steering import Steering, steered, ways_to_steer, why_not
 from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind, score_prompt
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import Transform
@@ -22,84 +22,62 @@ from chiar.model.load import count_parameters
 from chiar.model.modeling import ChiarForCausalLM
 from chiar.model.trace import LayerTrace, RoutingTrace
 from chiar.routing.flops import compare_flops
-from chiar.visible import visible
+from chiar.visible import HALVES, visible
 
+STATIC = Path(__file__).parent / "static"
 # Bins of a histogram of H, white Gaussian vectors to compare it with, and what stands for a part of a character.
 BINS, NOISE, PART = 30, 8192, "◦"
+ROUTERS = {
+    "entropy": "routed by spectral entropy, H\u00a0>\u00a0τ",
+    "learned": "routed by a learned router ({routing})",
+    "random": "routed by a random hash of the {random_key}",
+}
 
 
 class TooLong(InputError):
-    """A text over a limit."""
-
     status = 413
 
 
 @dataclass
 class LoadedModel:
-    """A model to look at, with what a reader should know of it."""
+    """A model to look at. `about`: what the page says of it before any text is routed. `noise`: H of white noise for
+    it, its mean and deviation, exact where they are known."""
 
+    path: Path
     name: str
     model: ChiarForCausalLM
+    config: ChiarConfig
     codec: TextCodec
-    notes: list[str]
-
-    @classmethod
-    def open(cls, name: str, tokenizer: Path | None = None, seed: int = 0) -> "LoadedModel":
-        notes: list[str] = []
-        model, codec, found = open_writer(name, "prefill", False, tokenizer, "cpu", seed, notes.append)
-        config = model.config
-        if found is not None:
-            notes.append(f"trained on {config.max_position_embeddings:,} tokens in a row: beyond that it guesses.")
-        if config.routing == "soft":
-            notes.append("soft routing: both paths run for every token and are blended; the darker one is marked.")
-        if config.target_fraction is not None:
-            notes.append("its thresholds were found in training, to hold a share; moving them here changes no file.")
-        return cls(visible(Path(name).as_posix(), keep=""), model, codec, [n[0].upper() + n[1:] for n in notes])
-
-    @property
-    def config(self) -> ChiarConfig:
-        return self.model.config
-
-    @cached_property
-    def noise(self) -> tuple[Tensor, float, float]:
-        """H of white noise for this model, its mean and deviation, exact where they are known. Any orthonormal basis
-        leaves noise white, so no transform is needed."""
-        width, eps, dc_weight = self.config.hidden_size, self.config.entropy_eps, self.config.entropy_dc_weight
-        noise_ND = torch.randn(NOISE, width, generator=torch.Generator().manual_seed(0))
-        entropy_N = spectral_entropy(noise_ND, Transform(), eps, dc_weight)
-        exact = white_noise_entropy(width) if (eps, dc_weight) == (0.0, 1.0) else None
-        return entropy_N, *(exact or (float(entropy_N.mean()), float(entropy_N.std())))
-
-    @cached_property
-    def about(self) -> dict[str, Any]:
-        """What the page says of it before any text is routed."""
-        config = self.config
-        routers = {
-            "entropy": "routed by spectral entropy, H\u00a0>\u00a0τ",
-            "learned": f"routed by a learned router ({config.routing})",
-            "random": f"routed by a random hash of the {config.random_key}",
-            "static": "routed by layer, whatever the token",
-        }
-        how = routers.get(str(config.router), f"routed by {config.router}")
-        return {
-            "name": self.name,
-            "parameters": count_parameters(config),
-            "width": config.hidden_size,
-            "kinds": list(config.layer_types or []),
-            "router": how if config.routed_layers else "no routing",
-            "notes": self.notes,
-            "steer": ways_to_steer(config),
-            "unsteerable": why_not(config),
-        }
+    about: dict[str, Any]
+    noise: tuple[Tensor, float, float]
 
 
 def open_models(names: list[str], tokenizer: Path | None = None, seed: int = 0) -> list[LoadedModel]:
     if len(set(names)) < len(names):
         raise InputError(f"{names[0]} is named twice: two different models are compared.")
-    models = [LoadedModel.open(name, tokenizer, seed) for name in names]
-    for loaded in models:
-        _ = loaded.noise, loaded.about  # before anybody waits for them
-    return models
+    return [open_model(name, tokenizer, seed) for name in names]
+
+
+def open_model(name: str, tokenizer: Path | None, seed: int) -> LoadedModel:
+    notes: list[str] = []
+    model, codec, found = open_writer(name, "prefill", False, tokenizer, "cpu", notes.append, seed)
+    config, shown = model.config, visible(Path(name).as_posix(), keep="")
+    if found is not None:
+        notes.append(f"trained on {config.max_position_embeddings:,} tokens in a row: beyond that it guesses.")
+    if config.routing == "soft":
+        notes.append("soft routing: both paths run for every token and are blended; the darker one is marked.")
+    router = ROUTERS.get(str(config.router), "routed by {router}").format(**config.to_dict())
+    about: dict[str, Any] = {"name": shown, "parameters": count_parameters(config), "width": config.hidden_size}
+    about |= {"kinds": list(config.layer_types or []), "router": router if config.routed_layers else "no routing"}
+    about |= {"steer": ways_to_steer(config), "unsteerable": why_not(config)}
+    about["notes"] = [note[0].upper() + note[1:] for note in notes]
+    # Any orthonormal basis leaves noise white, so no transform is needed.
+    width, eps, dc_weight = config.hidden_size, config.entropy_eps, config.entropy_dc_weight
+    noise_ND = torch.randn(NOISE, width, generator=torch.Generator().manual_seed(0))
+    entropy_N = spectral_entropy(noise_ND, Transform(), eps, dc_weight)
+    exact = white_noise_entropy(width) if (eps, dc_weight) == (0.0, 1.0) else None
+    noise = entropy_N, *(exact or (float(entropy_N.mean()), float(entropy_N.std())))
+    return LoadedModel(Path(name), shown, model, config, codec, about, noise)
 
 
 class Pieces(Characters):
@@ -111,20 +89,6 @@ class Pieces(Characters):
         return (visible(text) or self.codec.pieces([token])[0]) if count else PART
 
 
-def encode_text(loaded: LoadedModel, text: str, most: int) -> list[int]:
-    """Token ids, at least one and at most `most`."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InputError("the text holds half of a surrogate pair, which is no character: remove it.") from None
-    ids = loaded.codec.encode(text)
-    if not ids:
-        raise InputError("the text is empty: type something to route.")
-    if len(ids) > most:
-        raise TooLong(f"the text has {len(ids):,} tokens and {most:,} are the most here: shorten it.")
-    return ids
-
-
 def route_text(
     loaded: LoadedModel, text: str, steering: Steering | None = None, most: int = 2**31, then: Sampling | None = None
 ) -> Iterator[dict[str, Any]]:
@@ -132,40 +96,45 @@ def route_text(
     written. Each is one pass of the model, so others get their turn in between."""
     model, config, codec = loaded.model, loaded.config, loaded.codec
     most = room_behind(config, 0, most)
-    ids = encode_text(loaded, text, most)
+    if HALVES.search(text):
+        raise InputError("the text holds half of a surrogate pair, which is no character: remove it.")
+    ids = codec.encode(text)
+    if not ids:
+        raise InputError("the text is empty: type something to route.")
+    if len(ids) > most:
+        raise TooLong(f"the text has {len(ids):,} tokens and {most:,} are the most here: shorten it.")
     if then is not None and len(ids) == most:
         raise InputError(f"the text fills all {most:,} tokens there is room for: shorten it.")
     writer, pieces = Writer(model, traced=True, around=partial(steered, model.model, steering)), Pieces(codec)
-
-    def routes() -> RoutingTrace:
-        assert writer.trace is not None
-        return moved_thresholds(config, steering, writer.trace)
-
     read = writer.read_prompt(ids)
+    assert writer.trace is not None
     nats = [score.logprob and -score.logprob for score in score_prompt(model, ids, read)]
-    yield describe_text(loaded, [pieces.next(token) for token in ids], routes(), nats)
+    yield describe_text(loaded, [pieces.next(token) for token in ids], writer.trace, nats)
     if then is None:
         return
     row, written = Row(codec, replace(then, max_new_tokens=min(then.max_new_tokens, most - len(ids)), logprobs=0)), []
     writer.begin(read, [row])
     for score in writer.follow(row):
         written.append(score.id)
-        shown = describe_tokens([pieces.next(score.id)], routes(), [-(score.logprob or 0.0)])
-        yield {"token": shown[0], "id": score.id, "layers": describe_layers(routes()), "text": codec.decode(written)}
+        token = describe_tokens([pieces.next(score.id)], writer.trace, [-(score.logprob or 0.0)])[0]
+        yield {"token": token, "id": score.id, "layers": describe_layers(writer.trace), "text": codec.decode(written)}
 
 
 def describe_text(loaded: LoadedModel, pieces: list[str], trace: RoutingTrace, nats: list[Any]) -> dict[str, Any]:
-    loss = sum(nats[1:]) / len(nats[1:]) if nats[1:] else None
-    return {
+    """FLOPs are counted, forward, per token, for these routes; the baseline has attention in every layer."""
+    loss, config = sum(nats[1:]) / len(nats[1:]) if nats[1:] else None, loaded.config
+    every = dict.fromkeys(config.operators or [], 1.0)
+    shares = [every if config.routing == "soft" else trace.operator_use(index) for index in trace.routed_layers]
+    savings = compare_flops(config, len(pieces), shares)
+    found: dict[str, Any] = {
         "model": loaded.about,
         "tokens": describe_tokens(pieces, trace, nats),
         "layers": describe_layers(trace),
-        "loss": loss,
-        "perplexity": None if loss is None else math.exp(min(loss, 700)),
-        "flops": describe_flops(loaded.config, trace),
-        "histogram": describe_histogram(loaded, trace),
-        "reach": plain(max(map(reach, trace.layers), default=0.0) or None),
     }
+    found |= {"loss": loss, "perplexity": None if loss is None else math.exp(min(loss, 700))}
+    found["flops"] = {"model": savings.chiar.total, "baseline": savings.baseline.total, "saved": savings.total}
+    furthest = plain(max(map(reach, trace.layers), default=0.0) or None)
+    return {**found, "histogram": describe_histogram(loaded, trace), "reach": furthest}
 
 
 def describe_tokens(pieces: list[str], trace: RoutingTrace, nats: list[Any]) -> list[dict[str, Any]]:
@@ -174,23 +143,14 @@ def describe_tokens(pieces: list[str], trace: RoutingTrace, nats: list[Any]) -> 
 
 
 def describe_layers(trace: RoutingTrace) -> list[dict[str, Any]]:
-    def first(values_BT: Tensor | None) -> Any:
-        return None if values_BT is None else plain(values_BT[0])
-
-    return [
-        {
-            "number": layer.index + 1,
-            "kind": layer.kind,
-            "operators": layer.operators,
-            "choice": layer.choice_BT[0].tolist(),
-            "entropy": first(layer.entropy_BT),
-            "thresholds": layer.thresholds,
-            "gate": first(layer.gate_BT),
-            "probability": first(None if layer.probabilities_BTK is None else layer.probabilities_BTK[..., -1]),
-            "use": trace.operator_use(layer.index),
-        }
-        for layer in trace.layers
-    ]
+    layers = []
+    for layer in trace.layers:
+        found: dict[str, Any] = {"number": layer.index + 1, "kind": layer.kind, "operators": layer.operators}
+        found |= {"choice": layer.choice_BT[0].tolist(), "use": trace.operator_use(layer.index)}
+        found |= {"entropy": plain(layer.entropy_BT), "thresholds": layer.thresholds, "gate": plain(layer.gate_BT)}
+        p_BTK = layer.probabilities_BTK
+        layers.append({**found, "probability": plain(None if p_BTK is None else p_BTK[..., -1])})
+    return layers
 
 
 def reach(layer: LayerTrace) -> float:
@@ -203,14 +163,6 @@ def reach(layer: LayerTrace) -> float:
     return float((log_p_BTK[..., -1] - log_p_BTK[..., :-1].amax(-1)).abs().max())
 
 
-def describe_flops(config: ChiarConfig, trace: RoutingTrace) -> dict[str, float]:
-    """Counted, forward, per token, for these routes; the baseline has attention in every layer."""
-    every = dict.fromkeys(config.operators or [], 1.0)
-    shares = [every if config.routing == "soft" else trace.operator_use(index) for index in trace.routed_layers]
-    savings = compare_flops(config, trace.real_BT.shape[1], shares)
-    return {"model": savings.chiar.total, "baseline": savings.baseline.total, "saved": savings.total}
-
-
 def describe_histogram(loaded: LoadedModel, trace: RoutingTrace) -> dict[str, Any] | None:
     """H of every layer's input, and of white noise, as densities over the same bins."""
     seen = {layer.index + 1: layer.entropy_BT[0].float() for layer in trace.layers if layer.entropy_BT is not None}
@@ -219,18 +171,17 @@ def describe_histogram(loaded: LoadedModel, trace: RoutingTrace) -> dict[str, An
     noise_N, mean, deviation = loaded.noise
     everything = torch.cat([noise_N, *seen.values()])
     low, high = float(everything.min()), max(float(everything.max()), float(everything.min()) + 1e-6)
-
-    def density(values: Tensor) -> Any:
+    densities = {}
+    for number, values in {0: noise_N, **seen}.items():
         counts = torch.histc(values, BINS, low, high)
-        return plain(counts / counts.sum().clamp_min(1) * BINS)
-
-    layers = [{"number": number, "density": density(values)} for number, values in seen.items()]
-    null = {"null": density(noise_N), "null_mean": mean, "null_deviation": deviation}
+        densities[number] = plain(counts[None] / counts.sum().clamp_min(1) * BINS)
+    null = {"null": densities.pop(0), "null_mean": mean, "null_deviation": deviation}
+    layers = [{"number": number, "density": density} for number, density in densities.items()]
     return {"low": low, "high": high, "layers": layers, **null}
 
 
 def plain(value: Any) -> Any:
-    """A number of six digits, or as many as a tensor has; None for what JSON has no word for."""
+    """A number of six digits, or those of a tensor's one row; None for what JSON has no word for."""
     if isinstance(value, Tensor):
-        return [plain(number) for number in value.tolist()]
+        return [plain(number) for number in value[0].tolist()]
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None

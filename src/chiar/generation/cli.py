@@ -1,23 +1,13 @@
 """`chiar generate`, and the options of all commands that write. Heavy imports happen inside the command."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a training run (its best model).")]
-Gate = Annotated[
-    str,
-    typer.Option(metavar="prefill|refuse", help="A gate that sees the future: freeze it at the prompt, or stop."),
-]
-Fast = Annotated[
-    bool | None,
-    typer.Option("--fast/--no-fast", help="Decode by a fixed step, on a GPU a captured one. Default: on a GPU."),
-]
+Gate = Annotated[str, typer.Option(metavar="prefill|refuse", help="A gate that sees later tokens: freeze it, or stop.")]
+Fast = Annotated[bool | None, typer.Option("--fast/--no-fast", help="Decode by a fixed step. Default: on a GPU.")]
 Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")]
 
@@ -34,13 +24,9 @@ def generate(
     model: Model,
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Sample at this temperature instead of taking the likeliest token.")
-    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Sample at this temperature.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that make up this share.")
-    ] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the likeliest of this share.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
     routes: Annotated[bool, typer.Option("--routes", help="Show how light or dark each token was routed.")] = False,
     gate: Gate = "prefill",
@@ -48,7 +34,7 @@ def generate(
     tokenizer: Tokenizer = None,
     device: Device = "auto",
 ) -> None:
-    """Continue a text, shown as it is produced. Greedy unless a sampling option is given."""
+    """Continue a text, shown as it is produced. Greedy (the likeliest token) unless a sampling option is given."""
     from dataclasses import replace
 
     from rich.console import Console
@@ -59,7 +45,7 @@ def generate(
     from chiar.visible import visible
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
-    opened, codec, _ = open_writer(model, gate, fast, tokenizer, device, note=note)
+    opened, codec, _ = open_writer(model, gate, fast, tokenizer, device, note)
     ids, config = codec.encode(prompt), opened.config
     if not ids:
         raise InputError("the prompt is empty: give it at least a word to continue.")
@@ -70,21 +56,26 @@ def generate(
         raise InputError(f"the prompt takes all {config.max_position_embeddings} learned positions: shorten it.")
     if room < max_new_tokens:
         note(f"the model has {config.max_position_embeddings} learned positions: {room} tokens fit behind the prompt.")
-    console, characters = Console(highlight=False, soft_wrap=True), Characters(codec)
+    console, characters, writer = Console(highlight=False, soft_wrap=True), Characters(codec), Writer(opened, routes)
     dark: list[float] = []
-    if routes:
-        console.print(legend(console))
+
+    def marked(text: str, share: float) -> Text:
+        """On a background between yellow and blue, or behind a shade where there is no colour."""
+        if console.color_system is None or console.no_color:
+            return Text(SHADES[min(int(share * len(SHADES)), len(SHADES) - 1)] + text)
+        red, green, blue = (round(a + (b - a) * share) for a, b in zip(LIGHT, DARK, strict=True))
+        return Text(text, f"{'black' if share < 0.5 else 'white'} on rgb({red},{green},{blue})")
 
     def show(count: int, text: str) -> None:
-        shown = visible(text)
-        if shown:
-            console.print(marked(shown, sum(dark[:count]) / count, console) if routes else Text(shown), end="")
+        if shown := visible(text):
+            console.print(marked(shown, sum(dark[:count]) / count) if routes else Text(shown), end="")
             console.file.flush()
         del dark[:count]
 
-    writer = Writer(opened, traced=routes)
-    row = Row(codec, replace(sampling, max_new_tokens=room), opened.device)
-    read = writer.read_prompt(ids)
+    if routes:
+        steps = [marked(f" {share:.0%} ", share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        console.print(Text.assemble("light ", *steps, " dark: share of the routed layers that chose attention"))
+    row, read = Row(codec, replace(sampling, max_new_tokens=room), opened.device), writer.read_prompt(ids)
     dark += darkness(writer.trace) if writer.trace else []
     for token in ids:
         show(*characters.add(token))
@@ -94,20 +85,3 @@ def generate(
         show(*characters.add(written.id))
     show(*characters.end())
     console.print()
-
-
-def marked(text: str, dark: float, console: "Console") -> "Text":
-    """The text on a background between yellow and blue, or behind a shade where there is no colour."""
-    from rich.text import Text
-
-    if console.color_system is None or console.no_color:
-        return Text(SHADES[min(int(dark * len(SHADES)), len(SHADES) - 1)] + text)
-    red, green, blue = (round(a + (b - a) * dark) for a, b in zip(LIGHT, DARK, strict=True))
-    return Text(text, f"{'black' if dark < 0.5 else 'white'} on rgb({red},{green},{blue})")
-
-
-def legend(console: "Console") -> "Text":
-    from rich.text import Text
-
-    steps = [marked(f" {share:.0%} ", share, console) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
-    return Text.assemble("light ", *steps, " dark: share of the routed layers that sent the token to attention")

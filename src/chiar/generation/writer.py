@@ -1,7 +1,4 @@
-"""The one loop that writes text: for `chiar generate`, `serve` and `explore`, and samples in training.
-
-A Row is one text, a Writer the rows of one cache, which join behind their prompt and leave when they end.
-"""
+"""The one loop that writes text: for `chiar generate`, `serve` and `explore`, and samples in training."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -11,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import logits_process
+from transformers.generation import logits_process as logits
 
 from chiar.config import ChiarConfig
 from chiar.data.tokens import TextCodec
@@ -22,15 +19,13 @@ from chiar.model.load import choose_device, load_model, resolve_model
 from chiar.model.modeling import ChiarForCausalLM
 from chiar.model.trace import RoutingTrace
 
-Note = Callable[[str], None]
 GATES = ("prefill", "refuse")
 # A temperature below this is greedy: logits divided by it would leave the numbers there are.
 GREEDY_BELOW = 1e-5
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-# Tokens held back for one character. It has four bytes at most; the rest are tokens that show nothing.
-MOST_WAITING = 16
-# Tokens of a prompt whose logits are there at the same time.
-SCORED = 256
+# Tokens held back for one character (it has four bytes at most; the rest are tokens that show nothing), and tokens of a
+# prompt whose logits are there at the same time.
+MOST_WAITING, SCORED = 16, 256
 
 
 @dataclass(frozen=True)
@@ -46,23 +41,17 @@ class Sampling:
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
 
-    @property
-    def is_greedy(self) -> bool:
-        nearly_zero = self.temperature is not None and self.temperature < GREEDY_BELOW
-        return nearly_zero or (self.temperature, self.top_k, self.top_p) == (None, None, None)
-
-    def warpers(self) -> logits_process.LogitsProcessorList:
-        """In the order of transformers' generate, whose draws these are."""
+    def warpers(self) -> logits.LogitsProcessorList | None:
+        """In the order of transformers' generate, whose draws these are; None: greedy."""
         if self.top_p == 0:
             raise InputError("top-p must be above 0: no token would be left to sample.")
-        found = logits_process.LogitsProcessorList()
-        if self.temperature is not None and not self.is_greedy:
-            found.append(logits_process.TemperatureLogitsWarper(float(self.temperature)))
-        if self.top_k is not None:
-            found.append(logits_process.TopKLogitsWarper(self.top_k))
-        if self.top_p is not None and self.top_p < 1:
-            found.append(logits_process.TopPLogitsWarper(float(self.top_p)))
-        return found
+        nearly_zero = self.temperature is not None and self.temperature < GREEDY_BELOW
+        if nearly_zero or (self.temperature, self.top_k, self.top_p) == (None, None, None):
+            return None
+        temperature, top_p = self.temperature and float(self.temperature), None if self.top_p == 1 else self.top_p
+        values = {logits.TemperatureLogitsWarper: temperature, logits.TopKLogitsWarper: self.top_k}
+        kinds: dict[Any, Any] = {**values, logits.TopPLogitsWarper: top_p}
+        return logits.LogitsProcessorList(kind(value) for kind, value in kinds.items() if value is not None)
 
 
 @dataclass(frozen=True)
@@ -83,6 +72,10 @@ class Piece:
     finish: str | None = None
 
 
+Sink = Callable[[Piece], None]
+Note = Callable[[str], None]
+
+
 class Characters:
     """Hands on text as soon as its bytes are whole: a token may be a part of a character."""
 
@@ -91,14 +84,10 @@ class Characters:
         self.waiting: list[int] = []
 
     def add(self, token: int) -> tuple[int, str]:
-        """How many of the tokens that wait now have their text, whatever follows, and the text.
-
-        A character lacks a byte of its up to four, so it began in the last three tokens, at a place where the text
-        falls into two.
-        """
+        """How many of the tokens that wait now have their text, whatever follows, and the text. A character lacks a
+        byte of its up to four, so it began in the last three tokens, at a place where the text falls into two."""
         self.waiting.append(token)
-        waiting, decode = self.waiting, self.codec.decode
-        text = decode(waiting)
+        waiting, decode, text = self.waiting, self.codec.decode, self.codec.decode(self.waiting)
         if not text.endswith(BROKEN) or len(waiting) > MOST_WAITING:
             return self.end()
         for start in range(len(waiting) - 1, max(0, len(waiting) - 4), -1):
@@ -115,30 +104,29 @@ class Characters:
 
 class Row:
     """One text being written. `send` gets it in pieces: whole characters, and nothing from a stop text on. Draws come
-    from a generator of its own, so neighbours in the batch change nothing."""
+    from a generator of its own, so neighbours in the batch change nothing. It is also over when its `owner` is."""
 
     def __init__(
-        self, codec: TextCodec, sampling: Sampling, device: Any = "cpu", send: Callable[[Piece], None] | None = None
+        self, codec: TextCodec, sampling: Sampling, device: Any = "cpu", send: Sink | None = None, owner: Any = None
     ) -> None:
-        self.sampling, self.warpers, self.send = sampling, sampling.warpers(), send
+        self.sampling, self.warpers, self.send, self.owner = sampling, sampling.warpers(), send, owner
         self.characters, self.generator = Characters(codec), torch.Generator(device)
         self.generator.seed() if sampling.seed is None else self.generator.manual_seed(sampling.seed)
         self.tokens: list[TokenScore] = []
         self.finished: str | None = None
-        # What was sent, what may still be the beginning of a stop text, and how many tokens were sent.
-        self.text, self.held, self.sent = "", "", 0
-        # Tokens the cache has of it, which is also the position of the next.
-        self.stored = 0
+        # What was sent, what may still be the beginning of a stop text, how many tokens were sent, and how many the
+        # cache has, which is also the position of the next.
+        self.text, self.held, self.sent, self.stored = "", "", 0, 0
 
     @property
     def is_over(self) -> bool:
-        return self.finished is not None
+        return self.finished is not None or (self.owner is not None and self.owner.is_over)
 
-    def choose(self, logits_V: Tensor, likeliest: int | None) -> TokenScore:
-        if likeliest is None:
+    def choose(self, logits_V: Tensor, token: int | None) -> TokenScore:
+        """`token` is the likeliest."""
+        if token is None:
             raise InputError("the model's logits are not finite: its weights are damaged.")
-        token = likeliest
-        if not self.sampling.is_greedy:
+        if self.warpers is not None:
             p_1V = self.warpers(None, logits_V[None]).softmax(-1)
             token = int(torch.multinomial(p_1V, 1, generator=self.generator))
         count = self.sampling.logprobs
@@ -151,8 +139,11 @@ class Row:
             self.finish("stop")
         elif len(self.tokens) == self.sampling.max_new_tokens:
             self.finish("length")
-        elif safe := len(self.held) - max((overlap(self.held, stop) for stop in self.sampling.stops), default=0):
-            self.release(safe)
+        else:  # but for the longest end that a stop text begins with
+            held, stops = self.held, self.sampling.stops
+            ends_like = (size for stop in stops for size in range(len(stop)) if held.endswith(stop[:size]))
+            if safe := len(held) - max(ends_like, default=0):
+                self.release(safe)
 
     def finish(self, why: str) -> None:
         self.held += self.characters.end()[1]
@@ -172,17 +163,10 @@ class Row:
             self.send(piece)
 
 
-def overlap(text: str, stop: str) -> int:
-    """The longest end of `text` that `stop` begins with."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
-
-
 class Writer:
     """Prompts are read one by one, so that a text is the same whoever else is written: the paper's gate is a mean over
-    all rows read together. Decoding then needs no padding: keys are stored by each row's own length.
-
-    `traced`: after each pass `trace` has its routes. `around`: what each pass runs in.
-    """
+    all rows read together. Rows join behind their prompt and leave when they end; keys are stored by each row's own
+    length. `traced`: after each pass `trace` has its routes. `around`: what each pass runs in."""
 
     def __init__(self, model: ChiarForCausalLM, traced: bool = False, around: Callable[[], Any] = nullcontext) -> None:
         self.model, self.traced, self.around = model, traced, around
@@ -192,13 +176,9 @@ class Writer:
         self.cache: ChiarCache | None = None
         self.trace: RoutingTrace | None = None
 
-    def fail(self, rows: list[Row], error: Exception) -> None:
-        """These failed; a writer whose other rows go on does not raise."""
+    def fail(self, owners: list[Any], error: Exception) -> None:
+        """Their rows failed; a writer whose other rows go on does not raise."""
         raise error
-
-    @property
-    def live(self) -> int:
-        return sum(not row.is_over for row in self.rows)
 
     @torch.no_grad()
     def read_prompt(self, ids: list[int]) -> ChiarModelOutput:
@@ -227,7 +207,7 @@ class Writer:
 
     def step(self) -> None:
         """One more token for every row. A row that is over is carried along until half of them are."""
-        if 2 * self.live <= len(self.rows):
+        if 2 * sum(row.is_over for row in self.rows) >= len(self.rows):
             self.drop()
         if self.rows:
             self.choose(self.rows, self.read())
@@ -254,11 +234,11 @@ class Writer:
         best_B = logits_BV.argmax(-1)  # NaN counts as the largest
         finite_B = logits_BV.gather(1, best_B[:, None])[:, 0].isfinite()
         for row, logits_V, best, ok in zip(rows, logits_BV, *torch.stack([best_B, finite_B]).tolist(), strict=True):
-            if not row.is_over:
-                try:
+            try:
+                if not row.is_over:
                     row.take(row.choose(logits_V, best if ok else None), self.ends)
-                except Exception as error:
-                    self.fail([row], error)
+            except Exception as error:
+                self.fail([row.owner], error)
 
     def drop(self) -> None:
         """Let go of the rows that are over. Where that fails half-way the cache is of no use to any of its rows."""
@@ -266,18 +246,17 @@ class Writer:
         if len(kept) == len(self.rows):
             return
         self.rows = [self.rows[number] for number in kept]
-        if not kept:
-            self.cache = None
-        elif self.cache is not None:
-            try:
+        try:
+            if self.cache is not None and kept:
                 self.cache.batch_select_indices(torch.tensor(kept, device=self.model.device))
-            except Exception as error:
-                self.fail(self.clear(), error)
+            self.cache = self.cache if kept else None
+        except Exception as error:
+            self.fail(self.clear(), error)
 
-    def clear(self) -> list[Row]:
-        """Forget everything; the rows that were being written."""
+    def clear(self) -> list[Any]:
+        """Forget everything; the owners of the rows that were being written."""
         rows, self.rows, self.cache = self.rows, [], None
-        return rows
+        return [row.owner for row in rows]
 
     def follow(self, row: Row) -> Iterator[TokenScore]:
         """The tokens of the one row that was begun, but no end of text; a traced one after it was read, so that `trace`
@@ -319,13 +298,7 @@ def darkness(trace: RoutingTrace) -> list[float]:
 
 
 def open_writer(
-    name: str,
-    gate: str = "prefill",
-    fast: bool | None = None,
-    tokenizer: Path | None = None,
-    device: str = "auto",
-    seed: int = 0,
-    note: Note = lambda text: None,
+    name: str, gate: str, fast: bool | None, tokenizer: Path | None, device: str, note: Note, seed: int = 0
 ) -> tuple[ChiarForCausalLM, TextCodec, Path | None]:
     """A model that is to write, its tokenizer, and its folder if it has one; `note` is told what a reader should know.
     `fast`: decode through the fixed step (chiar.model.decoding), None where there is a GPU."""
@@ -364,8 +337,8 @@ def write_text(model: ChiarForCausalLM, codec: TextCodec, prompt: str, sampling:
     try:
         if room > 0:
             writer.begin(writer.read_prompt(ids), [row])
-        while writer.live:
-            writer.step()
+        for _ in writer.follow(row):
+            pass
     finally:
         model.train(training)
         model.config.gate_generation = gate

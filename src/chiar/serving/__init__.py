@@ -1,1 +1,0 @@
-"""A model behind OpenAI's completions protocol."""

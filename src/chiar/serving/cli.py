@@ -1,5 +1,6 @@
 """`chiar serve`. Heavy imports happen inside the command."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -7,27 +8,18 @@ import typer
 
 from chiar.generation.cli import Device, Fast, Gate, Model, Tokenizer, note
 
-# Seconds for last answers to be read when the server is told to stop.
-FAREWELL = 3
-
 
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; by default this machine alone.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; its folder's name by default.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="CHIAR_API_KEY", show_envvar=True, help="Key that clients must send.")
-    ] = None,
-    max_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of prompt and continuation; the trained length by default.")
-    ] = None,
+    api_key: Annotated[str, typer.Option(envvar="CHIAR_API_KEY", help="Key that clients must send.")] = "",
+    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens of a text; else the trained length.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Texts written at once, and at most for one request.")] = 16,
     waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 64,
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request; more get 413.")] = 1 << 20,
-    grace: Annotated[
-        float, typer.Option(min=0.0, help="Seconds for running requests to finish when told to stop.")
-    ] = 30.0,
+    grace: Annotated[float, typer.Option(min=0.0, help="Seconds for requests to finish when told to stop.")] = 30.0,
     gate: Gate = "prefill",
     fast: Fast = None,
     tokenizer: Tokenizer = None,
@@ -41,20 +33,17 @@ def serve(
 
     from chiar.errors import InputError
     from chiar.generation.writer import open_writer
-    from chiar.serving.app import Service
+    from chiar.serving.app import Engine, Service
     from chiar.serving.protocol import Limits
-    from chiar.web import Server, is_loopback
 
-    opened, codec, _ = open_writer(model, gate, fast, tokenizer, device, note=note)
+    opened, codec, _ = open_writer(model, gate, fast, tokenizer, device, note)
     trained = opened.config.max_position_embeddings
     if max_length is not None and max_length > trained:
         if opened.config.positions == "learned":
             raise InputError(f"the model has {trained} learned positions: --max-length can be {trained} at most.")
         note(f"texts of up to {max_length} tokens are longer than the {trained} the model was trained on.")
-    limits = Limits(max_length or trained, rows, waiting, max_body, grace)
-    local = not api_key and is_loopback(host)
+    local = not api_key and re.fullmatch(r"localhost|::1|127\.[\d.]+", host) is not None
     if not api_key and not local:
         note(f"anybody who reaches {host} can use the model: set --api-key.")
-    name = name or Path(model).resolve().name
-    service = Service(name, opened, codec, limits, api_key or None, host if local else None)
-    Server(service, FAREWELL, limits.connections).listen(host, port, typer.echo)
+    engine = Engine(opened, codec, Limits(max_length or trained, rows, waiting, max_body, grace))
+    Service(name or Path(model).resolve().name, engine, api_key, host, local).listen(port, typer.echo)
