@@ -23,7 +23,6 @@ from helpers import ALONG_TIME
 THREE = ["spectral", "rbf", "attention"]
 LEARNED = {"router": "learned"}
 RANDOM = {"router": "random"}
-STATIC = {"router": "static"}
 
 # Every option of the model, with the gate that is causal. The presets alone come first.
 OPTIONS = {
@@ -32,33 +31,28 @@ OPTIONS = {
     "v2": {"preset": "v2-tiny"},
     "v3": {},
     "v4": {"preset": "v4-tiny"},
-    "eager": {"attn_implementation": "eager"},
     "hard-both": {**LEARNED, "routing": "hard"},
     "hard-selected": {**LEARNED, "routing": "hard", "hard_estimator": "selected"},
-    "soft": {**LEARNED, "routing": "soft"},
+    "soft": {**LEARNED, "routing": "soft", "light_ffn": False},
     "random-token": {**RANDOM, "random_key": "token"},
     "random-position": {**RANDOM, "random_key": "position", "router_seed": 3},
-    "static": STATIC,
+    "static": {"router": "static"},
     "entropy-3": {"operators": THREE, "thresholds": [[0.77, 0.82], [0.75, 0.81]]},
-    "hard-selected-3": {"preset": "v1-tiny", "hard_estimator": "selected"},
     "soft-3": {"preset": "v1-tiny", "routing": "soft"},
     "keys-routed": {"keys": "routed"},
     "keys-routed-eager": {"keys": "routed", "attn_implementation": "eager"},
-    "keys-routed-v1": {"preset": "v1-tiny", "keys": "routed"},
-    "light-ffn-off-pre": {"light_ffn": False, "norm_position": "pre"},
-    "light-ffn-off-soft": {**LEARNED, "routing": "soft", "light_ffn": False},
-    "equation": {"spectral_form": "equation"},
-    "equation-3": {"preset": "v1-tiny", "spectral_form": "equation"},
-    "rmsnorm-pre": {"norm": "rmsnorm", "norm_position": "pre"},
+    "keys-routed-v1": {"preset": "v1-tiny", "keys": "routed", "hard_estimator": "selected"},
+    "pre": {"norm": "rmsnorm", "norm_position": "pre"},
+    "pre-light-ffn-off": {"light_ffn": False, "norm_position": "pre"},
+    "equation": {"preset": "v1-tiny", "spectral_form": "equation"},
     "learned-positions-gate": {"positions": "learned", "meta_router": True},
     "hard-gate": {"gate_skip_below": 0.5},
-    "random-basis": {"basis": "random"},
-    "authors-entropy": {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0},
+    "random-basis-authors-entropy": {"basis": "random", "entropy_eps": 1e-8, "entropy_dc_weight": 2.0},
     **ALONG_TIME,
 }
 ROUTERS = [
     *("v1", "v2", "v3", "hard-both", "hard-selected", "soft", "random-token", "random-position", "static"),
-    *("entropy-3", "hard-selected-3", "soft-3", "keys-routed", "keys-routed-v1"),
+    *("entropy-3", "keys-routed", "keys-routed-v1"),
 ]
 # With this seed every operator of every variant gets tokens and no entropy lies at a threshold; both are asserted.
 LIVELY_SEED = 5

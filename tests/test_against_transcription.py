@@ -6,9 +6,15 @@ import torch
 
 import transcription
 from chiar.kernels.basis import basis_matrix
-from helpers import mixed_routes, padding_mask, random_model, small_config, token_ids
-from routed import OPTIONS as ROUTER_OPTIONS
-from routed import options
+from helpers import (
+    ROUTER_OPTIONS,
+    mixed_routes,
+    padding_mask,
+    random_model,
+    router_options,
+    small_config,
+    token_ids,
+)
 
 ROWS, TOKENS = 3, 10
 # Weights and the residual stream are float64, but three things are fp32 by design: RoPE's tables, the MetaRouter, and
@@ -51,8 +57,7 @@ def transcribed_weights(model):
         if name.startswith("model.router_state."):
             continue
         if name == "lm_head.weight":
-            assert torch.equal(value, model.model.embed_tokens.weight)
-            continue
+            continue  # tied
         if name not in names:
             layer, rest = name.removeprefix("model.layers.").split(".", 1)
             prefix = next(part for part in parts if rest.startswith(part))
@@ -140,149 +145,60 @@ def check_same(preset="v3-tiny", padding=None, forced=False, seed=3, **fields):
 
 
 THREE = {"operators": ["spectral", "rbf", "attention"]}
-EQUATION = {"spectral_form": "equation"}
-PADDINGS = {"no-padding": None, "holes": "holes"}
-
-
-def ids_of(values):
-    return {"argvalues": list(values.values()), "ids": list(values)}
-
-
-@pytest.mark.parametrize("padding", **ids_of(PADDINGS))
-@pytest.mark.parametrize("forced", [False, True], ids=["free", "forced"])
-@pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"])
-def test_presets(preset, forced, padding):
-    check_same(preset, padding, forced)
-
-
+TEMPORAL = {"operators": ["temporal", "attention"], "temporal_window": 4}
+EVERYWHERE = {"temporal_everywhere": True, "temporal_window": 4}
 FORMS = {
     "post": {},
-    "post-light-ffn-off": {"light_ffn": False},
-    "equation": EQUATION,
+    "post light-ffn-off": {"light_ffn": False},
+    "equation": {"spectral_form": "equation"},
     "pre": {"norm_position": "pre"},
-    "pre-light-ffn-off": {"norm_position": "pre", "light_ffn": False},
+    "pre light-ffn-off": {"norm_position": "pre", "light_ffn": False},
 }
-
-
-@pytest.mark.parametrize("padding", **ids_of({"left": "left"}))
-@pytest.mark.parametrize("keys", ["all", "routed"], ids=["keys-all", "keys-routed"])
-@pytest.mark.parametrize("form", **ids_of(FORMS))
-@pytest.mark.parametrize("operators", **ids_of({"two": {}, "three": THREE}))
-@pytest.mark.parametrize("routing", ["threshold", "hard", "soft"])
-def test_routing_by_form(routing, operators, form, keys, padding):
-    check_same(padding=padding, routing=routing, keys=keys, **operators, **form)
-
-
-@pytest.mark.parametrize("form", **ids_of(FORMS))
-@pytest.mark.parametrize("operators", **ids_of({"two": {}, "three": THREE}))
-@pytest.mark.parametrize("routing", ["threshold", "hard"])
-def test_forced_routes(routing, operators, form):
-    check_same(padding="right", forced=True, keys="routed", routing=routing, **operators, **form)
-
-
-@pytest.mark.parametrize("form", **ids_of(FORMS))
-@pytest.mark.parametrize("positions", ["rope", "learned"])
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_norms_and_positions(norm, positions, form):
-    check_same(padding="left", norm=norm, positions=positions, meta_router=True, **form)
-
-
-@pytest.mark.parametrize("padding", **ids_of(PADDINGS))
-@pytest.mark.parametrize("gate_pool", ["batch", "sequence", "causal"])
-def test_gate_pools(gate_pool, padding):
-    check_same(padding=padding, gate_pool=gate_pool)
-
-
-ENTROPIES = {
-    "papers-eps": {"entropy_eps": 1e-8},
-    "large-eps": {"entropy_eps": 0.05, "thresholds": 0.6},
-    "dc-double": {"entropy_dc_weight": 2.0},
-    "released-code": {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0},
-    "dc-off": {"entropy_dc_weight": 0.0},
+CASES = {
+    "eager": {"attn_implementation": "eager", "padding": "holes"},
+    "eager, keys routed": {"attn_implementation": "eager", "keys": "routed", "padding": "holes"},
+    "embedding norm": {"embedding_norm": True, "positions": "learned", "padding": "holes"},
+    "one head": {"num_attention_heads": 1},
+    "eight heads": {"num_attention_heads": 8},
+    "papers eps": {"entropy_eps": 1e-8},
+    "large eps": {"entropy_eps": 0.05, "thresholds": 0.6, "basis": "random", "basis_seed": 3},
+    "released code": {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0},
+    "dc off": {"entropy_dc_weight": 0.0, "basis": "random", "basis_seed": 3, "routing": "soft"},
+    "threshold a layer": {"thresholds": [0.85, 0.7], "basis": "random", "basis_seed": 3},
+    "pair a layer": {"thresholds": [[0.75, 0.85], [0.7, 0.8]], **THREE},
+    "one threshold": {"thresholds": 0.8},
+    "routed first": {"layer_types": ["routed", "routed"], "norm_position": "pre"},
+    "attention first": {"layer_types": ["attention", "routed"], "light_ffn": False},
+    "spectral last": {"layer_types": ["routed", "spectral"], "spectral_form": "equation"},
+    "alternating": {"layer_types": ["spectral", "routed", "attention", "routed", "spectral"]},
+    "random by token": {"router": "random", "keys": "routed"},
+    "random by position": {"router": "random", "random_key": "position"},
+    "random of three": {"router": "random", "random_fraction": 0.4, "keys": "routed", **THREE},
+    "static": {"router": "static", "keys": "routed"},
+    "temporal light path, keys routed": {**TEMPORAL, "keys": "routed", "light_ffn": False, "padding": "holes"},
+    "temporal, long window": {**EVERYWHERE, "temporal_window": 12, "temporal_coefficients": 7, "padding": "holes"},
+    "temporal layer 1": {"layer_types": ["temporal", "routed", "attention"], "temporal_window": 4, "padding": "holes"},
 }
+for pool in ("batch", "sequence", "causal"):
+    CASES[f"{pool} gate"] = {"gate_pool": pool, "padding": "holes"}
+for position in ("pre", "post"):
+    CASES[f"temporal light path, {position}"] = {**TEMPORAL, "norm_position": position, "padding": "holes"}
+    CASES[f"temporal everywhere, {position}"] = {**EVERYWHERE, "norm_position": position}
+for preset in ("baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"):
+    CASES[preset] = {"preset": preset, "padding": "holes"}
+    CASES[f"{preset}, forced"] = {"preset": preset, "forced": True}
+for name, form in FORMS.items():
+    CASES[f"rmsnorm, {name}"] = {"norm": "rmsnorm", "meta_router": True, "padding": "left", **form}
+    CASES[f"learned positions, {name}"] = {"positions": "learned", "padding": "left", **form}
+    for routing in ("threshold", "hard", "soft"):
+        CASES[f"{routing}, {name}"] = {"routing": routing, "padding": "left", **form}
+        three = {"routing": routing, "keys": "routed", "padding": "right", **THREE, **form}
+        CASES[f"{routing} of three, keys routed, {name}"] = {**three, "forced": routing != "soft"}
+for name in ROUTER_OPTIONS:
+    CASES[name] = {"padding": "left", **router_options(name)}
+    CASES[f"{name}, forced"] = {"forced": True, **router_options(name)}
 
 
-@pytest.mark.parametrize("entropy", **ids_of({"exact": {}, **ENTROPIES}))
-@pytest.mark.parametrize("routing", ["threshold", "soft"])
-@pytest.mark.parametrize("basis", ["dct", "random"])
-def test_bases_and_entropies(basis, routing, entropy):
-    check_same("v2-tiny", basis=basis, basis_seed=3, routing=routing, **entropy)
-
-
-THRESHOLDS = {
-    "one-for-all": {"thresholds": 0.8},
-    "one-a-layer": {"thresholds": [0.85, 0.7]},
-    "pair-a-layer": {"thresholds": [[0.75, 0.85], [0.7, 0.8]], **THREE},
-}
-
-
-@pytest.mark.parametrize("thresholds", **ids_of(THRESHOLDS))
-def test_thresholds(thresholds):
-    check_same("v2-tiny", **thresholds)
-
-
-LAYER_TYPES = {
-    "routed-first": ["routed", "routed"],
-    "attention-first": ["attention", "routed"],
-    "spectral-last": ["routed", "spectral"],
-    "alternating": ["spectral", "routed", "attention", "routed", "spectral"],
-}
-
-
-@pytest.mark.parametrize("layer_types", **ids_of(LAYER_TYPES))
-@pytest.mark.parametrize("form", **ids_of(FORMS))
-def test_orders_of_layers(form, layer_types):
-    check_same(layer_types=layer_types, **form)
-
-
-CONTROLS = {
-    "random-by-token": {"router": "random"},
-    "random-by-position": {"router": "random", "random_key": "position"},
-    "random-three": {"router": "random", "random_fraction": 0.4, **THREE},
-    "static": {"router": "static"},
-}
-
-
-@pytest.mark.parametrize("keys", ["all", "routed"], ids=["keys-all", "keys-routed"])
-@pytest.mark.parametrize("control", **ids_of(CONTROLS))
-def test_controls(control, keys):
-    check_same(keys=keys, **control)
-
-
-@pytest.mark.parametrize("forced", [False, True], ids=["free", "forced"])
-@pytest.mark.parametrize("option", ROUTER_OPTIONS)
-def test_router_options(option, forced):
-    check_same(forced=forced, padding="left", seed=3, **options(option))
-
-
-ALONG_TIME = {
-    "light path": {"operators": ["temporal", "attention"]},
-    "light path, keys routed": {"operators": ["temporal", "attention"], "keys": "routed", "light_ffn": False},
-    "everywhere": {"temporal_everywhere": True},
-    "everywhere, long window": {"temporal_everywhere": True, "temporal_window": 12, "temporal_coefficients": 7},
-    "layer 1": {"layer_types": ["temporal", "routed", "attention"]},
-}
-
-
-@pytest.mark.parametrize("norm_position", ["pre", "post"])
-@pytest.mark.parametrize("padding", **ids_of(PADDINGS))
-@pytest.mark.parametrize("fields", **ids_of(ALONG_TIME))
-def test_filters_along_time(fields, padding, norm_position):
-    check_same(padding=padding, **{"norm_position": norm_position, "temporal_window": 4, **fields})
-
-
-@pytest.mark.parametrize("padding", **ids_of(PADDINGS))
-@pytest.mark.parametrize("positions", ["rope", "learned"])
-def test_embedding_norm(positions, padding):
-    check_same(padding=padding, positions=positions, embedding_norm=True)
-
-
-@pytest.mark.parametrize("fields", **ids_of({"one-head": 1, "four-heads": 4, "eight-heads": 8}))
-def test_heads(fields):
-    check_same(num_attention_heads=fields)
-
-
-@pytest.mark.parametrize("padding", **ids_of(PADDINGS))
-@pytest.mark.parametrize("keys", ["all", "routed"], ids=["keys-all", "keys-routed"])
-def test_eager_attention(keys, padding):
-    check_same(padding=padding, keys=keys, attn_implementation="eager")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_same_numbers(case):
+    check_same(**case)

@@ -81,11 +81,11 @@ def temporal_filter(x_TD, weights, name, real_T, options):
     return y_TD
 
 
-def feed_forward(x_D, weights, layer, name="ffn"):
+def feed_forward(x_D, weights, layer):
     """Linear D->4D, exact GELU a (1 + erf(a / sqrt 2)) / 2, Linear 4D->D."""
-    hidden = linear(x_D, weights, f"{layer}.{name}.up")
+    hidden = linear(x_D, weights, f"{layer}.ffn.up")
     activated = np.array([a * (1 + math.erf(a / math.sqrt(2))) / 2 for a in hidden])
-    return linear(activated, weights, f"{layer}.{name}.down")
+    return linear(activated, weights, f"{layer}.ffn.down")
 
 
 def spectral_entropy(x_D, basis, options):
@@ -204,7 +204,7 @@ def choose_by_lead(x_D, entropy, forced, layer, weights, options):
     return choice, gates
 
 
-def combine(x_D, operated, gates, choice, operators, skip_light_ffn, layer, weights, options):
+def combine(x_D, operated, gates, operators, skip_light_ffn, layer, weights, options):
     """One token of the block: x, the output of every operator for it, and the blend weights w_k.
 
     post, sublayer: u = sum w_k LN_k(x + op_k(x)); y = LN_f(u + FFN(u)).
@@ -267,8 +267,7 @@ def block(x_TD, gates_TK, choice_T, real_T, positions_T, layer, weights, basis, 
     y_TD = np.zeros(x_TD.shape)
     for t in range(len(x_TD)):
         operated = [output_TD[t] for output_TD in operated_K]
-        choice = choice_T[t] if kind == "routed" else None
-        y_TD[t] = combine(x_TD[t], operated, gates_TK[t], choice, operators, skip_light_ffn, layer, weights, options)
+        y_TD[t] = combine(x_TD[t], operated, gates_TK[t], operators, skip_light_ffn, layer, weights, options)
     return y_TD
 
 
