@@ -19,6 +19,7 @@ from chiar.routing.flops import count_flops, operator_shares
 from chiar.routing.tables import flop_records
 from chiar.training import tasks
 from commands import run
+from helpers import fed_logits
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
@@ -57,43 +58,65 @@ def build(vocab_size=61, **changes):
     return ChiarForCausalLM(presets.get("v3-tiny", vocab_size=vocab_size, dropout=0.0, **changes)).double().eval()
 
 
-def test_the_blocks_are_found():
-    assert [name for name, _ in BLOCKS] == ["words.py", "scale.py", "diary.py"]
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["sorted", "packed"])
-@pytest.mark.parametrize("norm_position", ["pre", "post"])
-@pytest.mark.parametrize("light_ffn", [True, False])
-def test_router_and_operator_run_sparsely_as_densely(files, norm_position, light_ffn, packed, monkeypatch):
+@pytest.mark.parametrize(("norm_position", "light_ffn"), [("pre", True), ("pre", False), ("post", False)])
+def test_router_and_operator_run_sparsely_as_densely_and_with_a_cache(
+    files, norm_position, light_ffn, packed, monkeypatch
+):
     if packed:
         monkeypatch.setattr(sparse, "host_sees_routes", lambda device: False)
     registry.add_plugins(["words.py", "scale.py"])
     design = {"norm_position": norm_position, "light_ffn": light_ffn, "keys": "routed", "gate_pool": "causal"}
     model = build(router="frequent", operators=["scale", "attention"], **design)
-    found = {}
+    found, ids = {}, words()
     for execution in ("dense", "sparse"):
         model.config.execution = execution
         model.zero_grad()
-        result = model(words(), labels=words(), output_routing=True)
+        result = model(ids, labels=ids, output_routing=True)
         result.loss.backward()
         found[execution] = result.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
     torch.testing.assert_close(found["sparse"], found["dense"], rtol=1e-8, atol=1e-10)
-    ids, limit = words(), {layer: 61 * layer // 8 for layer in model.config.routed_layers}
     for layer in model.config.routed_layers:
-        assert torch.equal(result.routing.layers[layer].choice_BT, (ids >= limit[layer]).long())
+        assert torch.equal(result.routing.layers[layer].choice_BT, (ids >= 61 * layer // 8).long())
     assert model.model.layers[1].operators["scale"].weight.grad.abs().sum() > 0
+    steps, _ = fed_logits(model, ids, [1] * ids.shape[1])
+    torch.testing.assert_close(steps, found["dense"][0])
 
 
-def test_a_cache_gives_the_same(files):
-    registry.add_plugins(["words.py", "scale.py"])
-    model = build(router="frequent", operators=["scale", "attention"], gate_pool="causal")
-    ids, cache, steps = words(), None, []
-    with torch.no_grad():
-        for token in ids.split(1, dim=1):
-            done = model(token, past_key_values=cache, use_cache=True)
-            cache = done.past_key_values
-            steps.append(done.logits)
-        torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits)
+def test_built_in_names_and_own_ones_go_the_same_way():
+    """Any of them builds a model, keeps the names of its weights, counts FLOPs, and is offered where one is misspelt."""
+    register_router("even", lambda config, layer: Even(len(config.operators)))
+    register_operator("halve", lambda config: torch.nn.Linear(config.hidden_size, config.hidden_size))
+    lights = [name for name, kind in registry.OPERATORS.items() if kind.light]
+    assert "halve" in lights and "even" in registry.ROUTERS
+    for router in registry.ROUTERS:
+        for light in lights:
+            model = build(router=router, operators=[light, "attention"], gate_pool="causal")
+            block = model.model.layers[1]
+            assert list(block.operators) == [light, "attention"] and block.router is not None
+            own = {name for name in model.state_dict() if f"layers.1.operators.{light}." in name}
+            assert own and not any(".held" in name for name in model.state_dict())
+            assert model(words()).logits.isfinite().all()
+            assert count_flops(model.config, 16, at(model.config)).total > 0
+            assert [registry.built_in(kind) for kind in (registry.ROUTERS[router], registry.OPERATORS[light])] == [
+                router != "even",
+                light != "halve",
+            ]
+    with pytest.raises(InputError, match="unknown router 'evn'. Did you mean 'even'"):
+        build(router="evn")
+    with pytest.raises(InputError, match="unknown operator 'hlave'. Did you mean 'halve'"):
+        build(operators=["hlave", "attention"])
+
+
+class Even(ChoiceRouter):
+    """Every other token goes to attention."""
+
+    def choose(self, x_BTD, entropy_BT, context):
+        return context.positions_BT.expand(x_BTD.shape[:2]) % 2
+
+
+def at(config):
+    return operator_shares(config, None if config.router == "static" else 0.5)
 
 
 def test_flops_are_what_was_said(files):
@@ -195,7 +218,7 @@ def test_a_rotation_is_refused(files):
         to_spectral_coordinates(model)
 
 
-def test_plugins_of_one_name_and_with_dataclasses(tmp_path):
+def test_plugins_of_one_name_with_dataclasses_and_in_processes_started_from_here(tmp_path, monkeypatch):
     """Dataclasses look their module up while it is being imported."""
     for folder in ("a", "b"):
         path = tmp_path / folder / "mine.py"
@@ -204,19 +227,17 @@ def test_plugins_of_one_name_and_with_dataclasses(tmp_path):
             "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom chiar import register_router\n"
             f"@dataclass\nclass Options:\n    share: float = 0.5\nregister_router('{folder}', lambda *_: None)\n"
         )
-        registry.add_plugins([str(path)])
+        monkeypatch.chdir(path.parent)
+        registry.add_plugins(["mine.py"])
     assert {"a", "b"} <= set(registry.ROUTERS)
-
-
-def test_processes_started_from_here_know_the_plugin(files, monkeypatch):
-    registry.add_plugins(["words.py"])
     forget()
     monkeypatch.chdir("/")
     registry.load_plugins()
-    assert "frequent" in registry.ROUTERS
+    assert {"a", "b"} <= set(registry.ROUTERS)
 
 
-def test_the_corpus_is_prepared(files, monkeypatch):
+def test_the_corpus_is_prepared(files):
+    assert [name for name, _ in BLOCKS] == ["words.py", "scale.py", "diary.py"]
     folder = files / "diary"
     folder.mkdir()
     for day in range(1, 29):

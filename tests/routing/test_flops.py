@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
 from chiar.routing.flops import compare_flops, count_dense_execution, count_flops, operator_shares, route_costs
-from routed import options
+from helpers import router_options
 
 LARGE = presets.get("v3-400m")
 
@@ -188,7 +188,7 @@ CASES += [("v3-tiny", {"gate_pool": "causal", "routing": "soft"}), ("v1-tiny", {
 CASES += [("v3-tiny", {"gate_pool": "causal", "basis": basis}) for basis in ("identity", "random")]
 CASES += [("v3-tiny", {"gate_pool": "causal", "hidden_size": 33, "num_attention_heads": 1, "positions": "learned"})]
 CASES += [("v2-tiny", {"router": "random"}), ("v2-tiny", {"router": "static"}), ("v2-tiny", {"norm_position": "pre"})]
-CASES += [("v3-tiny", {"gate_pool": "causal", **options("learned scaled")})]
+CASES += [("v3-tiny", {"gate_pool": "causal", **router_options("learned scaled")})]
 
 
 @pytest.mark.parametrize(("name", "changes"), CASES, ids=lambda value: str(value) or "as is")
