@@ -1,5 +1,8 @@
 """The package against an independent NumPy transcription of the specification, over every architectural choice."""
 
+import re
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -27,74 +30,40 @@ GATE_TOLERANCE = 1e-6
 FLOAT64_TOLERANCE = 1e-12
 
 
+NAMES = {
+    r"^model\.(layers\.)?": "",
+    r"embed_tokens\.weight": "token_emb",
+    r"embed_positions\.weight": "position_emb",
+    r"meta_router\.": "",
+    r"operators\.spectral\.weight": "filter",
+    r"operators\.": "",
+    r"norms\.(\w+)": r"\1_norm",
+    r"router\.score": "router",
+    r"omega_Dm": "omega",
+}
+
+
 def transcribed_weights(model):
     """Our state dict under the transcription's names."""
-    names = {
-        "model.embed_tokens.weight": "token_emb",
-        "model.embed_positions.weight": "position_emb",
-        "model.meta_router.gate.weight": "gate.weight",
-        "model.meta_router.gate.bias": "gate.bias",
-        "model.norm.weight": "norm.weight",
-        "model.norm.bias": "norm.bias",
-    }
-    parts = {
-        "operators.spectral.weight": "filter",
-        "operators.attention.": "attention.",
-        "operators.rbf.omega_Dm": "rbf.omega",
-        "operators.rbf.": "rbf.",
-        "norms.spectral.": "spectral_norm.",
-        "norms.attention.": "attention_norm.",
-        "norms.rbf.": "rbf_norm.",
-        "norms.temporal.": "temporal_norm.",
-        "operators.temporal.": "temporal.",
-        "everywhere.": "everywhere.",
-        "router.score.": "router.",
-        "ffn.": "ffn.",
-        "ffn_norm.": "ffn_norm.",
-    }
     weights = {}
     for name, value in model.state_dict().items():
-        if name.startswith("model.router_state."):
-            continue
-        if name == "lm_head.weight":
-            continue  # tied
-        if name not in names:
-            layer, rest = name.removeprefix("model.layers.").split(".", 1)
-            prefix = next(part for part in parts if rest.startswith(part))
-            names[name] = f"{layer}.{parts[prefix]}{rest.removeprefix(prefix)}"
-        weights[names[name]] = value.numpy()
-    if "gate.weight" in weights:
-        weights["gate.weight"], weights["gate.bias"] = weights["gate.weight"][0], weights["gate.bias"][0]
+        if name != "lm_head.weight" and "router_state" not in name:
+            for ours, theirs in NAMES.items():
+                name = re.sub(ours, theirs, name)
+            weights[name] = value.numpy()[0] if name.startswith("gate.") else value.numpy()
     return weights
 
 
 def transcribed_options(model):
     config, state = model.config, model.model.router_state
+    names = [field.name for field in fields(transcription.Options)]
+    same = {name: getattr(config, name) for name in names if hasattr(config, name)}
     # τ as the router holds it: rounded to fp32.
     thresholds = [[float(np.float32(tau)) for tau in taus] for taus in config.layer_thresholds()]
-    return transcription.Options(
-        layer_types=config.layer_types,
-        heads=config.num_attention_heads,
-        operators=tuple(config.operators),
-        routing=config.routing,
-        thresholds=[taus[0] if len(taus) == 1 else taus for taus in thresholds],
-        keys=config.keys,
-        light_ffn=config.light_ffn,
-        spectral_form=config.spectral_form,
-        norm=config.norm,
-        norm_position=config.norm_position,
-        positions=config.positions,
-        meta_router=config.meta_router,
-        gate_pool=config.gate_pool,
-        entropy_eps=config.entropy_eps,
-        entropy_dc_weight=config.entropy_dc_weight,
-        basis=basis_matrix(config.basis, config.hidden_size, config.basis_seed, torch.float64).numpy(),
-        cuts=state.threshold_L.tolist() if config.follows_quantile else None,
-        scale=config.router_scale,
-        window=config.temporal_window,
-        everywhere=config.temporal_everywhere,
-        embedding_norm=config.embedding_norm,
-    )
+    same["thresholds"] = [taus[0] if len(taus) == 1 else taus for taus in thresholds]
+    same["basis"] = basis_matrix(config.basis, config.hidden_size, config.basis_seed, torch.float64).numpy()
+    cuts = state.threshold_L.tolist() if config.follows_quantile else None
+    return transcription.Options(**same, heads=config.num_attention_heads, cuts=cuts)
 
 
 def is_float64_throughout(config):

@@ -12,7 +12,7 @@ ROWS, TOKENS, VOCABULARY = 3, 10, 257
 LENGTHS = (10, 7, 4)
 NEW = 6
 # A decoding step multiplies matrices of another shape than the whole pass, so sums run in another order. Logits reach
-# 25, where fp32 resolves 2e-6: differences seen are below 5e-5. Entropies, weights and gates lie in [0, 1]: 1e-6.
+# 40, where fp32 resolves 4e-6: differences seen are below 5e-5. Entropies, weights and gates lie in [0, 1]: 1e-6.
 LOGIT_ROUNDING, UNIT_ROUNDING = 2e-4, 5e-6
 # Decisions further than this from a tie survive the rounding.
 ROUTE_MARGIN = 2 * UNIT_ROUNDING
@@ -78,13 +78,9 @@ def generate(model, prompt, fast=False, **options):
         model.enable_fast_decoding()
     torch.manual_seed(3)
     found = model.generate(prompt, **{"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options})
-    if fast:
-        assert model.fast_decoder.steps == NEW - 1
+    fixed = "rbf" not in model.config.operators and model.config._attn_implementation != "eager"
+    assert not fast or model.fast_decoder.steps == (NEW - 1 if fixed else 0)
     return found
-
-
-def has_fixed_step(config):
-    return "rbf" not in config.operators and config._attn_implementation != "eager"
 
 
 def clear_choices(model, prompt, **options):
@@ -103,7 +99,7 @@ def test_greedy_generation(lively, option, ids, left_mask):
     mask = torch.cat([left_mask, left_mask.new_ones(ROWS, NEW - 1)], 1)
     best = whole(model, expected[:, :-1], mask).logits[:, TOKENS - 1 :].argmax(-1)
     assert torch.equal(expected, torch.cat([ids, best], 1))
-    for fast in (False, True) if has_fixed_step(model.config) else (False,):
+    for fast in (False, True):
         assert torch.equal(generate(model, ids, fast, attention_mask=left_mask), expected)
 
 
@@ -120,23 +116,15 @@ def test_a_left_padded_batch_generates_what_its_rows_do(lively, some, ids, left_
 @some_options
 def test_sampling_and_beams(lively, some, ids, left_mask, monkeypatch):
     model = lively(some).double()
-    cached_only = "gate_generation" in some
     orders, reorder = [], ChiarCache.reorder_cache
-
-    def recorded(cache, rows):
-        orders.append(rows.tolist())
-        reorder(cache, rows)
-
-    monkeypatch.setattr(ChiarCache, "reorder_cache", recorded)
-    sampling = {"do_sample": True, "temperature": 3.0}
-    beams = {"num_beams": 3, "num_return_sequences": 2}
-    for how in (sampling, beams):
-        found = [generate(model, ids, attention_mask=left_mask, **how)]
-        if has_fixed_step(model.config):
-            found.append(generate(model, ids, True, attention_mask=left_mask, **how))
-        if not cached_only:
-            found.append(generate(model, ids, attention_mask=left_mask, use_cache=False, **how))
-        assert len(found) > 1 and all(torch.equal(found[0], other) for other in found[1:])
+    monkeypatch.setattr(
+        ChiarCache, "reorder_cache", lambda cache, rows: orders.append(rows.tolist()) or reorder(cache, rows)
+    )
+    for how in ({"do_sample": True, "temperature": 3.0}, {"num_beams": 3, "num_return_sequences": 2}):
+        found = generate(model, ids, attention_mask=left_mask, **how)
+        assert torch.equal(found, generate(model, ids, True, attention_mask=left_mask, **how))
+        if "gate_generation" not in some:
+            assert torch.equal(found, generate(model, ids, attention_mask=left_mask, use_cache=False, **how))
     assert any(order != list(range(3 * ROWS)) for order in orders)
 
 
@@ -167,7 +155,7 @@ def test_a_gate_that_sees_the_future_refuses_to_generate(lively, ids, pool):
 @pools_seeing_the_future
 def test_prefill_freezes_the_gate(lively, ids, left_mask, pool):
     model = lively({}, gate_pool=pool, gate_generation="prefill")
-    steps, cache = feed(model, ids, [6, 2, 1, 1], left_mask, output_routing=True)
+    steps, _ = feed(model, ids, [6, 2, 1, 1], left_mask, output_routing=True)
     frozen = steps[0].routing.layers[0].gate_BT
     alone = whole(model, ids[:, :6], left_mask[:, :6]).routing.layers[0].gate_BT
     # A cache may take sums along another way.
@@ -232,20 +220,6 @@ def test_more_tokens_than_learned_positions(lively, ids, preset):
 
 def test_rope_goes_beyond_the_trained_length(lively, ids):
     assert generate(lively({}, max_position_embeddings=8), ids).shape == (ROWS, TOKENS + NEW)
-
-
-def test_what_the_cache_holds(lively, option, ids):
-    model = lively(option)
-    cache, config = feed(model, ids, [4, 3, 1, 2])[1], model.config
-    for kind, layer, memory in zip(config.layer_types, model.model.layers, cache.layers, strict=True):
-        kept = {"attention", "rbf"} & set(layer.operators)
-        ragged = kind == "routed" and layer.routed_keys
-        assert set(memory.stores) <= kept if ragged else set(memory.stores) == kept
-        if not ragged:
-            assert all(store.length_B.tolist() == [TOKENS] * ROWS for store in memory.stores.values())
-        expected = ({"everywhere"} if config.temporal_everywhere else set()) | ({"temporal"} & set(layer.operators))
-        gated = config.meta_router and kind in ("spectral", "temporal")
-        assert set(memory.state) == expected | ({"gate_total", "gate_count"} if gated else set())
 
 
 JOINED = {

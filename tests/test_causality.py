@@ -3,18 +3,14 @@
 import pytest
 import torch
 
-from chiar import ChiarModel
-
 ROWS, TOKENS, VOCABULARY = 3, 12, 257
 LENGTHS = (12, 8, 5)
-# Where tensors have another shape, or a CPU blocks its products another way, sums run in another order. Logits reach 25,
-# where fp32 resolves 2e-6: the largest difference seen is 3e-5. Entropies, weights and gates lie in [0, 1]: 3e-7.
+# With other shapes, or where a CPU blocks its products another way, sums run in another order. Logits reach 40, where
+# fp32 resolves 4e-6: the largest difference seen is 3e-5. Entropies, weights and gates lie in [0, 1]: 3e-7.
 LOGIT_ROUNDING, UNIT_ROUNDING = 2e-4, 5e-6
 LEAK = 1e-2
 # Many times the rounding of an entropy: a decision this far from the boundary cannot flip.
 MARGIN = 1e-4
-
-PADDED_SIDES = pytest.mark.parametrize("side", ["left", "right"])
 
 
 @pytest.fixture
@@ -109,7 +105,7 @@ def test_other_rows_do_not_matter(lively, option, ids):
         assert_same(observed(together, row), observed(run(model, ids[row : row + 1]), 0))
 
 
-@PADDED_SIDES
+@pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_does_not_matter(lively, option, ids, side):
     model = lively(option)
     padded, mask = pad(ids, side)
@@ -144,25 +140,3 @@ def test_gate_pools_that_see_the_future(lively, ids, pool):
         assert (before.logits - others.logits)[0].abs().max() > LEAK
     else:
         assert_same(observed(before, 0), observed(others, 0))
-
-
-@PADDED_SIDES
-@pytest.mark.parametrize("pool", ["batch", "sequence", "causal"])
-def test_gate_pools_do_not_count_padding(lively, ids, side, pool):
-    model = lively({}, ChiarModel, gate_pool=pool)
-    padded, mask = pad(ids, side, filler=0)
-    with torch.no_grad():
-        gates = model(padded, attention_mask=mask, output_routing=True).routing.layers[0].gate_BT
-        states, real = model.embed_tokens(padded), mask.bool()
-        for row, length in enumerate(LENGTHS):
-            of_row = states[row][real[row]]
-            pooled = {
-                "batch": states[real].mean(0).expand_as(of_row),
-                "sequence": of_row.mean(0).expand_as(of_row),
-                "causal": of_row.cumsum(0) / torch.arange(1, length + 1)[:, None],
-            }[pool]
-            expected = torch.sigmoid(model.meta_router.gate(pooled))[:, 0]
-            # Means of the same fp32 numbers in another order.
-            assert torch.allclose(gates[row][real[row]], expected, atol=1e-6, rtol=0)
-        counting_padding = model.meta_router.gate(states[2].mean(0) if pool != "batch" else states.mean((0, 1)))
-    assert (gates[2][real[2]][-1] - torch.sigmoid(counting_padding)).abs() > 1e-3

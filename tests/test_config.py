@@ -215,23 +215,12 @@ class TestNames:
         assert "Allowed: name_0, name_1" in str(unknown_name("field", "nmae_1", many[:2])), "few are always listed"
 
 
-WRONG_TYPES = {
-    "vocab_size": ["50257"],
-    "hidden_size": [256.0, None],
-    "num_hidden_layers": [4.0, True],
-    "intermediate_size": [1.5],
-    "layer_types": ["routed", [1, 2, 3]],
-    "operators": ["attention"],
-    "router": [3],
-    "keys": [None],
-    "thresholds": ["0.9", True],
-    "light_ffn": ["yes", 1],
-    "dropout": [None],
-    "gate_skip_below": ["low"],
-    "router_seed": [0.5],
-    "static_operators": ["attention"],
-    "tie_word_embeddings": ["true"],
-}
+WRONG_TYPES = [
+    *[("vocab_size", "50257"), ("hidden_size", 256.0), ("hidden_size", None), ("num_hidden_layers", True)],
+    *[("layer_types", "routed"), ("layer_types", [1, 2, 3]), ("operators", "attention"), ("router", 3), ("keys", None)],
+    *[("thresholds", "0.9"), ("thresholds", True), ("light_ffn", "yes"), ("light_ffn", 1), ("dropout", None)],
+    *[("gate_skip_below", "low"), ("router_seed", 0.5), ("tie_word_embeddings", "true")],
+]
 SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
 OUT_OF_RANGE = [
     *[(f"{name} must be a positive whole number, got {v}", {name: v}) for name in SIZES for v in (0, -1)],
@@ -298,25 +287,18 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.parametrize("field", WRONG_TYPES)
-def test_wrong_types(field):
-    for value in WRONG_TYPES[field]:
-        refused(f"{field} must be .*, got ", **{field: value})
+REFUSED = [
+    *[(f"{name} must be .*, got ", {name: value}) for name, value in WRONG_TYPES],
+    *OUT_OF_RANGE,
+    *COMBINATIONS,
+    *[(match, {"thresholds": thresholds}) for match, thresholds in THRESHOLDS],
+    *[(match, {"thresholds": thresholds, "operators": THREE}) for match, thresholds in THRESHOLDS_OF_THREE],
+]
 
 
-@pytest.mark.parametrize(("match", "fields"), [*OUT_OF_RANGE, *COMBINATIONS], ids=str)
+@pytest.mark.parametrize(("match", "fields"), REFUSED, ids=str)
 def test_values_that_cannot_be(match, fields):
     refused(match, **fields)
-
-
-@pytest.mark.parametrize(("match", "thresholds"), THRESHOLDS, ids=str)
-def test_thresholds_that_cannot_be(match, thresholds):
-    refused(match, thresholds=thresholds)
-
-
-@pytest.mark.parametrize(("match", "thresholds"), THRESHOLDS_OF_THREE, ids=str)
-def test_thresholds_of_three_operators_that_cannot_be(match, thresholds):
-    refused(match, thresholds=thresholds, operators=THREE)
 
 
 def test_presets_that_cannot_be():

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from chiar.errors import InputError
-from chiar.layers.ragged import ROOM, Shelf
+from chiar.layers.ragged import ROOM
 from chiar.model import decoding
 from chiar.model.decoding import FastDecoder, Inputs
 from helpers import ALONG_TIME, fed_logits, feed, mixed_routes, random_model, small_config, token_ids
@@ -132,16 +132,6 @@ def test_a_step_leaves_everything_in_its_place(fast, ids, left_mask, design):
     assert 1 <= moved <= 3
 
 
-def test_lengths_are_looked_at_once_in_many_steps(fast, ids, monkeypatch):
-    model = fast("routed")
-    _, cache = feed(model, ids, [TOKENS])
-    looks, look = [], Shelf.look
-    monkeypatch.setattr(Shelf, "look", lambda shelf: looks.append(shelf) or look(shelf))
-    for n in range(ROOM - 2):
-        feed_one(model, ids, cache)
-        assert len(looks) == 0, n
-
-
 class LookedAt(Exception):
     """A value of a tensor was read by the host."""
 
@@ -194,15 +184,6 @@ def test_a_compiled_step_has_a_graph_for_each_kind_of_layer(fast, ids, left_mask
     assert decoder.steps == 2 * (new - 1)
     kinds = len(set(model.config.layer_types))
     assert counter.frame_count == kinds + 2  # and the embedding and the logits
-
-
-@pytest.mark.parametrize("design", [{"preset": "v1-tiny"}, {"attn_implementation": "eager"}], ids=["rbf", "eager"])
-def test_what_has_no_fixed_step_runs_as_before(lively, ids, design):
-    model = lively(design).double()
-    expected = generate(model, ids)
-    model.enable_fast_decoding()
-    assert torch.equal(generate(model, ids), expected)
-    assert model.fast_decoder.steps == 0
 
 
 def test_hidden_states_gradients_and_training_run_as_before(fast, ids):

@@ -1,5 +1,6 @@
 """What docs/extending.md shows: a router, an operator and a corpus of one's own, run as they stand there."""
 
+import itertools
 import json
 import re
 import sys
@@ -83,31 +84,6 @@ def test_router_and_operator_run_sparsely_as_densely_and_with_a_cache(
     torch.testing.assert_close(steps, found["dense"][0])
 
 
-def test_built_in_names_and_own_ones_go_the_same_way():
-    """Any of them builds a model, keeps the names of its weights, counts FLOPs, and is offered where one is misspelt."""
-    register_router("even", lambda config, layer: Even(len(config.operators)))
-    register_operator("halve", lambda config: torch.nn.Linear(config.hidden_size, config.hidden_size))
-    lights = [name for name, kind in registry.OPERATORS.items() if kind.light]
-    assert "halve" in lights and "even" in registry.ROUTERS
-    for router in registry.ROUTERS:
-        for light in lights:
-            model = build(router=router, operators=[light, "attention"], gate_pool="causal")
-            block = model.model.layers[1]
-            assert list(block.operators) == [light, "attention"] and block.router is not None
-            own = {name for name in model.state_dict() if f"layers.1.operators.{light}." in name}
-            assert own and not any(".held" in name for name in model.state_dict())
-            assert model(words()).logits.isfinite().all()
-            assert count_flops(model.config, 16, at(model.config)).total > 0
-            assert [registry.built_in(kind) for kind in (registry.ROUTERS[router], registry.OPERATORS[light])] == [
-                router != "even",
-                light != "halve",
-            ]
-    with pytest.raises(InputError, match="unknown router 'evn'. Did you mean 'even'"):
-        build(router="evn")
-    with pytest.raises(InputError, match="unknown operator 'hlave'. Did you mean 'halve'"):
-        build(operators=["hlave", "attention"])
-
-
 class Even(ChoiceRouter):
     """Every other token goes to attention."""
 
@@ -115,13 +91,29 @@ class Even(ChoiceRouter):
         return context.positions_BT.expand(x_BTD.shape[:2]) % 2
 
 
-def at(config):
-    return operator_shares(config, None if config.router == "static" else 0.5)
+def test_built_in_names_and_own_ones_go_the_same_way():
+    """Any pair builds a model whose weights have the operator's name, and one's own are offered when misspelt."""
+    register_router("even", lambda config, layer: Even(len(config.operators)))
+    register_operator("halve", lambda config: torch.nn.Linear(config.hidden_size, config.hidden_size))
+    lights = [name for name, kind in registry.OPERATORS.items() if kind.light]
+    assert lights == ["spectral", "temporal", "halve"]
+    assert list(registry.ROUTERS) == ["entropy", "learned", "random", "static", "even"]
+    for router, light in itertools.product(registry.ROUTERS, lights):
+        model = build(router=router, operators=[light, "attention"], gate_pool="causal")
+        assert list(model.model.layers[1].operators) == [light, "attention"]
+        assert any(name.startswith(f"model.layers.1.operators.{light}.") for name in model.state_dict())
+        assert model(words()).logits.isfinite().all()
+    for fields, message in (
+        ({"router": "evn"}, r"unknown router 'evn'\. Did you mean 'even'"),
+        ({"operators": ["hlave", "attention"]}, r"unknown operator 'hlave'\. Did you mean 'halve'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            build(**fields)
 
 
 def test_flops_are_what_was_said(files):
     registry.add_plugins(["scale.py"])
-    register_router("even", lambda config, layer: ChoiceRouter(2), flops=lambda config: 7.0)
+    register_router("even", lambda config, layer: Even(2), flops=lambda config: 7.0)
     config = presets.get("v3-tiny", router="even", operators=["scale", "attention"])
     counted = count_flops(config, 16, operator_shares(config, 0.25))
     assert counted.part("router") == 7.0 * len(config.routed_layers)

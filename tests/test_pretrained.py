@@ -29,7 +29,6 @@ from helpers import small_config
 ROWS, TOKENS, VOCABULARY, WIDTH, LAYERS = 3, 10, 257, 32, 4
 LENGTHS = (10, 7, 4)
 every_preset = pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"])
-both_sides = pytest.mark.parametrize("side", ["left", "right"])
 SOFT = {"router": "learned", "routing": "soft"}
 # Two ways to sum the same fp32 products; logits reach 25, where fp32 resolves 2e-6.
 ROUNDING = 2e-4
@@ -103,7 +102,8 @@ class TestSaving:
         model = lively({"preset": preset})
         model.save_pretrained(tmp_path)
         with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-            sizes = {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
+            names = list(file.keys())
+            sizes = {name: file.get_tensor(name).numel() for name in names}
         assert len(sizes.keys() & {"lm_head.weight", "model.embed_tokens.weight"}) == 1, "stored once"
         saved = ("omega_Dm", "threshold_L", "updates_L")
         buffers = [value.numel() for name, value in model.named_buffers() if name.endswith(saved)]
@@ -144,28 +144,12 @@ class TestSaving:
         assert_kept(loaded, model, torch.float32)
         assert_same_logits(logits(loaded, ids), logits(model, ids))
 
-    def test_one_threshold_for_all_layers(self, lively, ids):
-        model = lively({})
-        for value, fraction in ((0, 1.0), (1, 0.0), (0.5, 1.0)):
-            model.model.set_thresholds(value)
-            assert model.config.layer_thresholds() == [(float(value),)] * 2
-            assert model(ids, output_routing=True).routing.attention_fraction(1) == fraction
-
     @pytest.mark.parametrize("cast", ["to", "half", "bfloat16", "double", "there and back"])
     def test_casting_keeps_basis_and_thresholds(self, lively, cast):
         casts = {"to": lambda model: model.to(torch.bfloat16), "there and back": lambda model: model.half().float()}
         model = casts.get(cast, lambda model: getattr(model, cast)())(lively({}, thresholds=0.8954))
         assert float(torch.tensor(0.8954).bfloat16()) != float(torch.tensor(0.8954)), "bfloat16 would blur it"
         assert_kept(model, lively({}, thresholds=0.8954), torch.float64 if cast == "double" else torch.float32)
-
-    def test_no_source_is_saved_but_the_shim(self, lively, tmp_path):
-        ChiarConfig.register_for_auto_class()
-        ChiarForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-        lively({}).save_pretrained(tmp_path / "model")
-        ChiarConfig().save_pretrained(tmp_path / "config")
-        for folder in ("model", "config"):
-            assert [path.name for path in (tmp_path / folder).rglob("*.py")] == ["chiar_shim.py"]
-            assert "chiar_shim" in (tmp_path / folder / "config.json").read_text()
 
     def test_state_of_experiments_that_are_gone_is_passed_over(self, tmp_path, capfd):
         """A folder of an older version, whose router state held more, opens without a word."""
@@ -229,6 +213,7 @@ torch.save(found, folder + "/found.pt")
 def test_a_process_that_never_imported_chiar(lively, tmp_path):
     """It opens the tokenizer without us, the models through the shim, and saves what opens here."""
     ids, model = torch.arange(12).view(2, 6), lively({})
+    ChiarForCausalLM.register_for_auto_class("AutoModelForCausalLM")  # which would copy the source
     classifier = lively({}, ChiarForSequenceClassification, num_labels=3)
     model.save_pretrained(tmp_path / "lm")
     words = Tokenizer(WordLevel({"<unk>": 0, "light": 1, "dark": 2}, unk_token="<unk>"))
@@ -291,12 +276,14 @@ class TestEmbeddings:
 
 class TestLoss:
     def test_every_option_by_hand_and_from_embeddings(self, lively, option, ids):
-        """The loss is the shifted cross-entropy; embeddings give what their tokens give."""
+        """The loss is the shifted cross-entropy of labels not ignored; embeddings give what their tokens give."""
         model = lively(option)
-        found = model(ids, labels=ids)
+        labels = ids.clone()
+        labels[:, :4], labels[1, 7] = -100, -100
+        found = model(ids, labels=labels)
         log_p = found.logits.detach().double().log_softmax(-1)
-        by_hand = -log_p[:, :-1].gather(2, ids[:, 1:, None]).mean()
-        # A mean of 27 fp32 terms of size 10 against the same in fp64.
+        by_hand = -log_p[:, :-1].gather(2, ids[:, 1:, None])[..., 0][labels[:, 1:] != -100].mean()
+        # A mean of 17 fp32 terms of size 10 against the same in fp64.
         assert found.loss.item() == pytest.approx(by_hand.item(), abs=1e-5)
         embeddings = model.get_input_embeddings()(ids)
         if model.config.router == "random" and model.config.random_key == "token":
@@ -304,16 +291,6 @@ class TestLoss:
                 model(inputs_embeds=embeddings)
         else:
             assert_same_logits(logits(model, None, inputs_embeds=embeddings), found.logits.detach())
-
-    def test_ignored_labels(self, lively, ids):
-        model = lively({})
-        labels = ids.clone()
-        labels[:, :4] = -100
-        labels[1, 7] = -100
-        log_p = logits(model, ids).double().log_softmax(-1)
-        terms = [-log_p[b, t - 1, ids[b, t]] for b in range(ROWS) for t in range(4, TOKENS) if (b, t) != (1, 7)]
-        # A mean of 17 fp32 terms of size 10 against the same in fp64.
-        assert model(ids, labels=labels).loss.item() == pytest.approx((sum(terms) / len(terms)).item(), abs=1e-5)
 
     def test_the_collapse_regulariser_and_accumulation(self, lively, ids):
         """transformers' Trainer hands the token count of all micro-batches to the forward pass and leaves the division
@@ -350,22 +327,17 @@ class TestLoss:
                 model.gradient_checkpointing_enable({"use_reentrant": True})
 
     @pytest.mark.parametrize("keys", ["all", "routed"])
-    @pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v3-tiny"])
-    @both_sides
-    def test_eager_equals_sdpa(self, lively, ids, preset, keys, side):
-        moved, mask = padded(ids, side)
-        real = mask.bool()
-        results = []
+    @pytest.mark.parametrize("preset", ["v1-tiny", "v3-tiny"])
+    def test_eager_gradients_are_those_of_sdpa(self, lively, ids, preset, keys):
+        moved, mask = padded(ids, "left")
+        found = {}
         for implementation in ("sdpa", "eager"):
             model = lively({"preset": preset}, keys=keys, attn_implementation=implementation)
-            output = model(moved, labels=moved.masked_fill(~real, -100), attention_mask=mask)
-            output.loss.backward()
-            results.append((output.logits[real].detach(), gradients(model)))
-        (sdpa, sdpa_gradients), (eager, eager_gradients) = results
-        assert_same_logits(eager, sdpa)
-        assert sdpa_gradients.keys() == eager_gradients.keys()
-        for name, expected in sdpa_gradients.items():
-            difference = (expected - eager_gradients[name]).abs().max()
+            model(moved, labels=moved.masked_fill(mask == 0, -100), attention_mask=mask).loss.backward()
+            found[implementation] = gradients(model)
+        assert found["sdpa"].keys() == found["eager"].keys()
+        for name, expected in found["sdpa"].items():
+            difference = (expected - found["eager"][name]).abs().max()
             assert difference <= GRADIENT_ROUNDING * max(1.0, expected.abs().max()), name
 
 

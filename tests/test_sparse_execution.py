@@ -171,14 +171,6 @@ def test_autocast(design, keys):
     assert distance < 0.03
 
 
-def test_packed_rows_have_room_for_every_token():
-    chosen = torch.tensor([[True, False, True], [False, False, True]])
-    made = packing.make_packing(chosen)
-    assert made.token_P.tolist() == [0, 2, 5, 0, 0, 0]
-    assert made.rows.tolist() == [0, 2, 3] and made.count.tolist() == [3]
-    assert made.before_N.tolist() == [0, 1, 1, 0, 0, 0]
-
-
 @pytest.mark.parametrize("shape", [(3, 5), (1, 1)], ids=str)
 def test_all_tokens_packed_without_counting(shape):
     quick = packing.pack_all(*shape, torch.device("cpu"))

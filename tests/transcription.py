@@ -32,9 +32,9 @@ class Options:
     entropy_dc_weight: float = 1.0
     basis: np.ndarray | None = None
     cuts: list | None = None
-    scale: str = "one"
-    window: int = 16
-    everywhere: bool = False
+    router_scale: str = "one"
+    temporal_window: int = 16
+    temporal_everywhere: bool = False
     embedding_norm: bool = False
 
 
@@ -69,9 +69,9 @@ def normalise(x_D, weights, name, options):
 
 def temporal_filter(x_TD, weights, name, real_T, options):
     """y_t = now x_t + sum_j tap_j x_(j real tokens before), tap_j = sum_k C[k, j] coefficient_k, C the DCT over W."""
-    basis = dct_basis(options.window)
+    basis = dct_basis(options.temporal_window)
     coefficients_KD = weights[f"{name}.coefficients_KD"]
-    taps_WD = [sum(basis[k, j] * c_D for k, c_D in enumerate(coefficients_KD)) for j in range(options.window)]
+    taps_WD = [sum(basis[k, j] * c_D for k, c_D in enumerate(coefficients_KD)) for j in range(options.temporal_window)]
     y_TD = np.zeros(x_TD.shape)
     for t in range(len(x_TD)):
         before = [s for s in range(t + 1) if real_T[s]][::-1]
@@ -170,7 +170,7 @@ def choose(x_D, entropy, forced, layer, weights, options):
     where cuts follow the scores, they are used; with the scale "probability" attention's weight is 2p.
     """
     count = len(options.operators)
-    if options.scale == "probability" or (options.cuts and options.routing == "hard"):
+    if options.router_scale == "probability" or (options.cuts and options.routing == "hard"):
         return choose_by_lead(x_D, entropy, forced, layer, weights, options)
     if forced is not None and options.routing != "soft":
         return forced, np.eye(count)[forced]
@@ -199,7 +199,7 @@ def choose_by_lead(x_D, entropy, forced, layer, weights, options):
     lead = dark - light - (options.cuts[nth] if options.cuts else 0.0)
     choice = int(lead > 0) if forced is None else forced
     gates = np.eye(2)[choice]
-    if options.scale == "probability":
+    if options.router_scale == "probability":
         gates[1] *= 2 / (1 + math.exp(-lead))
     return choice, gates
 
@@ -308,8 +308,6 @@ def forward(
     forced: dict[int, np.ndarray] | None = None,
 ) -> dict:
     """Logits of every token, and H, choice, blend weights of every routed layer, and the gate."""
-    if options.spectral_form == "equation" and (options.norm_position == "pre" or not options.light_ffn):
-        raise ValueError("the equation form is post-norm and keeps the light FFN")
     weights = {name: np.asarray(value, dtype=np.float64) for name, value in weights.items()}
     rows, tokens = ids_BT.shape
     width = weights["token_emb"].shape[1]
@@ -329,7 +327,7 @@ def forward(
     entropies, choices, blends = {}, {}, {}
     for layer, kind in enumerate(options.layer_types):
         before_BTD = x_BTD
-        if options.everywhere:
+        if options.temporal_everywhere:
             x_BTD = np.array([along_time(x_BTD[b], weights, layer, real_BT[b], options) for b in range(rows)])
         routed = kind == "routed"
         entropy_BT = np.zeros((rows, tokens))
