@@ -60,18 +60,6 @@ def feed_one(model, ids, cache, mask=None, **options):
         return model(ids[:, :1], mask, past_key_values=cache, **options).logits
 
 
-@pytest.mark.parametrize("design", ["baseline", "routed"])
-def test_growth_while_decoding(fast, ids, left_mask, design):
-    """A store outgrows its room more than once; one row alone, and rows of different lengths."""
-    model, new = fast(design), 2 * ROOM + 16
-    for rows, mask in ((slice(0, 1), None), (slice(None), left_mask)):
-        model.enable_fast_decoding()
-        found = generate(model, ids[rows], new, attention_mask=mask)
-        assert model.fast_decoder.steps == new - 1
-        model.disable_fast_decoding()
-        assert torch.equal(found, generate(model, ids[rows], new, attention_mask=mask))
-
-
 @pytest.mark.parametrize("keys", ["all", "routed"])
 def test_forced_routes_and_padding_between_tokens(keys):
     """Each layer is given its own; all of them, some of them, and none, one after the other."""

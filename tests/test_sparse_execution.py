@@ -224,8 +224,7 @@ def test_dropout_of_attention_weights_is_refused_in_training_only():
     ids=str,
 )
 def test_auto_runs_few_tokens_densely_on_a_cpu(form, keys, shape, sparsely, monkeypatch):
-    ran = []
-    sparse_tokens = block.sparse_tokens
+    ran, sparse_tokens = [], block.sparse_tokens
     monkeypatch.setattr(block, "sparse_tokens", lambda *inputs: ran.append(1) or sparse_tokens(*inputs))
     model = build(execution="auto", keys=keys)
     model(tokens(*shape))

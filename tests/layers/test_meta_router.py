@@ -49,8 +49,8 @@ def test_gate_is_fp32(dtype):
 
 @pytest.mark.parametrize(("how", "bias", "gate"), [("biased", 2.0, 0.88080), ("neutral", 0.0, 0.5)])
 def test_both_beginnings(how, bias, gate):
-    """The text's: sigmoid(2) = 0.88080 to five decimals. The released code's: w·x̄ is a sum of 512 products of 0.02 and less,
-    below 0.02·0.02·√512."""
+    """The text's: sigmoid(2) = 0.88080 to five decimals. The released code's: w·x̄ is a sum of 512 products of 0.02 and
+    less, below 0.02·0.02·√512."""
     torch.manual_seed(0)
     model = ChiarForCausalLM(small_config(gate_init=how, hidden_size=512, num_attention_heads=2)).eval()
     begun = model.model.meta_router.gate
