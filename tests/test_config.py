@@ -130,13 +130,6 @@ class TestRoundTrip:
         config.save_pretrained(tmp_path)
         assert ChiarConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
 
-    def test_options(self, option):
-        fields = {key: value for key, value in option.items() if key not in ("preset", "attn_implementation")}
-        config = presets.get(option.get("preset", "v3-tiny"), **fields)
-        loaded = ChiarConfig.from_dict(json.loads(config.to_json_string()))
-        assert loaded.to_dict() == config.to_dict()
-        assert all(getattr(loaded, name) == value for name, value in fields.items())
-
     def test_a_field_changed_to_nonsense_is_not_saved_and_builds_no_model(self, tmp_path):
         config = presets.get("v3-tiny")
         config.keys = "rooted"

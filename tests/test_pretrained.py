@@ -93,6 +93,7 @@ class TestSaving:
         model.save_pretrained(tmp_path)
         implementation = option.get("attn_implementation")
         loaded = ChiarForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation).eval()
+        assert loaded.config.to_diff_dict() == model.config.to_diff_dict()
         assert_same_state(loaded, model)
         assert_kept(loaded, model, torch.float32)
         assert_same_logits(logits(loaded, ids), logits(model, ids))

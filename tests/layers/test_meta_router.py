@@ -67,25 +67,13 @@ def gates_and_states(model, **options):
     return output.routing.layers[0].gate_BT, output.hidden_states
 
 
-def with_weights_of(model, **changes):
-    other = ChiarForCausalLM(small_config(**changes)).double().eval()
-    known = other.state_dict().keys()
-    other.load_state_dict({name: value for name, value in model.state_dict().items() if name in known})
-    return other
-
-
 @every_pool
-def test_layer_one_is_blended_with_its_input_and_a_hard_gate_skips_below_its_bound(pool):
+def test_a_hard_gate_skips_below_its_bound(pool):
     model = random_model(small_config(gate_pool=pool))
-    gate_BT, states = gates_and_states(model)
-    ungated = with_weights_of(model, meta_router=False)(token_ids(), output_hidden_states=True).hidden_states[1]
-    g = gate_BT.double()[..., None]
-    assert float(g.min()) < 0.99 and float(g.max()) > 0.01
-    # float64.
-    torch.testing.assert_close(states[1], g * ungated + (1 - g) * states[0], atol=1e-12, rtol=0)
-
+    gate_BT, _ = gates_and_states(model)
     bound = float(gate_BT.double().mean()) if pool != "batch" else float(gate_BT.max()) + 1e-3
-    skipping = with_weights_of(model, gate_pool=pool, gate_skip_below=bound)
+    skipping = ChiarForCausalLM(small_config(gate_pool=pool, gate_skip_below=bound)).double().eval()
+    skipping.load_state_dict(model.state_dict())
     hard_BT, states = gates_and_states(skipping)
     below_BT = gate_BT < bound
     assert below_BT.any() and (pool == "batch" or not below_BT.all())
