@@ -75,10 +75,16 @@ def run(model, execution, ids, **inputs):
 def assert_alike(model, ids, **inputs):
     dense, dense_gradients = run(model, "dense", ids, **inputs)
     sparse, sparse_gradients = run(model, "sparse", ids, **inputs)
-    torch.testing.assert_close(sparse, dense, atol=1e-10, rtol=1e-9)
+    # Sums run in another order, in float64; RBF mixing takes its softmax in fp32.
+    fp32 = "rbf" in model.config.operators
+    values, slopes = (1e-6, 1e-5) if fp32 else (1e-10, 1e-9)
+    torch.testing.assert_close(sparse, dense, atol=values, rtol=values)
     for name, gradient in dense_gradients.items():
         ours = sparse_gradients.get(name, torch.zeros_like(gradient))
-        torch.testing.assert_close(ours, gradient, atol=1e-9, rtol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+        scale = max(1.0, float(gradient.abs().max()))
+        torch.testing.assert_close(
+            ours, gradient, atol=slopes * scale, rtol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+        )
     assert sparse_gradients.keys() == dense_gradients.keys(), "every parameter stays in the graph"
 
 
