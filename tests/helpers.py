@@ -4,6 +4,7 @@ import torch
 
 from chiar import presets
 from chiar.config import ChiarConfig
+from chiar.model.cache import ChiarCache
 from chiar.model.modeling import ChiarForCausalLM
 
 VOCABULARY = 23
@@ -18,6 +19,24 @@ ALONG_TIME = {
         **{"norm": "rmsnorm", "keys": "routed", "light_ffn": False, "thresholds": 0.83},
     },
 }
+
+HARD = {"routing": "hard", "hard_estimator": "selected"}
+SCALED = {**HARD, "router_scale": "probability", "target_fraction": 0.4}
+# Router options that follow quantiles or scale what attention adds, for the tests that hold for all of them.
+ROUTER_OPTIONS = {
+    "quantile": {"target_fraction": [0.3, 0.6]},
+    "quantile post": {"target_fraction": 0.5, "norm_position": "post", "norm": "layernorm"},
+    "learned quantile": {**HARD, "target_fraction": 0.4},
+    "learned quantile post": {**HARD, "target_fraction": 0.5, "norm_position": "post"},
+    "learned scaled": {**SCALED, "light_ffn": False},
+    "routed keys": {**SCALED, "keys": "routed"},
+}
+
+
+def router_options(name: str) -> dict:
+    layers = ["attention", "routed", "routed", "attention"]
+    base = {"layer_types": layers, "norm_position": "pre", "norm": "rmsnorm", "meta_router": False}
+    return {**base, **ROUTER_OPTIONS[name]}
 
 
 def small_config(preset: str = "v3-tiny", **changes) -> ChiarConfig:
@@ -81,3 +100,25 @@ def padding_mask(side: str, rows: int = 2, tokens: int = 8) -> torch.Tensor:
         padding = {"left": slice(0, row + 1), "right": slice(tokens - row - 1, tokens), "holes": slice(2, row + 3)}
         mask[row, padding[side]] = 0
     return mask
+
+
+def feed(model, ids, chunks, mask=None, routes=None, cache=None, start=0, **options) -> tuple[list, ChiarCache]:
+    """The outputs of `ids` fed in pieces of these sizes through one cache, from `start` on, and the cache."""
+    outputs = []
+    for size in chunks:
+        stop = start + size
+        seen = None if mask is None else mask[:, :stop]
+        forced = {i: choice_BT[:, start:stop] for i, choice_BT in routes.items()} if routes else None
+        with torch.no_grad():
+            done = model(
+                ids[:, start:stop], seen, past_key_values=cache, use_cache=True, forced_routes=forced, **options
+            )
+        cache, start = done.past_key_values, stop
+        assert cache.get_seq_length() == stop
+        outputs.append(done)
+    return outputs, cache
+
+
+def fed_logits(*inputs, **options) -> tuple[torch.Tensor, ChiarCache]:
+    outputs, cache = feed(*inputs, **options)
+    return torch.cat([output.logits for output in outputs], 1), cache

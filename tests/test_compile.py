@@ -1,45 +1,30 @@
 """torch.compile sees each model as one graph, and as the same function."""
 
+import copy
+
 import pytest
 import torch
 
 from chiar import ChiarForCausalLM, presets
+from helpers import router_options, small_config, token_ids
 
 CASES = {
-    "baseline": ("baseline-tiny", {}),
-    "v1 hard": ("v1-tiny", {"keys": "routed"}),
-    "v2 equation": ("v2-tiny", {"spectral_form": "equation"}),
-    "v3": ("v3-tiny", {}),
-    "v3 causal gate, light FFN off": ("v3-tiny", {"gate_pool": "causal", "light_ffn": False}),
-    "v3 hard gate": ("v3-tiny", {"gate_skip_below": 0.95}),
-    "v3 soft, pre-norm": ("v3-tiny", {"routing": "soft", "norm_position": "pre", "norm": "rmsnorm"}),
-    "v3 selected": ("v3-tiny", {"routing": "hard", "hard_estimator": "selected", "collapse_regulariser": 0.1}),
-    "v3 random": ("v3-tiny", {"router": "random"}),
-    "temporal": (
-        "v3-tiny",
-        {"operators": ["temporal", "attention"], "temporal_everywhere": True},
-    ),
+    "baseline": {"preset": "baseline-tiny"},
+    "v1 hard": {"preset": "v1-tiny", "keys": "routed"},
+    "v2 equation": {"preset": "v2-tiny", "spectral_form": "equation"},
+    "v4": {"preset": "v4-tiny"},
+    "v3 causal gate, light FFN off": {"gate_pool": "causal", "light_ffn": False},
+    "v3 hard gate": {"gate_skip_below": 0.95},
+    "v3 soft, pre-norm": {"routing": "soft", "norm_position": "pre", "norm": "rmsnorm"},
+    "v3 selected": {"routing": "hard", "hard_estimator": "selected", "collapse_regulariser": 0.1},
+    "v3 random": {"router": "random"},
+    "temporal": {"operators": ["temporal", "attention"], "temporal_everywhere": True},
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_one_graph_and_the_same_logits(case):
-    name, changes = CASES[case]
-    torch.manual_seed(0)
-    model = ChiarForCausalLM(presets.get(name, dropout=0.0, **changes)).eval()
-    ids = torch.arange(24).view(2, 12)
-    torch.compiler.reset()
-    # The tracer is what could break; its eager backend spares the time of a code generator.
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        expected, found = model(ids, labels=ids), compiled(ids, labels=ids)
-    torch.testing.assert_close(found.logits, expected.logits)
-    torch.testing.assert_close(found.loss, expected.loss)
-
-
-def test_other_thresholds_and_splits_do_not_recompile():
-    model = ChiarForCausalLM(presets.get("v3-tiny", dropout=0.0)).eval()
-    ids = torch.arange(24).view(2, 12)
+@pytest.fixture
+def compiled_once():
+    """Compiles as one graph, by a backend that spares the time of a code generator, and counts the graphs."""
     torch.compiler.reset()
     graphs = []
 
@@ -47,12 +32,73 @@ def test_other_thresholds_and_splits_do_not_recompile():
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(model, fullgraph=True, backend=count)
-    fractions = set()
+    yield lambda model: torch.compile(model, fullgraph=True, dynamic=False, backend=count)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_one_graph_and_the_same_logits(case, compiled_once):
+    torch.manual_seed(0)
+    model, ids = ChiarForCausalLM(small_config(num_hidden_layers=3, **case)).eval(), token_ids(2, 12)
+    with torch.no_grad():
+        expected, found = model(ids, labels=ids), compiled_once(model)(ids, labels=ids)
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
+def test_other_thresholds_and_splits_do_not_recompile(compiled_once):
+    model, ids = ChiarForCausalLM(presets.get("v3-tiny", dropout=0.0, num_hidden_layers=3)).eval(), token_ids(2, 12)
+    compiled, fractions = compiled_once(model), set()
     with torch.no_grad():
         for tau in (0.0, 0.79, 1.0):
             model.model.set_thresholds(tau)
             compiled(ids)
             fractions.add(model(ids, output_routing=True).routing.attention_fraction(1))
     assert len(fractions) == 3
-    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("light", ["spectral", "temporal"])
+def test_one_graph_of_sparse_execution_serves_every_split(light, compiled_once):
+    changes = {
+        "execution": "sparse",
+        "keys": "routed",
+        "norm_position": "pre",
+        "light_ffn": False,
+        "meta_router": False,
+    }
+    config = small_config(layer_types=["routed", "routed"], operators=[light, "attention"], **changes)
+    model, ids = ChiarForCausalLM(config).eval(), token_ids(2, 12)
+    compiled, drawn = compiled_once(model), torch.rand(2, 12)
+    for fraction in (0.0, 0.3, 1.0):
+        forced = dict.fromkeys(config.routed_layers, (drawn < fraction).long())
+        torch.testing.assert_close(compiled(ids, forced_routes=forced).logits, model(ids, forced_routes=forced).logits)
+
+
+@pytest.mark.parametrize("option", ["quantile", "learned scaled", "routed keys"])
+def test_one_graph_serves_all_training_steps(option, compiled_once):
+    torch.manual_seed(0)
+    changes = {**router_options(option), "layer_types": ["routed", "attention"], "target_fraction": 0.4}
+    model = ChiarForCausalLM(small_config(**changes)).train()
+    plain, compiled = copy.deepcopy(model), compiled_once(model)
+    for step in range(3):
+        ids = token_ids(4, 16, seed=step)
+        losses = [each(ids, labels=ids).loss for each in (compiled, plain)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+    for name, value in plain.model.router_state.state_dict().items():
+        torch.testing.assert_close(model.model.router_state.state_dict()[name], value, msg=name)
+
+
+def test_a_compiled_backward_pass_reads_the_state_of_its_forward_pass():
+    """Compilers may read a buffer again instead of keeping a copy, and by then it has moved."""
+    torch.manual_seed(0)
+    changes = {**router_options("learned scaled"), "layer_types": ["routed"]}
+    model = ChiarForCausalLM(small_config(**changes)).train()
+    plain, ids = copy.deepcopy(model), token_ids(4, 16)
+    torch.compiler.reset()
+    torch.compile(model, backend="aot_eager")(ids, labels=ids).loss.backward()
+    plain(ids, labels=ids).loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        # Operators are taken apart, so sums run in another order, in fp32.
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-4, msg=name)

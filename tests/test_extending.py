@@ -1,5 +1,6 @@
 """What docs/extending.md shows: a router, an operator and a corpus of one's own, run as they stand there."""
 
+import itertools
 import json
 import re
 import sys
@@ -19,6 +20,7 @@ from chiar.routing.flops import count_flops, operator_shares
 from chiar.routing.tables import flop_records
 from chiar.training import tasks
 from commands import run
+from helpers import fed_logits
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
@@ -57,48 +59,61 @@ def build(vocab_size=61, **changes):
     return ChiarForCausalLM(presets.get("v3-tiny", vocab_size=vocab_size, dropout=0.0, **changes)).double().eval()
 
 
-def test_the_blocks_are_found():
-    assert [name for name, _ in BLOCKS] == ["words.py", "scale.py", "diary.py"]
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["sorted", "packed"])
-@pytest.mark.parametrize("norm_position", ["pre", "post"])
-@pytest.mark.parametrize("light_ffn", [True, False])
-def test_router_and_operator_run_sparsely_as_densely(files, norm_position, light_ffn, packed, monkeypatch):
+@pytest.mark.parametrize(("norm_position", "light_ffn"), [("pre", True), ("pre", False), ("post", False)])
+def test_router_and_operator_run_sparsely_as_densely_and_with_a_cache(
+    files, norm_position, light_ffn, packed, monkeypatch
+):
     if packed:
         monkeypatch.setattr(sparse, "host_sees_routes", lambda device: False)
     registry.add_plugins(["words.py", "scale.py"])
     design = {"norm_position": norm_position, "light_ffn": light_ffn, "keys": "routed", "gate_pool": "causal"}
     model = build(router="frequent", operators=["scale", "attention"], **design)
-    found = {}
+    found, ids = {}, words()
     for execution in ("dense", "sparse"):
         model.config.execution = execution
         model.zero_grad()
-        result = model(words(), labels=words(), output_routing=True)
+        result = model(ids, labels=ids, output_routing=True)
         result.loss.backward()
         found[execution] = result.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
     torch.testing.assert_close(found["sparse"], found["dense"], rtol=1e-8, atol=1e-10)
-    ids, limit = words(), {layer: 61 * layer // 8 for layer in model.config.routed_layers}
     for layer in model.config.routed_layers:
-        assert torch.equal(result.routing.layers[layer].choice_BT, (ids >= limit[layer]).long())
+        assert torch.equal(result.routing.layers[layer].choice_BT, (ids >= 61 * layer // 8).long())
     assert model.model.layers[1].operators["scale"].weight.grad.abs().sum() > 0
+    steps, _ = fed_logits(model, ids, [1] * ids.shape[1])
+    torch.testing.assert_close(steps, found["dense"][0])
 
 
-def test_a_cache_gives_the_same(files):
-    registry.add_plugins(["words.py", "scale.py"])
-    model = build(router="frequent", operators=["scale", "attention"], gate_pool="causal")
-    ids, cache, steps = words(), None, []
-    with torch.no_grad():
-        for token in ids.split(1, dim=1):
-            done = model(token, past_key_values=cache, use_cache=True)
-            cache = done.past_key_values
-            steps.append(done.logits)
-        torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits)
+class Even(ChoiceRouter):
+    """Every other token goes to attention."""
+
+    def choose(self, x_BTD, entropy_BT, context):
+        return context.positions_BT.expand(x_BTD.shape[:2]) % 2
+
+
+def test_built_in_names_and_own_ones_go_the_same_way():
+    """Any pair builds a model whose weights have the operator's name, and one's own are offered when misspelt."""
+    register_router("even", lambda config, layer: Even(len(config.operators)))
+    register_operator("halve", lambda config: torch.nn.Linear(config.hidden_size, config.hidden_size))
+    lights = [name for name, kind in registry.OPERATORS.items() if kind.light]
+    assert lights == ["spectral", "temporal", "halve"]
+    assert list(registry.ROUTERS) == ["entropy", "learned", "random", "static", "even"]
+    for router, light in itertools.product(registry.ROUTERS, lights):
+        model = build(router=router, operators=[light, "attention"], gate_pool="causal")
+        assert list(model.model.layers[1].operators) == [light, "attention"]
+        assert any(name.startswith(f"model.layers.1.operators.{light}.") for name in model.state_dict())
+        assert model(words()).logits.isfinite().all()
+    for fields, message in (
+        ({"router": "evn"}, r"unknown router 'evn'\. Did you mean 'even'"),
+        ({"operators": ["hlave", "attention"]}, r"unknown operator 'hlave'\. Did you mean 'halve'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            build(**fields)
 
 
 def test_flops_are_what_was_said(files):
     registry.add_plugins(["scale.py"])
-    register_router("even", lambda config, layer: ChoiceRouter(2), flops=lambda config: 7.0)
+    register_router("even", lambda config, layer: Even(2), flops=lambda config: 7.0)
     config = presets.get("v3-tiny", router="even", operators=["scale", "attention"])
     counted = count_flops(config, 16, operator_shares(config, 0.25))
     assert counted.part("router") == 7.0 * len(config.routed_layers)
@@ -153,6 +168,9 @@ def test_the_page_shows_them_and_has_nothing_to_move(files):
     page = (files / "report.html").read_text()
     assert '"scale"' in page
     assert "a router of your own" in why_not(model.config) and ways_to_steer(model.config) == []
+    changes = {"norm_position": "pre", "norm": "rmsnorm", "filter_gamma": False}
+    with pytest.raises(InputError, match="operator of your own"):
+        to_spectral_coordinates(build(operators=["scale", "attention"], **changes))
 
 
 def test_training_begins_with_the_weights_it_sets_and_loading_brings_back_others(files, tmp_path):
@@ -188,14 +206,7 @@ def test_what_could_not_be_drawn_or_loaded_is_refused(kind, message):
         build(operators=["mine", "attention"])
 
 
-def test_a_rotation_is_refused(files):
-    registry.add_plugins(["scale.py"])
-    model = build(operators=["scale", "attention"], norm_position="pre", norm="rmsnorm", filter_gamma=False)
-    with pytest.raises(InputError, match="operator of your own"):
-        to_spectral_coordinates(model)
-
-
-def test_plugins_of_one_name_and_with_dataclasses(tmp_path):
+def test_plugins_of_one_name_with_dataclasses_and_in_processes_started_from_here(tmp_path, monkeypatch):
     """Dataclasses look their module up while it is being imported."""
     for folder in ("a", "b"):
         path = tmp_path / folder / "mine.py"
@@ -204,19 +215,17 @@ def test_plugins_of_one_name_and_with_dataclasses(tmp_path):
             "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom chiar import register_router\n"
             f"@dataclass\nclass Options:\n    share: float = 0.5\nregister_router('{folder}', lambda *_: None)\n"
         )
-        registry.add_plugins([str(path)])
+        monkeypatch.chdir(path.parent)
+        registry.add_plugins(["mine.py"])
     assert {"a", "b"} <= set(registry.ROUTERS)
-
-
-def test_processes_started_from_here_know_the_plugin(files, monkeypatch):
-    registry.add_plugins(["words.py"])
     forget()
     monkeypatch.chdir("/")
     registry.load_plugins()
-    assert "frequent" in registry.ROUTERS
+    assert {"a", "b"} <= set(registry.ROUTERS)
 
 
-def test_the_corpus_is_prepared(files, monkeypatch):
+def test_the_corpus_is_prepared(files):
+    assert [name for name, _ in BLOCKS] == ["words.py", "scale.py", "diary.py"]
     folder = files / "diary"
     folder.mkdir()
     for day in range(1, 29):
@@ -226,32 +235,24 @@ def test_the_corpus_is_prepared(files, monkeypatch):
     assert corpus.name == "diary" and sum(corpus.split(name).documents for name in corpus.splits) == 28
 
 
-@pytest.mark.parametrize(
-    ("register", "name", "message"),
-    [
-        (register_router, "entropy", "own names"),
-        (register_operator, "attention", "own names"),
-        (register_operator, "routed", "own names"),
-        (register_operator, "ffn", "own names"),
-        (register_router, "my router", "letters, digits"),
-    ],
-)
-def test_names_that_cannot_be(register, name, message):
-    with pytest.raises(InputError, match=message):
-        register(name, lambda *_: None)
-
-
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
+def test_names_and_plugins_that_cannot_be(tmp_path):
+    for register, name in (
+        (register_router, "entropy"),
+        (register_operator, "attention"),
+        (register_operator, "routed"),
+        (register_operator, "ffn"),
+    ):
+        with pytest.raises(InputError, match="own names"):
+            register(name, lambda *_: None)
+    with pytest.raises(InputError, match="letters, digits"):
+        register_router("my router", lambda *_: None)
+    path = tmp_path / "mine.py"
+    for code, message in (
+        (None, "there is no plugin"),
         ("import no_such_module", "cannot be imported: ModuleNotFoundError"),
         ("1 +", "cannot be imported: SyntaxError"),
-        (None, "there is no plugin"),
-    ],
-)
-def test_a_plugin_that_fails_is_one_sentence(tmp_path, code, message):
-    path = tmp_path / "mine.py"
-    if code:
-        path.write_text(code)
-    exit_code, output = run("--plugin", str(path), "models")
-    assert exit_code == 2 and message in output
+    ):
+        if code:
+            path.write_text(code)
+        exit_code, output = run("--plugin", str(path), "models")
+        assert exit_code == 2 and message in output

@@ -9,21 +9,18 @@ from chiar.errors import InputError
 from chiar.layers.ragged import BLOCK, LEAST, ROOM, Shelf
 from chiar.layers.sparse import sparse_tokens
 from chiar.model.cache import ChiarCache
-from helpers import VOCABULARY, mixed_routes, random_model, small_config, token_ids
+from helpers import VOCABULARY, fed_logits, mixed_routes, random_model, small_config, token_ids
 
 ROWS, TOKENS = 3, 90
 # Sums run in another order. The models are float64; eager attention and RBF mixing take their softmax in fp32.
 ROUNDING, FP32_ROUNDING = 1e-9, 2e-5
-ONE_BY_ONE, CHUNKED, PREFILLED = [1] * TOKENS, [40, 3, 1, 30, 16], [60, *[1] * 30]
-all_chunks = pytest.mark.parametrize("chunks", [CHUNKED, PREFILLED], ids=["chunked", "prefilled"])
+MIXED_CHUNKS = [40, 3, *[1] * 27, 20]  # a prompt, pieces, and steps over the end of a block
 DESIGNS = {
     "v3": {},
     "eager": {"attn_implementation": "eager"},
     "pre-norm": {"norm": "rmsnorm", "norm_position": "pre", "basis": "identity"},
-    "light-ffn-off": {"light_ffn": False},
-    "sparse": {"execution": "sparse"},
     "auto": {"execution": "auto", "light_ffn": False, "norm_position": "pre"},
-    "learned": {"router": "learned", "hard_estimator": "selected"},
+    "sparse learned": {"router": "learned", "hard_estimator": "selected", "execution": "sparse"},
     "v1": {"preset": "v1-tiny", "max_position_embeddings": TOKENS, "hard_estimator": "selected"},
     "three-operators": {"operators": ["spectral", "rbf", "attention"], "execution": "auto"},
 }
@@ -50,20 +47,6 @@ def exact_routes(config, fraction, rows=ROWS, tokens=TOKENS):
     return {i: (rank_BT < round(fraction * tokens)).long() for i, rank_BT in rank.items()}
 
 
-def feed(model, ids, chunks, routes=None, mask=None, cache=None, start=0):
-    """Logits of `ids` fed in pieces, from `start` on, and the cache."""
-    logits = []
-    for size in chunks:
-        stop = start + size
-        forced = {i: choice_BT[:, start:stop] for i, choice_BT in routes.items()} if routes else None
-        seen = None if mask is None else mask[:, :stop]
-        with torch.no_grad():
-            done = model(ids[:, start:stop], seen, past_key_values=cache, use_cache=True, forced_routes=forced)
-        logits.append(done.logits)
-        cache, start = done.past_key_values, stop
-    return torch.cat(logits, 1), cache
-
-
 def whole(model, ids, routes=None, mask=None):
     with torch.no_grad():
         return model(ids, mask, forced_routes=routes or None).logits
@@ -86,60 +69,19 @@ def attention_stores(model, cache):
 
 
 @designs
-@all_chunks
-def test_rows_of_very_different_lengths(design, chunks):
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_rows_of_very_different_lengths(design, padded):
+    """Neither light tokens nor padding store anything."""
     model, ids = routed_model(**design), token_ids(ROWS, TOKENS)
-    routes = ragged_routes(model.config)
-    found, cache = feed(model, ids, chunks, routes)
-    assert (found - whole(model, ids, routes)).abs().max() < rounding(model.config)
-    attention = model.config.operators.index("attention")
-    for layer, store in zip(model.config.routed_layers, attention_stores(model, cache), strict=True):
-        assert store.length_B.tolist() == (routes[layer] == attention).sum(1).tolist()
-
-
-@designs
-@all_chunks
-def test_left_padding_stores_nothing(design, chunks):
-    model, ids = routed_model(**design), token_ids(ROWS, TOKENS)
-    routes = ragged_routes(model.config)
-    mask = torch.ones_like(ids)
-    mask[0, :50], mask[2, :85] = 0, 0
-    found, cache = feed(model, ids, chunks, routes, mask)
+    routes, mask = ragged_routes(model.config), torch.ones_like(ids)
+    if padded:
+        mask[0, :50], mask[2, :85] = 0, 0
+    found, cache = fed_logits(model, ids, MIXED_CHUNKS, mask if padded else None, routes)
     real = mask.bool()
-    assert (found - whole(model, ids, routes, mask))[real].abs().max() < rounding(model.config)
+    assert (found - whole(model, ids, routes, mask if padded else None))[real].abs().max() < rounding(model.config)
     attention = model.config.operators.index("attention")
     for layer, store in zip(model.config.routed_layers, attention_stores(model, cache), strict=True):
         assert store.length_B.tolist() == ((routes[layer] == attention) & real).sum(1).tolist()
-
-
-@pytest.mark.parametrize("chunks", [CHUNKED], ids=["chunked"])
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("key", ["position", "token"])
-def test_random_routers(chunks, fraction, key):
-    model = routed_model(router="random", random_key=key, random_fraction=fraction)
-    ids = token_ids(ROWS, TOKENS)
-    assert (feed(model, ids, chunks)[0] - whole(model, ids)).abs().max() < rounding(model.config)
-
-
-@pytest.mark.parametrize("chunks", [PREFILLED], ids=["prefilled"])
-@pytest.mark.parametrize("fraction", [0.1, 0.9])
-def test_thresholds(chunks, fraction):
-    """Each layer's threshold lies in the middle of a gap between the entropies it sees, so rounding flips nothing."""
-    model, ids = routed_model(), token_ids(ROWS, TOKENS)
-    thresholds = list(model.config.layer_thresholds())
-    for nth, layer in enumerate(model.config.routed_layers):
-        with torch.no_grad():
-            entropy = model(ids, output_routing=True).routing.layers[layer].entropy_BT
-        sorted_N = entropy.flatten().double().sort().values
-        near = sorted_N[int((1 - fraction) * len(sorted_N)) - 8 :][:16]
-        gap = near.diff().argmax()
-        assert near[gap + 1] - near[gap] > 1e-6
-        thresholds[nth] = (float(near[gap : gap + 2].mean()),)
-        model.model.set_thresholds([list(values) for values in thresholds])
-    found, cache = feed(model, ids, chunks)
-    assert (found - whole(model, ids)).abs().max() < rounding(model.config)
-    for store in attention_stores(model, cache):
-        assert abs(float(store.length_B.sum()) / (ROWS * TOKENS) - fraction) < 0.05
 
 
 @pytest.mark.parametrize("fraction", [0.5, 0.25])
@@ -151,7 +93,7 @@ def test_bytes_follow_the_fraction(fraction, chunks):
     model, dense = routed_model(), routed_model(keys="all")
     layers = model.config.routed_layers
     routes = exact_routes(model.config, fraction, 2, tokens)
-    found, expected = (stored_bytes(feed(m, ids, chunks, routes)[1], layers) for m in (model, dense))
+    found, expected = (stored_bytes(fed_logits(m, ids, chunks, None, routes)[1], layers) for m in (model, dense))
     numbers = 2 * 2 * tokens * model.config.hidden_size * 8  # keys and values of two rows in float64
     spare = BLOCK + max(ROOM, tokens // 8 if len(chunks) == 2 else 0)  # a second prompt makes what was there grow
     assert 1 <= expected / (len(layers) * numbers) < 1 + spare / tokens
@@ -161,9 +103,9 @@ def test_bytes_follow_the_fraction(fraction, chunks):
 @designs
 def test_light_tokens_store_nothing(design):
     """Eager attention has weights to show, so it runs, with one block; its lengths are 0 all the same."""
-    model, ids = routed_model(**design), token_ids(ROWS, 40)
+    model, ids = routed_model(**design), token_ids(ROWS, 20)
     routes = {i: torch.zeros_like(ids) for i in model.config.routed_layers}
-    found, cache = feed(model, ids, [30, *[1] * 10], routes)
+    found, cache = fed_logits(model, ids, [15, *[1] * 5], None, routes)
     assert (found - whole(model, ids, routes)).abs().max() < rounding(model.config)
     if "eager" in design.values():
         assert all(not store.length_B.any() and store.capacity == ROOM for store in attention_stores(model, cache))
@@ -176,15 +118,10 @@ def test_growth_by_blocks(monkeypatch):
     model, ids = routed_model(num_hidden_layers=6), token_ids(ROWS, 200)
     routes = exact_routes(model.config, 0.5, ROWS, 200)
     looks, look = [], Shelf.look
-
-    def recorded(shelf):
-        looks.append(len(capacities))
-        look(shelf)
-
-    monkeypatch.setattr(Shelf, "look", recorded)
+    monkeypatch.setattr(Shelf, "look", lambda shelf: looks.append(shelf) or look(shelf))
     cache, capacities, logits = None, [], []
     for n in range(200):
-        step, cache = feed(model, ids, [1], routes, cache=cache, start=n)
+        step, cache = fed_logits(model, ids, [1], None, routes, cache, n)
         logits.append(step)
         for store in cache.layers[model.config.routed_layers[0]].stores.values():
             longest = int(store.length_B.max())
@@ -195,14 +132,15 @@ def test_growth_by_blocks(monkeypatch):
     assert 2 <= len(set(capacities)) <= 4
     # The stores of all layers are looked at together, but for the first time, when each is made.
     assert len(looks) <= len(model.config.layer_types) + 200 / (LEAST - 1)
-    assert (torch.cat(logits, 1) - whole(model, ids, routes)).abs().max() < rounding(model.config)
+    assert (torch.cat(logits, 1) - whole(model, ids, routes)).abs().max() < ROUNDING
 
 
 @pytest.mark.parametrize("keys", ["all", "routed"])
 @pytest.mark.parametrize(
-    "operators", [["spectral", "attention"], ["spectral", "rbf", "attention"]], ids=["two", "three"]
+    ("operators", "padded"),
+    [(["spectral", "attention"], False), (["spectral", "attention"], True), (["spectral", "rbf", "attention"], True)],
+    ids=["two", "two padded", "three padded"],
 )
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_a_sparse_prefill_fills_the_cache(monkeypatch, keys, operators, padded):
     """It runs for the prompt alone, and decoding goes on from what it stored as if dense execution had."""
     model = routed_model(keys=keys, operators=operators, execution="sparse")
@@ -217,10 +155,11 @@ def test_a_sparse_prefill_fills_the_cache(monkeypatch, keys, operators, padded):
         return sparse_tokens(block, x_BTD, *rest)
 
     monkeypatch.setattr("chiar.layers.block.sparse_tokens", recorded)
-    found, cache = feed(model, ids, [60, 1, 20, *[1] * 9], routes, mask if padded else None)
+    inputs = ids, [60, 1, 20, *[1] * 9], mask if padded else None, routes
+    found, cache = fed_logits(model, *inputs)
     assert lengths == [60] * len(model.config.routed_layers)
     model.config.execution = "dense"
-    expected, dense_cache = feed(model, ids, [60, 1, 20, *[1] * 9], routes, mask if padded else None)
+    expected, dense_cache = fed_logits(model, *inputs)
     assert (found - expected)[mask.bool()].abs().max() < rounding(model.config)
     for sparse, dense in zip(cache.layers, dense_cache.layers, strict=True):
         assert {n: t.shape for n, t in sparse.state.items()} == {n: t.shape for n, t in dense.state.items()}
@@ -231,10 +170,10 @@ def test_a_sparse_prefill_fills_the_cache(monkeypatch, keys, operators, padded):
 @pytest.mark.parametrize("operation", ["reorder", "repeat", "select"])
 def test_rows_can_be_chosen_and_repeated(operation, preset):
     """After half of the tokens rows change places; the other half goes on as if they had always been there."""
-    model = routed_model(preset=preset, max_position_embeddings=TOKENS)
-    ids = token_ids(ROWS, TOKENS)
-    routes, half = ragged_routes(model.config), TOKENS // 2
-    cache = feed(model, ids, [half - 1, 1], routes)[1]
+    tokens, half = 40, 20
+    model = routed_model(preset=preset, max_position_embeddings=tokens)
+    ids, routes = token_ids(ROWS, tokens), ragged_routes(model.config, tokens)
+    cache = fed_logits(model, ids, [half - 1, 1], None, routes)[1]
     rows = torch.tensor({"reorder": [2, 0, 0], "repeat": [0, 0, 1, 1, 2, 2], "select": [2, 1]}[operation])
     if operation == "reorder":
         cache.reorder_cache(rows)
@@ -243,17 +182,16 @@ def test_rows_can_be_chosen_and_repeated(operation, preset):
     else:
         cache.batch_select_indices(rows)
     # What follows differs between rows that were one.
-    ids = torch.cat([ids[rows, :half], token_ids(len(rows), TOKENS - half, seed=1)], 1)
-    later = mixed_routes(model.config, len(rows), TOKENS - half, seed=1)
+    ids = torch.cat([ids[rows, :half], token_ids(len(rows), half, seed=1)], 1)
+    later = mixed_routes(model.config, len(rows), half, seed=1)
     routes = {i: torch.cat([routes[i][rows, :half], later[i]], 1) for i in routes}
-    found, _ = feed(model, ids, [7, *[1] * (TOKENS - half - 7)], routes, cache=cache, start=half)
+    found, _ = fed_logits(model, ids, [7, *[1] * (half - 7)], None, routes, cache, half)
     assert (found - whole(model, ids, routes)[:, half:]).abs().max() < rounding(model.config)
 
 
-@pytest.mark.parametrize("execution", ["dense", "auto"])
-def test_beam_search_with_ragged_rows(monkeypatch, execution):
+def test_beam_search_with_ragged_rows(monkeypatch):
     """Beams that have other lengths than those they replace; the whole search equals the one without a cache."""
-    model = routed_model(router="random", random_key="token", random_fraction=0.4, execution=execution)
+    model = routed_model(router="random", random_key="token", random_fraction=0.4, execution="auto")
     with torch.no_grad():
         model.model.norm.weight.mul_(0.2)  # flatter logits, so that beams part
     swaps, reorder = [], ChiarCache.reorder_cache
@@ -267,40 +205,26 @@ def test_beam_search_with_ragged_rows(monkeypatch, execution):
     ids = token_ids(2, 12)
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
-    kwargs = {"num_beams": 4, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    kwargs = {"num_beams": 4, "max_new_tokens": 25, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
     cached = model.generate(ids, use_cache=True, **kwargs)
     assert any(swaps)
     assert torch.equal(cached, model.generate(ids, use_cache=False, **kwargs))
 
 
-def test_a_copied_cache_goes_its_own_way():
+def test_copied_reset_and_inference_mode_caches():
     model, ids = routed_model(), token_ids(ROWS, TOKENS)
-    routes, half = ragged_routes(model.config), TOKENS // 2
-    cache = feed(model, ids, [half], routes)[1]
-    other = copy.deepcopy(cache)
-    rest = [1] * (TOKENS - half)
-    elsewhere = (ids + 1) % VOCABULARY
-    feed(model, elsewhere, rest, routes, cache=other, start=half)
-    found, _ = feed(model, ids, rest, routes, cache=cache, start=half)
-    assert (found - whole(model, ids, routes)[:, half:]).abs().max() < rounding(model.config)
-
-
-def test_a_reset_cache_takes_another_batch():
-    model, ids = routed_model(), token_ids(ROWS, TOKENS)
-    cache = feed(model, ids, [TOKENS])[1]
-    cache.reset()
-    assert stored_bytes(cache, range(len(cache.layers))) == 0
-    found, _ = feed(model, ids[:1], ONE_BY_ONE, cache=cache)
-    assert (found - whole(model, ids[:1])).abs().max() < rounding(model.config)
-
-
-def test_a_cache_made_in_inference_mode_serves_outside_of_it():
-    model, ids = routed_model(), token_ids(ROWS, TOKENS)
-    routes = ragged_routes(model.config)
+    routes, half = ragged_routes(model.config), TOKENS - 12
+    expected = whole(model, ids, routes)[:, half:]
     with torch.inference_mode():
-        _, cache = feed(model, ids, [60, 1], routes)
-    found, _ = feed(model, ids, [1] * 29, routes, cache=cache, start=61)
-    assert (found - whole(model, ids, routes)[:, 61:]).abs().max() < rounding(model.config)
+        cache = fed_logits(model, ids, [half - 1, 1], None, routes)[1]
+    other = copy.deepcopy(cache)
+    fed_logits(model, (ids + 1) % VOCABULARY, [1] * 12, None, routes, other, half)
+    found, _ = fed_logits(model, ids, [1] * 12, None, routes, cache, half)
+    assert (found - expected).abs().max() < ROUNDING, "a copy goes its own way"
+    cache.reset()
+    assert cache.get_seq_length() == 0 and stored_bytes(cache, range(len(cache.layers))) == 0
+    found, _ = fed_logits(model, ids[:1], [1] * 20, cache=cache)
+    assert (found - whole(model, ids[:1, :20])).abs().max() < ROUNDING, "another batch"
 
 
 @designs

@@ -11,6 +11,7 @@ import numpy as np
 
 NORM_EPS = 1e-5
 ROPE_BASE = 10000.0
+erf = np.vectorize(math.erf)
 
 
 @dataclass
@@ -32,19 +33,17 @@ class Options:
     entropy_dc_weight: float = 1.0
     basis: np.ndarray | None = None
     cuts: list | None = None
-    scale: str = "one"
-    window: int = 16
-    everywhere: bool = False
+    router_scale: str = "one"
+    temporal_window: int = 16
+    temporal_everywhere: bool = False
     embedding_norm: bool = False
 
 
 def dct_basis(width):
     """C[k, n] = s_k cos(pi (2n + 1) k / 2D), s_0 = sqrt(1/D), otherwise sqrt(2/D)."""
-    basis = np.zeros((width, width))
-    for k in range(width):
-        scale = math.sqrt(1 / width) if k == 0 else math.sqrt(2 / width)
-        for n in range(width):
-            basis[k, n] = scale * math.cos(math.pi * (2 * n + 1) * k / (2 * width))
+    k, n = np.arange(width)[:, None], np.arange(width)
+    basis = math.sqrt(2 / width) * np.cos(math.pi * (2 * n + 1) * k / (2 * width))
+    basis[0] = math.sqrt(1 / width)
     return basis
 
 
@@ -53,39 +52,24 @@ def softmax(values):
     return exponentials / exponentials.sum()
 
 
-def linear(x_D, weights, name):
-    return weights[name + ".weight"] @ x_D + weights[name + ".bias"]
+def linear(x, weights, name):
+    return x @ weights[name + ".weight"].T + weights[name + ".bias"]
 
 
-def normalise(x_D, weights, name, options):
+def normalise(x, weights, name, options):
     """LayerNorm: (x - mean) / sqrt(var + eps) * weight + bias; RMSNorm: x / sqrt(mean x^2 + eps) * weight."""
     if options.norm == "rmsnorm":
         # The filter's own norm may have no weight.
-        return x_D / math.sqrt((x_D**2).mean() + NORM_EPS) * weights.get(name + ".weight", 1.0)
-    centred_D = x_D - x_D.mean()
-    scaled_D = centred_D / math.sqrt((centred_D**2).mean() + NORM_EPS)
-    return scaled_D * weights[name + ".weight"] + weights[name + ".bias"]
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + NORM_EPS) * weights.get(name + ".weight", 1.0)
+    centred = x - x.mean(-1, keepdims=True)
+    scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + NORM_EPS)
+    return scaled * weights[name + ".weight"] + weights[name + ".bias"]
 
 
-def temporal_filter(x_TD, weights, name, real_T, options):
-    """y_t = now x_t + sum_j tap_j x_(j real tokens before), tap_j = sum_k C[k, j] coefficient_k, C the DCT over W."""
-    basis = dct_basis(options.window)
-    coefficients_KD = weights[f"{name}.coefficients_KD"]
-    taps_WD = [sum(basis[k, j] * c_D for k, c_D in enumerate(coefficients_KD)) for j in range(options.window)]
-    y_TD = np.zeros(x_TD.shape)
-    for t in range(len(x_TD)):
-        before = [s for s in range(t + 1) if real_T[s]][::-1]
-        y_TD[t] = weights[f"{name}.now_D"] * x_TD[t]
-        for tap_D, s in zip(taps_WD, before, strict=False):
-            y_TD[t] += tap_D * x_TD[s]
-    return y_TD
-
-
-def feed_forward(x_D, weights, layer, name="ffn"):
+def feed_forward(x, weights, layer):
     """Linear D->4D, exact GELU a (1 + erf(a / sqrt 2)) / 2, Linear 4D->D."""
-    hidden = linear(x_D, weights, f"{layer}.{name}.up")
-    activated = np.array([a * (1 + math.erf(a / math.sqrt(2))) / 2 for a in hidden])
-    return linear(activated, weights, f"{layer}.{name}.down")
+    hidden = linear(x, weights, f"{layer}.ffn.up")
+    return linear(hidden * (1 + erf(hidden / math.sqrt(2))) / 2, weights, f"{layer}.ffn.down")
 
 
 def spectral_entropy(x_D, basis, options):
@@ -97,69 +81,61 @@ def spectral_entropy(x_D, basis, options):
     energy_D = (basis @ (x_D / largest if eps == 0 else x_D)) ** 2
     energy_D[0] *= options.entropy_dc_weight
     p_D = energy_D / (energy_D.sum() + eps)
-    total = sum(p * math.log(p + eps) for p in p_D if p > 0)
-    entropy = -total / math.log(len(x_D))
+    entropy = -sum(p * math.log(p + eps) for p in p_D if p > 0) / math.log(len(x_D))
     return entropy if eps > 0 else min(max(entropy, 0.0), 1.0)
 
 
-def spectral_filter(x_D, weights, layer, basis):
+def spectral_filter(x_TD, weights, layer, basis):
     """x -> C^T diag(w) C x."""
-    return basis.T @ (weights[f"{layer}.filter"] * (basis @ x_D))
+    return (x_TD @ basis.T * weights[f"{layer}.filter"]) @ basis
 
 
-def visible_keys(query, is_key_T):
-    """The keys of one query: itself, and every earlier token that is a key."""
-    return [token for token in range(query + 1) if token == query or is_key_T[token]]
+def temporal_filter(x_TD, weights, name, real_T, options):
+    """y_t = now x_t + sum_j tap_j x_(j real tokens before), tap_j = sum_k C[k, j] coefficient_k, C the DCT over W."""
+    coefficients_KD = weights[f"{name}.coefficients_KD"]
+    taps_WD = dct_basis(options.temporal_window)[: len(coefficients_KD)].T @ coefficients_KD
+    y_TD = weights[f"{name}.now_D"] * x_TD
+    for t in range(len(x_TD)):
+        before = [s for s in range(t + 1) if real_T[s]][::-1]
+        for tap_D, s in zip(taps_WD, before, strict=False):
+            y_TD[t] += tap_D * x_TD[s]
+    return y_TD
 
 
-def rotate(vector, position):
+def causal_mix(scores_TT, values_TD, is_key_T):
+    """Each token's softmax over the keys it sees, itself and every earlier token that is a key, of their values."""
+    mixed_TD = np.zeros(values_TD.shape)
+    for t in range(len(values_TD)):
+        visible = [s for s in range(t + 1) if s == t or is_key_T[s]]
+        mixed_TD[t] = softmax(scores_TT[t, visible]) @ values_TD[visible]
+    return mixed_TD
+
+
+def rotate(x_Td, positions_T):
     """RoPE, rotate-half: the pair (i, i + d/2) turns by the angle position * base^(-2i/d)."""
-    size = len(vector)
-    half = size // 2
-    rotated = np.zeros(size)
-    for i in range(half):
-        angle = position * ROPE_BASE ** (-2 * i / size)
-        first, second = vector[i], vector[i + half]
-        rotated[i] = first * math.cos(angle) - second * math.sin(angle)
-        rotated[i + half] = second * math.cos(angle) + first * math.sin(angle)
-    return rotated
+    half = x_Td.shape[1] // 2
+    angle = positions_T[:, None] * ROPE_BASE ** (-np.arange(half) / half)
+    first, second = x_Td[:, :half], x_Td[:, half:]
+    return np.hstack([first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)])
 
 
 def attention(x_TD, weights, layer, is_key_T, positions_T, options):
     """Per head softmax(q k / sqrt d) v over the visible keys, heads joined, output projection."""
-    tokens, width = x_TD.shape
-    size = width // options.heads
-    qkv = [linear(x_D, weights, f"{layer}.attention.qkv") for x_D in x_TD]
-    joined_TD = np.zeros((tokens, width))
-    for head in range(options.heads):
-        part = slice(head * size, (head + 1) * size)
-        queries = [row[:width][part] for row in qkv]
-        keys = [row[width : 2 * width][part] for row in qkv]
-        values = [row[2 * width :][part] for row in qkv]
+    qkv = np.split(linear(x_TD, weights, f"{layer}.attention.qkv"), 3, axis=1)
+    joined = []
+    for q_Td, k_Td, v_Td in zip(*(np.split(part, options.heads, axis=1) for part in qkv), strict=True):
         if options.positions == "rope":
-            queries = [rotate(queries[t], positions_T[t]) for t in range(tokens)]
-            keys = [rotate(keys[t], positions_T[t]) for t in range(tokens)]
-        for t in range(tokens):
-            visible = visible_keys(t, is_key_T)
-            probabilities = softmax(np.array([queries[t] @ keys[s] / math.sqrt(size) for s in visible]))
-            joined_TD[t, part] = sum(p * values[s] for p, s in zip(probabilities, visible, strict=True))
-    return np.array([linear(joined_D, weights, f"{layer}.attention.out") for joined_D in joined_TD])
+            q_Td, k_Td = rotate(q_Td, positions_T), rotate(k_Td, positions_T)
+        joined.append(causal_mix(q_Td @ k_Td.T / math.sqrt(q_Td.shape[1]), v_Td, is_key_T))
+    return linear(np.hstack(joined), weights, f"{layer}.attention.out")
 
 
 def rbf_mixing(x_TD, weights, layer, is_key_T):
     """phi = [cos, sin](x omega / sqrt 64); A = causal softmax(phi phi^T); Linear(A phi)."""
     omega = weights[f"{layer}.rbf.omega"]
-    output_TD = np.zeros(x_TD.shape)
-    features = []
-    for x_D in x_TD:
-        projected = x_D @ omega / math.sqrt(omega.shape[1])
-        features.append(np.concatenate([np.cos(projected), np.sin(projected)]))
-    for t in range(len(x_TD)):
-        visible = visible_keys(t, is_key_T)
-        probabilities = softmax(np.array([features[t] @ features[s] for s in visible]))
-        mixed = sum(p * features[s] for p, s in zip(probabilities, visible, strict=True))
-        output_TD[t] = linear(mixed, weights, f"{layer}.rbf.out")
-    return output_TD
+    projected = x_TD @ omega / math.sqrt(omega.shape[1])
+    features = np.hstack([np.cos(projected), np.sin(projected)])
+    return linear(causal_mix(features @ features.T, features, is_key_T), weights, f"{layer}.rbf.out")
 
 
 def choose(x_D, entropy, forced, layer, weights, options):
@@ -170,7 +146,7 @@ def choose(x_D, entropy, forced, layer, weights, options):
     where cuts follow the scores, they are used; with the scale "probability" attention's weight is 2p.
     """
     count = len(options.operators)
-    if options.scale == "probability" or (options.cuts and options.routing == "hard"):
+    if options.router_scale == "probability" or (options.cuts and options.routing == "hard"):
         return choose_by_lead(x_D, entropy, forced, layer, weights, options)
     if forced is not None and options.routing != "soft":
         return forced, np.eye(count)[forced]
@@ -199,13 +175,13 @@ def choose_by_lead(x_D, entropy, forced, layer, weights, options):
     lead = dark - light - (options.cuts[nth] if options.cuts else 0.0)
     choice = int(lead > 0) if forced is None else forced
     gates = np.eye(2)[choice]
-    if options.scale == "probability":
+    if options.router_scale == "probability":
         gates[1] *= 2 / (1 + math.exp(-lead))
     return choice, gates
 
 
-def combine(x_D, operated, gates, choice, operators, skip_light_ffn, layer, weights, options):
-    """One token of the block: x, the output of every operator for it, and the blend weights w_k.
+def combine(x_TD, operated, gates_TK, operators, skip_light_ffn, layer, weights, options):
+    """From x, the output of every operator, and the blend weights w_k.
 
     post, sublayer: u = sum w_k LN_k(x + op_k(x)); y = LN_f(u + FFN(u)).
     post, equation: y = LN_f(r + FFN(z)), (r, z) blends (x, filter(x)) and (u_k, u_k).
@@ -213,91 +189,71 @@ def combine(x_D, operated, gates, choice, operators, skip_light_ffn, layer, weig
     Without the light FFN the blend comes after the FFN, which operator 0 skips.
     """
 
-    def block_norm(name, value_D):
-        return normalise(value_D, weights, f"{layer}.{name}_norm", options)
+    def norm(name, value):
+        return normalise(value, weights, f"{layer}.{name}_norm", options)
 
-    def ffn(value_D):
-        return feed_forward(value_D, weights, layer)
+    def ffn(value):
+        return feed_forward(value, weights, layer)
 
-    indices = range(len(operators))
+    def blend(parts):
+        return sum(gates_TK[:, k, None] * part for k, part in enumerate(parts))
+
     if options.norm_position == "pre":
         if skip_light_ffn:
-            ends = [operated[k] + ffn(block_norm("ffn", x_D + operated[k])) for k in indices]
-            return x_D + gates[0] * operated[0] + sum(gates[k] * ends[k] for k in indices[1:])
-        u_D = x_D + sum(gates[k] * operated[k] for k in indices)
-        return u_D + ffn(block_norm("ffn", u_D))
-    if options.spectral_form == "equation":
-        residuals, insides = [], []
-        for k in indices:
-            light = operators[k] == "spectral"
-            residuals.append(x_D if light else block_norm(operators[k], x_D + operated[k]))
-            insides.append(operated[k] if light else residuals[k])
-        residual_D = sum(gates[k] * residuals[k] for k in indices)
-        return block_norm("ffn", residual_D + ffn(sum(gates[k] * insides[k] for k in indices)))
-    sublayers = [block_norm(operators[k], x_D + operated[k]) for k in indices]
+            return x_TD + blend([operated[0], *(change + ffn(norm("ffn", x_TD + change)) for change in operated[1:])])
+        u_TD = x_TD + blend(operated)
+        return u_TD + ffn(norm("ffn", u_TD))
+    equation = options.spectral_form == "equation"
+    light = [equation and name == "spectral" for name in operators]
+    residuals = [x_TD if light[k] else norm(name, x_TD + operated[k]) for k, name in enumerate(operators)]
+    insides = [operated[k] if light[k] else residuals[k] for k in range(len(operators))]
     if skip_light_ffn:
-        ends = [block_norm("ffn", u_D + ffn(u_D)) for u_D in sublayers]
-        return gates[0] * sublayers[0] + sum(gates[k] * ends[k] for k in indices[1:])
-    u_D = sum(gates[k] * sublayers[k] for k in indices)
-    return block_norm("ffn", u_D + ffn(u_D))
+        return blend([residuals[0], *(norm("ffn", u_TD + ffn(u_TD)) for u_TD in residuals[1:])])
+    return norm("ffn", blend(residuals) + ffn(blend(insides)))
 
 
 def block(x_TD, gates_TK, choice_T, real_T, positions_T, layer, weights, basis, options):
     """One layer on one row."""
     kind = options.layer_types[layer]
     operators = options.operators if kind == "routed" else (kind,)
-    operated_K = []
+    operated = []
     for k, operator in enumerate(operators):
-        name = f"{layer}.{operator}_norm"
-        input_TD = x_TD
-        if options.norm_position == "pre":
-            input_TD = np.array([normalise(x_D, weights, name, options) for x_D in x_TD])
+        pre = options.norm_position == "pre"
+        seen_TD = normalise(x_TD, weights, f"{layer}.{operator}_norm", options) if pre else x_TD
         is_key_T = real_T
         if kind == "routed" and options.keys == "routed" and options.routing != "soft":
             is_key_T = real_T & (choice_T == k)
         if operator == "spectral":
-            operated_K.append([spectral_filter(x_D, weights, layer, basis) for x_D in input_TD])
+            operated.append(spectral_filter(seen_TD, weights, layer, basis))
         elif operator == "temporal":
-            operated_K.append(temporal_filter(input_TD, weights, f"{layer}.temporal", real_T, options))
+            operated.append(temporal_filter(seen_TD, weights, f"{layer}.temporal", real_T, options))
         elif operator == "rbf":
-            operated_K.append(rbf_mixing(input_TD, weights, layer, is_key_T))
+            operated.append(rbf_mixing(seen_TD, weights, layer, is_key_T))
         else:
-            operated_K.append(attention(input_TD, weights, layer, is_key_T, positions_T, options))
+            operated.append(attention(seen_TD, weights, layer, is_key_T, positions_T, options))
     skip_light_ffn = kind == "routed" and not options.light_ffn
-    y_TD = np.zeros(x_TD.shape)
-    for t in range(len(x_TD)):
-        operated = [output_TD[t] for output_TD in operated_K]
-        choice = choice_T[t] if kind == "routed" else None
-        y_TD[t] = combine(x_TD[t], operated, gates_TK[t], choice, operators, skip_light_ffn, layer, weights, options)
-    return y_TD
+    return combine(x_TD, operated, gates_TK, operators, skip_light_ffn, layer, weights, options)
 
 
 def along_time(x_TD, weights, layer, real_T, options):
     """The filter before a layer's operators: x + filter(LN(x)), or LN(x + filter(x)) under post-norm."""
-    name = f"{layer}.everywhere"
-
-    def norm(value_TD):
-        return np.array([normalise(x_D, weights, name + ".norm", options) for x_D in value_TD])
-
+    norm, filter = f"{layer}.everywhere.norm", f"{layer}.everywhere.filter"
     if options.norm_position == "pre":
-        return x_TD + temporal_filter(norm(x_TD), weights, name + ".filter", real_T, options)
-    return norm(x_TD + temporal_filter(x_TD, weights, name + ".filter", real_T, options))
+        return x_TD + temporal_filter(normalise(x_TD, weights, norm, options), weights, filter, real_T, options)
+    return normalise(x_TD + temporal_filter(x_TD, weights, filter, real_T, options), weights, norm, options)
 
 
 def gate(x_BTD, real_BT, weights, options):
     """g = sigmoid(w_g . x_bar + b); x_bar is the mean of the real tokens of the pool, 0 if it has none."""
-    rows, tokens = real_BT.shape
-    g_BT = np.zeros((rows, tokens))
-    for b in range(rows):
-        for t in range(tokens):
-            if options.gate_pool == "batch":
-                pool = x_BTD[real_BT]
-            elif options.gate_pool == "sequence":
-                pool = x_BTD[b][real_BT[b]]
-            else:
-                pool = x_BTD[b, : t + 1][real_BT[b, : t + 1]]
-            mean_D = pool.sum(axis=0) / max(len(pool), 1)
-            g_BT[b, t] = 1 / (1 + math.exp(-(weights["gate.weight"] @ mean_D + weights["gate.bias"])))
+    g_BT = np.zeros(real_BT.shape)
+    for b, t in np.ndindex(real_BT.shape):
+        if options.gate_pool == "batch":
+            pool = x_BTD[real_BT]
+        else:
+            end = t + 1 if options.gate_pool == "causal" else None
+            pool = x_BTD[b, :end][real_BT[b, :end]]
+        mean_D = pool.sum(axis=0) / max(len(pool), 1)
+        g_BT[b, t] = 1 / (1 + math.exp(-(weights["gate.weight"] @ mean_D + weights["gate.bias"])))
     return g_BT
 
 
@@ -309,50 +265,36 @@ def forward(
     forced: dict[int, np.ndarray] | None = None,
 ) -> dict:
     """Logits of every token, and H, choice, blend weights of every routed layer, and the gate."""
-    if options.spectral_form == "equation" and (options.norm_position == "pre" or not options.light_ffn):
-        raise ValueError("the equation form is post-norm and keeps the light FFN")
     weights = {name: np.asarray(value, dtype=np.float64) for name, value in weights.items()}
-    rows, tokens = ids_BT.shape
     width = weights["token_emb"].shape[1]
     basis = dct_basis(width) if options.basis is None else np.asarray(options.basis, dtype=np.float64)
-    real_BT = np.ones((rows, tokens), dtype=bool) if mask_BT is None else np.asarray(mask_BT) != 0
-    positions_BT = np.zeros((rows, tokens), dtype=int)
-    x_BTD = np.zeros((rows, tokens, width))
-    for b in range(rows):
-        for t in range(tokens):
-            positions_BT[b, t] = real_BT[b, :t].sum() if real_BT[b, t] else 0
-            x_BTD[b, t] = weights["token_emb"][ids_BT[b, t]]
-            if options.positions == "learned":
-                x_BTD[b, t] += weights["position_emb"][positions_BT[b, t]]
-            if options.embedding_norm:
-                x_BTD[b, t] /= math.sqrt((x_BTD[b, t] ** 2).mean() + 1e-10)
+    real_BT = np.ones(ids_BT.shape, dtype=bool) if mask_BT is None else np.asarray(mask_BT) != 0
+    positions_BT = np.where(real_BT, real_BT.cumsum(1) - 1, 0)
+    x_BTD = weights["token_emb"][ids_BT]
+    if options.positions == "learned":
+        x_BTD = x_BTD + weights["position_emb"][positions_BT]
+    if options.embedding_norm:
+        x_BTD = x_BTD / np.sqrt((x_BTD**2).mean(-1, keepdims=True) + 1e-10)
     g_BT = gate(x_BTD, real_BT, weights, options) if options.meta_router else None
     entropies, choices, blends = {}, {}, {}
     for layer, kind in enumerate(options.layer_types):
         before_BTD = x_BTD
-        if options.everywhere:
-            x_BTD = np.array([along_time(x_BTD[b], weights, layer, real_BT[b], options) for b in range(rows)])
-        routed = kind == "routed"
-        entropy_BT = np.zeros((rows, tokens))
-        choice_BT = np.zeros((rows, tokens), dtype=int)
-        gates_BTK = np.ones((rows, tokens, len(options.operators) if routed else 1))
-        if routed:
-            for b in range(rows):
-                for t in range(tokens):
-                    override = int(forced[layer][b, t]) if forced and layer in forced else None
-                    entropy_BT[b, t] = spectral_entropy(x_BTD[b, t], basis, options)
-                    token = (x_BTD[b, t], entropy_BT[b, t], override)
-                    choice_BT[b, t], gates_BTK[b, t] = choose(*token, layer, weights, options)
+        if options.temporal_everywhere:
+            rows = zip(x_BTD, real_BT, strict=True)
+            x_BTD = np.array([along_time(x_TD, weights, layer, real_T, options) for x_TD, real_T in rows])
+        choice_BT = np.zeros(ids_BT.shape, dtype=int)
+        gates_BTK = np.ones((*ids_BT.shape, len(options.operators) if kind == "routed" else 1))
+        if kind == "routed":
+            entropy_BT = np.zeros(ids_BT.shape)
+            for b, t in np.ndindex(ids_BT.shape):
+                override = int(forced[layer][b, t]) if forced and layer in forced else None
+                entropy_BT[b, t] = spectral_entropy(x_BTD[b, t], basis, options)
+                token = (x_BTD[b, t], entropy_BT[b, t], override)
+                choice_BT[b, t], gates_BTK[b, t] = choose(*token, layer, weights, options)
             entropies[layer], choices[layer], blends[layer] = entropy_BT, choice_BT, gates_BTK
-        y_BTD = np.zeros(x_BTD.shape)
-        for b in range(rows):
-            row = (x_BTD[b], gates_BTK[b], choice_BT[b], real_BT[b], positions_BT[b])
-            y_BTD[b] = block(*row, layer, weights, basis, options)
+        rows = zip(x_BTD, gates_BTK, choice_BT, real_BT, positions_BT, strict=True)
+        x_BTD = np.array([block(*row, layer, weights, basis, options) for row in rows])
         if layer == 0 and g_BT is not None:
-            y_BTD = g_BT[:, :, None] * y_BTD + (1 - g_BT[:, :, None]) * before_BTD
-        x_BTD = y_BTD
-    logits = np.zeros((rows, tokens, len(weights["token_emb"])))
-    for b in range(rows):
-        for t in range(tokens):
-            logits[b, t] = weights["token_emb"] @ normalise(x_BTD[b, t], weights, "norm", options)
+            x_BTD = g_BT[:, :, None] * x_BTD + (1 - g_BT[:, :, None]) * before_BTD
+    logits = normalise(x_BTD, weights, "norm", options) @ weights["token_emb"].T
     return {"logits": logits, "H": entropies, "choice": choices, "gates": blends, "g": g_BT}

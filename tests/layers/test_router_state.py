@@ -1,4 +1,6 @@
-"""Thresholds that follow a stream: the asked fraction, no padding, nothing in evaluation, and no loss of precision."""
+"""Thresholds that follow a stream, and what routers that have them keep in training."""
+
+import copy
 
 import pytest
 import torch
@@ -6,11 +8,14 @@ import torch
 from chiar import ChiarForCausalLM
 from chiar.errors import InputError
 from chiar.layers.router_state import SAMPLE, RouterState
+from chiar.model.coordinates import to_spectral_coordinates
+from chiar.model.inputs import make_context
 from chiar.routing.calibration import calibrate
-from helpers import random_model, small_config, token_ids
-from routed import options
+from chiar.training.compiling import PLAIN, GraphedPasses
+from helpers import ROUTER_OPTIONS, mixed_routes, random_model, router_options, small_config, token_ids
 
 FRACTIONS = [0.1, 0.5, 0.8]
+ROWS, TOKENS = 2, 10
 
 
 def follower(fractions=FRACTIONS):
@@ -25,10 +30,10 @@ def stream(steps, rows=8, tokens=64, seed=0):
         yield [0.9 + 0.004 * torch.randn(rows, tokens, generator=generator).exp() for _ in FRACTIONS]
 
 
-def test_a_stream_is_split_as_asked():
+def test_a_stream_is_split_as_asked_and_followed():
     state = follower()
-    for scores in stream(100):
-        state.follow(scores)
+    for n, scores in enumerate(stream(160)):
+        state.follow([score - 0.5 * (n < 60) for score in scores])
     fresh = list(stream(40, seed=1))
     for n, fraction in enumerate(FRACTIONS):
         found = torch.stack([scores[n] > state.threshold_L[n] for scores in fresh]).float().mean()
@@ -36,18 +41,14 @@ def test_a_stream_is_split_as_asked():
         assert found == pytest.approx(fraction, abs=0.015)
 
 
-def test_a_stream_that_moves_is_followed():
-    state = follower()
-    for n, scores in enumerate(stream(120)):
-        state.follow([score + 0.5 * (n >= 60) for score in scores])
-    assert (state.threshold_L > 1.4).all()
-
-
 def test_the_first_batch_sets_the_threshold_exactly():
     state = follower([0.25, 0.5])
     scores = torch.arange(101.0).view(1, 101)
     state.follow([scores, scores + 1000])
     assert state.threshold_L.tolist() == pytest.approx([75.0, 1050.0])
+    sampled, tokens = follower([0.5]), 8 * SAMPLE
+    sampled.follow([torch.arange(float(tokens)).view(64, -1)])
+    assert float(sampled.threshold_L[0]) == pytest.approx(tokens / 2, rel=0.01), "a large batch, from all positions"
 
 
 def test_padding_is_not_counted():
@@ -56,45 +57,30 @@ def test_padding_is_not_counted():
     state.follow([scores[:, :20]])
     real[:, 20:] = False
     padded.follow([torch.where(real, scores, float("nan"))], real)
-    assert torch.equal(state.threshold_L, padded.threshold_L)
+    torch.testing.assert_close(state.threshold_L, padded.threshold_L)
     before = {name: value.clone() for name, value in padded.state_dict().items()}
     padded.follow([scores], torch.zeros_like(real))
     assert all(torch.equal(value, before[name]) for name, value in padded.state_dict().items()), "nothing was real"
 
 
-def test_a_large_batch_is_sampled_from_all_positions():
-    state, tokens = follower([0.5]), 8 * SAMPLE
-    state.follow([torch.arange(float(tokens)).view(64, -1)])
-    assert float(state.threshold_L[0]) == pytest.approx(tokens / 2, rel=0.01)
-
-
-def test_training_moves_it_and_evaluation_does_not():
-    model = ChiarForCausalLM(small_config(target_fraction=0.3)).train()
-    state, ids = model.model.router_state, token_ids(4, 16)
-    first = state.threshold_L.clone()
-    model(ids)
-    moved = state.threshold_L.clone()
-    assert not torch.equal(first, moved)
-    model.eval()(token_ids(4, 16, seed=1))
-    assert torch.equal(state.threshold_L, moved)
-
-
 def test_a_trained_model_sends_its_fraction_to_attention():
     torch.manual_seed(0)
-    model = ChiarForCausalLM(small_config(**options("quantile"), vocab_size=512)).train()
+    model = ChiarForCausalLM(small_config(**router_options("quantile"), vocab_size=512)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for seed in range(30):
         ids = token_ids(32, 16, seed=seed, vocabulary=512)
         model(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    moved = model.model.router_state.threshold_L.clone()
+    assert (moved != ChiarForCausalLM(model.config).model.router_state.threshold_L).all()
     with torch.no_grad():
         routing = model.eval()(token_ids(64, 16, seed=99, vocabulary=512), output_routing=True).routing
     for layer, fraction in zip(model.config.routed_layers, model.config.target_fraction, strict=True):
         # The threshold is some passes behind weights that move: 0.02 was seen.
         assert routing.attention_fraction(layer) == pytest.approx(fraction, abs=0.05)
-        state = model.model.router_state
-        assert routing.layers[layer].thresholds == [float(state.threshold_L[layer - 1])]
+        assert routing.layers[layer].thresholds == [float(moved[layer - 1])]
+    assert torch.equal(model.model.router_state.threshold_L, moved), "evaluation moves nothing"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,11 +98,6 @@ def test_it_is_saved_in_full_precision(dtype, tmp_path):
     assert model.model.router_state.threshold_L[0] == torch.tensor(0.8954321)
 
 
-def test_models_without_such_a_router_have_no_state():
-    assert ChiarForCausalLM(small_config()).model.router_state is None
-    assert not any("router_state" in name for name in ChiarForCausalLM(small_config()).state_dict())
-
-
 def test_thresholds_cannot_be_set_or_calibrated():
     model = random_model(small_config(target_fraction=0.3))
     model.model.set_thresholds(None)  # what a run without thresholds of its own restores
@@ -124,3 +105,109 @@ def test_thresholds_cannot_be_set_or_calibrated():
         model.model.set_thresholds(0.9)
     with pytest.raises(InputError, match="only a model without it is calibrated"):
         calibrate(model, [{"input_ids": token_ids()}])
+    assert random_model(small_config()).model.router_state is None, "others have no state"
+
+
+def model_of(option, **changes):
+    """In evaluation mode, with thresholds that split the tokens."""
+    model = random_model(small_config(**router_options(option), **changes))
+    model.train()(token_ids(16, 16, seed=5))
+    return model.eval()
+
+
+@pytest.mark.parametrize("option", ROUTER_OPTIONS)
+def test_every_parameter_has_a_gradient(option):
+    model = model_of(option).train()
+    ids = token_ids(ROWS, TOKENS)
+    model(ids, labels=ids, forced_routes=mixed_routes(model.config, ROWS, TOKENS)).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        # A bias moves all scores alike, which means nothing to a threshold that follows them.
+        shift = name.endswith("router.score.bias")
+        assert (parameter.grad.abs().max() > 1e-12) != shift, name
+
+
+@pytest.mark.parametrize("option", ["learned scaled", "routed keys"])
+def test_gradients_are_those_of_finite_differences(option):
+    """With routes held fast, a weight of 2p is an ordinary function of the states and the router's weights."""
+    model = model_of(option)
+    forced = mixed_routes(model.config, 1, 4)
+    x_BTD = torch.randn(1, 4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    own = [p for name, p in model.model.layers[1].named_parameters() if "router" in name]
+
+    def decode(x_BTD, *parameters):
+        return model.model(inputs_embeds=x_BTD, forced_routes=forced).last_hidden_state
+
+    assert torch.autograd.gradcheck(decode, (x_BTD.requires_grad_(), *own), atol=1e-5, rtol=1e-4, fast_mode=True)
+
+
+@pytest.mark.parametrize("option", ["learned quantile", "learned quantile post"])
+def test_no_gradient_moves_all_scores_alike_where_a_threshold_follows_them(option):
+    model, ids = model_of(option).train(), token_ids(ROWS, TOKENS)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    x = torch.randn(ROWS, TOKENS, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    context = make_context(model.config, model.model.basis.transform(), x, ids, mask, None, 0)
+    router, context = model.model.layers[1].router, model.model.layer_contexts(context)[1]
+    H = torch.rand(ROWS, TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    route = router(x, H, context, None)
+    (route.weights_BTK.sum(-1) * torch.randn(ROWS, TOKENS) * mask).sum().backward()
+    assert H.grad.abs().max() > 1e-3
+    assert float(H.grad.sum()) == pytest.approx(0, abs=1e-12)
+    plain = router.eval()(x, H, context, None)
+    torch.testing.assert_close(route.weights_BTK, plain.weights_BTK, msg="the values are the same")
+
+
+@pytest.mark.parametrize("option", ["quantile", "learned scaled", "routed keys"])
+@pytest.mark.parametrize("how", ["sparse", "checkpointed"])
+def test_a_training_step_is_the_same_otherwise_computed(option, how):
+    model = random_model(small_config(**router_options(option))).train()
+    other = copy.deepcopy(model)
+    if how == "sparse":
+        other.config.execution = "sparse"
+    else:
+        other.gradient_checkpointing_enable()
+    for step in range(2):
+        ids = token_ids(4, 16, seed=step)
+        for each in (model, other):
+            each(ids, labels=ids).loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-9, rtol=1e-7, msg=name)
+    for name, value in model.model.router_state.state_dict().items():
+        torch.testing.assert_close(other.model.router_state.state_dict()[name], value, msg=name)
+
+
+@pytest.mark.parametrize("option", ["quantile", "learned scaled"])
+def test_spectral_coordinates_keep_the_function(option):
+    model = model_of(option, filter_gamma=False)
+    ids = token_ids(ROWS, TOKENS)
+    with torch.no_grad():
+        expected, found = model(ids).logits, to_spectral_coordinates(model)(ids).logits
+    # Sums run in another order, in float64.
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("option", ["learned scaled", "routed keys"])
+def test_a_recorded_pass_moves_the_state_as_a_plain_one_does(option):
+    torch.manual_seed(0)
+    model = ChiarForCausalLM(small_config(**router_options(option))).cuda().train()
+    plain = copy.deepcopy(model)
+
+    def training_pass(each, ids):
+        loss = each(ids, labels=ids).loss
+        loss.backward()
+        return (loss.detach(),)
+
+    recorded = GraphedPasses(lambda ids: training_pass(model, ids), model.parameters())
+    for step in range(2 * PLAIN):
+        ids = token_ids(4, 16, seed=step).cuda()
+        for each in (model, plain):
+            each.zero_grad()
+        ours, theirs = recorded(ids)[0], training_pass(plain, ids)[0]
+        torch.testing.assert_close(ours, theirs)
+    assert recorded.failure is None and recorded.records
+    for name, value in plain.model.router_state.state_dict().items():
+        torch.testing.assert_close(model.model.router_state.state_dict()[name], value, msg=name)

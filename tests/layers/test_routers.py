@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from chiar.errors import InputError
-from chiar.kernels.transform import Transform, transform_matrices
+from chiar.kernels.transform import Transform
 from chiar.layers import routers
 from chiar.layers.context import TokenContext
 from chiar.layers.routers import EntropyRouter, LearnedRouter, RandomRouter, StaticRouter
@@ -32,28 +32,20 @@ def just_below(value):
 class TestEntropyRouter:
     @pytest.mark.parametrize("tau", [0.0, 0.5, 0.8954, 1.0])
     def test_entropy_equal_to_the_threshold_is_light(self, tau):
-        entropy_BT = torch.stack([just_below(tau), torch.tensor(tau), just_above(tau)])[None]
+        entropy_BT = torch.stack([just_below(tau), torch.tensor(tau), just_above(tau)])[None].requires_grad_()
         route = EntropyRouter((tau,))(states(1, 3), entropy_BT, context(), None)
         assert route.choice_BT.tolist() == [[0, 0, 1]]
         assert route.weights_BTK.tolist() == [[[1, 0], [1, 0], [0, 1]]]
         assert route.probabilities_BTK is None
+        assert not route.weights_BTK.requires_grad
 
-    def test_two_thresholds_cut_three_operators(self):
-        low, high = 0.7, 0.9
+    @pytest.mark.parametrize(("low", "high"), [(0.7, 0.9), (0.5, 0.5)])
+    def test_two_thresholds_cut_three_operators(self, low, high):
         values = [just_below(low), torch.tensor(low), just_above(low), torch.tensor(high), just_above(high)]
         route = EntropyRouter((low, high))(states(1, 5), torch.stack(values)[None], context(), None)
-        assert route.choice_BT.tolist() == [[0, 0, 1, 1, 2]]
-        assert torch.equal(route.weights_BTK[0], torch.eye(3)[[0, 0, 1, 1, 2]])
-
-    def test_equal_thresholds_leave_the_middle_operator_empty(self):
-        entropy_BT = torch.linspace(0, 1, 11)[None]
-        route = EntropyRouter((0.5, 0.5))(states(1, 11), entropy_BT, context(), None)
-        assert set(route.choice_BT.flatten().tolist()) == {0, 2}
-
-    def test_choice_has_no_gradient(self):
-        entropy_BT = torch.rand(2, 3, requires_grad=True)
-        route = EntropyRouter((0.5,))(states(2, 3), entropy_BT, context(), None)
-        assert not route.weights_BTK.requires_grad
+        expected = [0, 0, 1, 1, 2] if low < high else [0, 0, 2, 0, 2]
+        assert route.choice_BT.tolist() == [expected]
+        assert torch.equal(route.weights_BTK[0], torch.eye(3)[expected])
 
 
 def scored_router(routing, estimator="both", operators=2, seed=0):
@@ -82,101 +74,54 @@ class TestLearnedRouter:
         generator = torch.Generator().manual_seed(1)
         return states(2, 5), torch.rand(2, 5, generator=generator), torch.randn(2, 5, operators, generator=generator)
 
-    def test_soft_weights_are_the_softmax(self, operators):
+    def test_forced_soft_routes_change_the_choice_and_no_weight(self, operators):
         router, (x_BTD, entropy_BT, _) = scored_router("soft", operators=operators), self.data(operators)
-        route = router(x_BTD, entropy_BT, context(), None)
-        expected = softmax_by_hand(router, x_BTD, entropy_BT)
-        # fp32 matrix products in another order.
-        torch.testing.assert_close(route.weights_BTK, expected, atol=1e-6, rtol=0)
-        assert route.probabilities_BTK is route.weights_BTK
-        assert torch.equal(route.choice_BT, expected.argmax(-1))
+        forced_BT = torch.arange(10).view(2, 5) % operators
+        free, forced = (router(x_BTD, entropy_BT, context(), choice) for choice in (None, forced_BT))
+        assert torch.equal(forced.choice_BT, forced_BT)
+        torch.testing.assert_close(forced.weights_BTK, free.weights_BTK)
 
     @pytest.mark.parametrize("estimator", ["both", "selected"])
     def test_hard_weights_are_exactly_one_hot_at_the_argmax(self, operators, estimator):
-        router, (x_BTD, entropy_BT, _) = scored_router("hard", estimator, operators), self.data(operators)
+        router, (x_BTD, entropy_BT, values_BTK) = scored_router("hard", estimator, operators), self.data(operators)
         route = router(x_BTD, entropy_BT, context(), None)
-        expected = softmax_by_hand(router, x_BTD, entropy_BT)
         assert route.choice_BT.unique().numel() > 1
-        assert torch.equal(route.choice_BT, expected.argmax(-1))
+        assert torch.equal(route.choice_BT, softmax_by_hand(router, x_BTD, entropy_BT).argmax(-1))
         assert torch.equal(route.weights_BTK, torch.eye(operators)[route.choice_BT])
-        # fp32 matrix products in another order.
-        torch.testing.assert_close(route.probabilities_BTK, expected, atol=1e-6, rtol=0)
+        forced_BT = torch.arange(10).view(2, 5) % operators
+        forced = router(x_BTD, entropy_BT, context(), forced_BT)
+        assert torch.equal(forced.choice_BT, forced_BT)
+        assert torch.equal(forced.weights_BTK, torch.eye(operators)[forced_BT])
+        (forced.weights_BTK * values_BTK).sum().backward()
+        assert router.score.weight.grad.abs().max() > 1e-3, "forced routes keep the router's gradient"
 
-    def test_entropy_is_the_last_feature(self, operators):
-        router, (x_BTD, entropy_BT, _) = scored_router("soft", operators=operators), self.data(operators)
-        with torch.no_grad():
-            router.score.weight[:, :-1] = 0
-        route = router(x_BTD, entropy_BT, context(), None)
-        expected = (entropy_BT[..., None] * router.score.weight[:, -1] + router.score.bias).softmax(-1)
-        # fp32 matrix products in another order.
-        torch.testing.assert_close(route.weights_BTK, expected, atol=1e-6, rtol=0)
-
-    def test_gradient_of_both_is_that_of_the_soft_blend(self, operators):
-        router, (x_BTD, entropy_BT, values_BTK) = scored_router("hard", "both", operators), self.data(operators)
-        got = gradients(router, x_BTD, entropy_BT, lambda x, h: router(x, h, context(), None).weights_BTK, values_BTK)
-        expected = gradients(router, x_BTD, entropy_BT, lambda x, h: softmax_by_hand(router, x, h), values_BTK)
-        # fp32 sums over ten tokens.
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-
-    def test_gradient_of_selected_is_that_of_the_chosen_log_probability(self, operators):
-        router, (x_BTD, entropy_BT, values_BTK) = scored_router("hard", "selected", operators), self.data(operators)
-
-        def log_probability(x, h):
-            """d(p / stopgrad p) = d log p, for the chosen operator only."""
-            p_BTK = softmax_by_hand(router, x, h)
-            return torch.eye(operators)[p_BTK.argmax(-1)] * p_BTK.log()
-
-        got = gradients(router, x_BTD, entropy_BT, lambda x, h: router(x, h, context(), None).weights_BTK, values_BTK)
-        # fp32 sums over ten tokens.
-        torch.testing.assert_close(
-            got, gradients(router, x_BTD, entropy_BT, log_probability, values_BTK), atol=1e-5, rtol=1e-5
-        )
-
-    def test_selected_ignores_the_outputs_not_chosen(self, operators):
-        router, (x_BTD, entropy_BT, values_BTK) = scored_router("hard", "selected", operators), self.data(operators)
+    @pytest.mark.parametrize("estimator", ["both", "selected"])
+    def test_gradients(self, operators, estimator):
+        """Of both: that of the soft blend. Of selected: d(p / stopgrad p) = d log p, of the chosen operator only."""
+        router, (x_BTD, entropy_BT, values_BTK) = scored_router("hard", estimator, operators), self.data(operators)
         chosen_BTK = torch.eye(operators)[router(x_BTD, entropy_BT, context(), None).choice_BT]
 
         def weights_of(x, h):
             return router(x, h, context(), None).weights_BTK
 
-        everything = gradients(router, x_BTD, entropy_BT, weights_of, values_BTK)
-        only_chosen = gradients(router, x_BTD, entropy_BT, weights_of, values_BTK * chosen_BTK)
-        assert all(torch.equal(a, b) for a, b in zip(everything, only_chosen, strict=True))
+        def by_hand(x, h):
+            p_BTK = softmax_by_hand(router, x, h)
+            return p_BTK if estimator == "both" else chosen_BTK * p_BTK.log()
 
-    @pytest.mark.parametrize("estimator", ["both", "selected"])
-    def test_a_probability_that_underflows_gives_finite_weights_and_gradients(self, operators, estimator):
-        router = scored_router("hard", estimator, operators)
+        got = gradients(router, x_BTD, entropy_BT, weights_of, values_BTK)
+        # fp32 sums over ten tokens.
+        expected = gradients(router, x_BTD, entropy_BT, by_hand, values_BTK)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
         with torch.no_grad():
             router.score.bias[0] = 300.0
-        x_BTD, entropy_BT, values_BTK = self.data(operators)
-        route = router(x_BTD, entropy_BT, context(), None)
-        assert torch.equal(route.weights_BTK, torch.eye(operators)[torch.zeros(2, 5, dtype=torch.long)])
-        for gradient in gradients(
-            router, x_BTD, entropy_BT, lambda x, h: router(x, h, context(), None).weights_BTK, values_BTK
-        ):
-            assert torch.isfinite(gradient).all()
-
-    @pytest.mark.parametrize("estimator", ["both", "selected"])
-    def test_forced_hard_routes_keep_the_routers_gradient(self, operators, estimator):
-        router, (x_BTD, entropy_BT, values_BTK) = scored_router("hard", estimator, operators), self.data(operators)
-        forced_BT = torch.arange(10).view(2, 5) % operators
-        route = router(x_BTD, entropy_BT, context(), forced_BT)
-        assert torch.equal(route.choice_BT, forced_BT)
-        assert torch.equal(route.weights_BTK, torch.eye(operators)[forced_BT])
-        (route.weights_BTK * values_BTK).sum().backward()
-        assert router.score.weight.grad.abs().max() > 1e-3
-
-    def test_forced_soft_routes_change_the_choice_and_no_weight(self, operators):
-        router, (x_BTD, entropy_BT, _) = scored_router("soft", operators=operators), self.data(operators)
-        forced_BT = torch.arange(10).view(2, 5) % operators
-        forced, free = (router(x_BTD, entropy_BT, context(), choice) for choice in (forced_BT, None))
-        assert torch.equal(forced.choice_BT, forced_BT)
-        assert torch.equal(forced.weights_BTK, free.weights_BTK)
+        for gradient in gradients(router, x_BTD, entropy_BT, weights_of, values_BTK):
+            assert torch.isfinite(gradient).all(), "where a probability underflows"
+        assert (weights_of(x_BTD, entropy_BT)[..., 0] == 1).all()
 
 
 class TestRandomRouter:
     @pytest.mark.parametrize("operators", [2, 3], ids=["two", "three"])
-    @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 1.0])
+    @pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
     @pytest.mark.parametrize("key", ["token", "position"])
     def test_fraction_sent_to_attention(self, operators, fraction, key):
         keys_BT = torch.arange(20_000).view(2, -1)
@@ -190,18 +135,12 @@ class TestRandomRouter:
             assert float(light_share) == pytest.approx((1 - fraction) / (operators - 1), abs=0.0142)
         assert torch.equal(route.weights_BTK, torch.eye(operators)[route.choice_BT])
 
-    def test_same_token_same_route_wherever_it_stands(self):
+    def test_same_key_same_route(self):
         ids_BT, positions_BT = token_ids(4, 50), torch.arange(50).expand(4, 50)
-        route = RandomRouter(1, 2, "token", 0.5, seed=0)(states(4, 50), None, context(ids_BT, positions_BT), None)
-        for token in ids_BT.unique():
-            assert route.choice_BT[ids_BT == token].unique().numel() == 1
-        assert route.choice_BT.unique().numel() == 2
-
-    def test_same_position_same_route_whatever_the_token(self):
-        ids_BT, positions_BT = token_ids(4, 50), torch.arange(50).expand(4, 50)
-        route = RandomRouter(1, 2, "position", 0.5, seed=0)(states(4, 50), None, context(ids_BT, positions_BT), None)
-        assert torch.equal(route.choice_BT, route.choice_BT[:1].expand(4, 50))
-        assert route.choice_BT.unique().numel() == 2
+        for key, keys_BT in (("token", ids_BT), ("position", positions_BT)):
+            route = RandomRouter(1, 2, key, 0.5, seed=0)(states(4, 50), None, context(ids_BT, positions_BT), None)
+            assert all(route.choice_BT[keys_BT == value].unique().numel() == 1 for value in keys_BT.unique())
+            assert route.choice_BT.unique().numel() == 2
 
     @pytest.mark.parametrize("changed", [{"layer": 2}, {"seed": 1}], ids=["layer", "seed"])
     def test_depends_on_layer_and_seed(self, changed):
@@ -220,56 +159,33 @@ class TestRandomRouter:
         with pytest.raises(InputError, match=r"input_ids.*random_key='position'"):
             router(states(1, 3), None, context(None, torch.arange(3)[None]), None)
 
-    def test_inputs_embeds_in_a_model(self):
-        embeddings = torch.randn(1, 4, 16, dtype=torch.float64)
-        by_token = random_model(small_config(router="random"))
-        with pytest.raises(InputError, match="random_key='position'"):
-            by_token(inputs_embeds=embeddings)
-        by_position = random_model(small_config(router="random", random_key="position"))
-        assert by_position(inputs_embeds=embeddings).logits.shape == (1, 4, 23)
 
-    def test_forced_routes_replace_the_hash(self):
-        forced_BT = torch.tensor([[0, 1, 1]])
-        route = RandomRouter(1, 2, "token", 0.5, seed=0)(states(1, 3), None, context(token_ids(1, 3)), forced_BT)
-        assert torch.equal(route.choice_BT, forced_BT)
-
-
-class TestStaticRouter:
-    @pytest.mark.parametrize("operators", [2, 3], ids=["two", "three"])
-    def test_every_token_takes_the_operator(self, operators):
-        for operator in range(operators):
-            route = StaticRouter(operators, operator)(states(2, 3), None, context(), None)
-            assert (route.choice_BT == operator).all()
-            assert torch.equal(route.weights_BTK, torch.eye(operators)[route.choice_BT])
-
-    def test_forced_routes_replace_it(self):
-        forced_BT = torch.tensor([[0, 1, 1]])
-        assert torch.equal(StaticRouter(2, 0)(states(1, 3), None, context(), forced_BT).choice_BT, forced_BT)
-
-    def test_operators_by_name_in_a_model(self):
-        model = random_model(small_config(num_hidden_layers=5, router="static", static_operators=["attention"] * 3))
-        trace = model(token_ids(), output_routing=True).routing
-        assert [trace.attention_fraction(layer) for layer in (1, 2, 3)] == [1.0, 1.0, 1.0]
-
-    def test_default_is_every_other_layer(self):
-        trace = random_model(small_config(num_hidden_layers=5, router="static"))(
-            token_ids(), output_routing=True
-        ).routing
-        assert [trace.attention_fraction(layer) for layer in (1, 2, 3)] == [1.0, 0.0, 1.0]
+@pytest.mark.parametrize(
+    ("chosen", "fractions"), [(None, [1.0, 0.0, 1.0]), (["spectral", "attention", "attention"], [0.0, 1.0, 1.0])]
+)
+def test_static_layers(chosen, fractions):
+    model = random_model(small_config(num_hidden_layers=5, router="static", static_operators=chosen))
+    trace = model(token_ids(), output_routing=True).routing
+    assert [trace.attention_fraction(layer) for layer in (1, 2, 3)] == fractions
 
 
 MAKES = {
     "entropy": ({}, EntropyRouter),
     "hard": ({"routing": "hard"}, LearnedRouter),
-    "soft": ({"routing": "soft"}, LearnedRouter),
     "random": ({"router": "random"}, RandomRouter),
     "static": ({"router": "static"}, StaticRouter),
 }
 
 
 @pytest.mark.parametrize(("fields", "kind"), MAKES.values(), ids=MAKES)
-def test_configuration_names_the_router(fields, kind):
-    assert type(small_config(**fields).router_kind.make(small_config(**fields), 1)) is kind
+def test_configuration_names_the_router_and_forced_routes_reach_the_layer_named(fields, kind):
+    model = random_model(small_config(num_hidden_layers=5, **fields))
+    assert type(model.model.layers[1].router) is kind
+    free = model(token_ids(), output_routing=True).routing
+    forced_BT = 1 - free.layers[2].choice_BT
+    trace = model(token_ids(), output_routing=True, forced_routes={2: forced_BT}).routing
+    assert torch.equal(trace.layers[2].choice_BT, forced_BT)
+    assert torch.equal(trace.layers[1].choice_BT, free.layers[1].choice_BT)
 
 
 @pytest.mark.parametrize("operators", [2, 3, 4])
@@ -291,36 +207,3 @@ def test_scores_of_a_compiled_layer_are_those_of_a_plain_one(monkeypatch, operat
 def test_each_routed_layer_gets_its_own_thresholds():
     config = small_config(num_hidden_layers=5, thresholds=[0.1, 0.2, 0.3])
     assert [config.router_kind.make(config, layer).values for layer in config.routed_layers] == [(0.1,), (0.2,), (0.3,)]
-
-
-@pytest.mark.parametrize("router", ["entropy", "learned", "random", "static"])
-def test_forced_routes_reach_the_layer_named_and_no_other(router):
-    model = random_model(small_config(router=router, num_hidden_layers=5))
-    free = model(token_ids(), output_routing=True).routing
-    forced_BT = 1 - free.layers[2].choice_BT
-    trace = model(token_ids(), output_routing=True, forced_routes={2: forced_BT}).routing
-    assert torch.equal(trace.layers[2].choice_BT, forced_BT)
-    assert torch.equal(trace.layers[1].choice_BT, free.layers[1].choice_BT)
-
-
-@pytest.mark.parametrize("move", ["to-bfloat16", "bfloat16", "half", "double", "to-and-back"])
-def test_thresholds_and_basis_are_never_blurred(move):
-    tau = 0.8954
-    model = random_model(small_config(thresholds=tau)).float()
-    moved = {
-        "to-bfloat16": lambda: model.to(torch.bfloat16),
-        "bfloat16": model.bfloat16,
-        "half": model.half,
-        "double": model.double,
-        "to-and-back": lambda: model.to(torch.bfloat16).to(torch.float32),
-    }[move]()
-    kept = torch.float64 if move == "double" else torch.float32
-    for layer in (1, 2):
-        assert torch.equal(moved.model.layers[layer].router.thresholds, torch.tensor([tau], dtype=kept))
-    expected = transform_matrices("dct", 16)
-    assert {name: buffer.dtype for name, buffer in moved.model.basis.named_buffers()} == dict.fromkeys(expected, kept)
-    assert all(torch.equal(getattr(moved.model.basis, name), value.to(kept)) for name, value in expected.items())
-
-
-def test_bfloat16_would_blur_a_threshold():
-    assert float(torch.tensor(0.8954).bfloat16()) != float(torch.tensor(0.8954))

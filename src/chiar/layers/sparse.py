@@ -121,7 +121,7 @@ class PackedTokens:
         """Times the weight of the chosen operator: mostly 1, but a router gets its gradient through it."""
         if not self.block.weights_have_gradient:
             return y_ND
-        weight_N1 = self.route.weights_BTK.flatten(0, 1).gather(1, self.route.choice_BT.view(-1, 1))
+        weight_N1 = self.route.weights_BTK.flatten(0, 1).gather(1, self.route.choice_BT.reshape(-1, 1))
         return y_ND * weight_N1.to(y_ND.dtype)
 
     def together(self, y_ND: Tensor) -> Tensor:

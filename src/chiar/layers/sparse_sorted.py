@@ -69,7 +69,7 @@ class SortedTokens:
         y_ND = torch.cat(list(parts.values()))
         if not self.block.weights_have_gradient:
             return y_ND
-        weight_N1 = self.route.weights_BTK.flatten(0, 1).gather(1, self.route.choice_BT.view(-1, 1))
+        weight_N1 = self.route.weights_BTK.flatten(0, 1).gather(1, self.route.choice_BT.reshape(-1, 1))
         weight_N1 = Reorder.apply(weight_N1, self.order_N, self.inverse_N)
         return y_ND * weight_N1[: len(y_ND)].to(y_ND.dtype)
 

@@ -321,11 +321,14 @@ def run_layer(
     if gate is None:
         return layer(x_BTD, context, memory, forced_BT)
     gate_BT1 = gate(x_BTD, context, memory)
-    unseen = not (context.keep_entropy or (layer.looks_back and memory is not None))
+    # A fixed step looks at no values.
+    unseen = not (context.keep_entropy or context.room_is_made or (layer.looks_back and memory is not None))
     if unseen and gate.shut(gate_BT1):
         return (x_BTD, None), LayerOutput(gate_BT1=gate_BT1)
     (y_BTD, more_BTD), done = layer(x_BTD, context, memory, forced_BT)
-    y_BTD, gate_now_BT1 = y_BTD if more_BTD is None else y_BTD + more_BTD, gate_BT1.to(x_BTD.dtype)
-    summands = gate_now_BT1 * y_BTD, (1 - gate_now_BT1) * x_BTD
-    done = replace(done, gate_BT1=gate_BT1)
-    return (summands if context.room_is_made else (summands[0] + summands[1], None)), done
+    done, gate_now_BT1 = replace(done, gate_BT1=gate_BT1), gate_BT1.to(x_BTD.dtype)
+    rest_BTD = (1 - gate_now_BT1) * x_BTD
+    # As the layers behind it: those of one kind then share one compiled step.
+    if more_BTD is not None:
+        return (gate_now_BT1 * (y_BTD + more_BTD), rest_BTD), done
+    return (gate_now_BT1 * y_BTD + rest_BTD, None), done
