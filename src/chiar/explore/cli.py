@@ -22,7 +22,7 @@ def explore(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")] = 0,
 ) -> None:
     """Serve a local page that routes what you type, live. Without MODEL the page says how to get one."""
-    from chiar.data.optional import optional_module
+    from chiar.errors import optional_module
     from chiar.errors import InputError
 
     if model is None and (beside is not None or export is not None):
@@ -36,16 +36,8 @@ def explore(
     if export is not None:
         from chiar.explore.report import write_report
 
-<<<<<<< HEAD
-        write_report(names, prompt or [], export, evaluation or [], tokenizer, seed, overwrite)
-        typer.echo(f"wrote {export}")
-        return
-    from chiar.errors import optional_module
-
-=======
         write_report(open_models(names, tokenizer, seed), prompt or [], export, evaluation or [], overwrite)
         return typer.echo(f"wrote {export}")
->>>>>>> trim5
     for package in ("starlette", "uvicorn"):
         optional_module(package, "page", "the page")
     from chiar.explore.server import Explorer
