@@ -130,7 +130,7 @@ def training_flops(config: ChiarConfig, length: int, shares: Shares | None = Non
     backward pass costs twice the forward pass, but for the spectrum of the entropy router, which has none.
     """
     count = count_dense_execution(config, length) if shares is None else count_flops(config, length, shares)
-    without_backward = count.part("router") if config.router == "entropy" and not config.weights_have_gradient else 0.0
+    without_backward = count.part("router") if config.router == "entropy" else 0.0
     return 3.0 * count.total - 2.0 * without_backward
 
 
@@ -148,8 +148,7 @@ class Utilisation:
         if added or any(corpus.kind != "language" for corpus in corpora):
             self.peak = None
         self.devices = processes.count
-        possible = config.can_run_sparse and config.dropout == 0 and not config.trains_densely
-        self.sparse = config.execution != "dense" and possible
+        self.sparse = config.execution != "dense" and config.can_run_sparse and config.dropout == 0
 
     def of(self, tokens_per_second: float, use: list[list[float]]) -> float | None:
         """`use` is the share of tokens each operator of each routed layer got."""
