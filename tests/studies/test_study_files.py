@@ -9,7 +9,7 @@ from chiar.errors import InputError
 from chiar.model.load import count_parameters
 from chiar.studies.results import costs_of
 from chiar.studies.study import changed, find, make_plan, plain_config, removed, study_names
-from chiar.training.trainer import learning_rate
+from chiar.training.loop import learning_rate
 from commands import run
 
 ROOT = Path(__file__).parents[2]

@@ -15,10 +15,10 @@ from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus
 from chiar.errors import InputError, first_line, unknown_name
 from chiar.files import check_file
+from chiar.training.batches import Rows
 from chiar.training.cli import configuration
 from chiar.training.loop import check_run
 from chiar.training.settings import TrainSettings
-from chiar.training.trainer import open_rows
 
 STUDIES = Path("research/studies")
 # What must be the same in every run of a study, so that all read the same tokens in the same order.
@@ -229,7 +229,7 @@ def step_count(study: Study, settings: TrainSettings, corpus: Corpus | None = No
     tokens = study.tokens
     if tokens is None:
         assert study.epochs is not None and corpus is not None
-        tokens = int(study.epochs * open_rows(corpus, "train", settings.length).count) * settings.length
+        tokens = int(study.epochs * Rows(corpus, "train", settings.length).count) * settings.length
     step = settings.batch * settings.length
     short = f"{study.duration} is less than one step of {settings.batch} × {settings.length} tokens"
     require(tokens >= step, f"{short}: train longer, or make it smaller with --set batch=… or --set length=….")
@@ -308,7 +308,7 @@ def make_plan(study: Study, data: list[str], only: list[str] | None = None, seed
     kind, common = corpora[0].kind, common_settings(study)
     require(kind == "language", f"{data[0]} is a {kind} corpus: a study trains language models, so name a text first.")
     for split, length in (("train", common.length), ("valid", common.length), ("test", 1)):
-        open_rows(corpora[0], split, length)
+        Rows(corpora[0], split, length)
     steps = step_count(study, common, corpora[0])
     for variant in variants:
         read, preset = len(data) if variant.mixed else 1, variant.preset or study.preset

@@ -22,7 +22,7 @@ from chiar.training.compiling import clear_device
 from chiar.training.distributed import Processes, start
 from chiar.training.loop import settle
 from chiar.training.run_folder import versions
-from chiar.training.trainer import Trainer
+from chiar.training.loop import Trainer
 
 FORMAT = "chiar-study-times/1"
 WEIGHTS = ("first", "trained")

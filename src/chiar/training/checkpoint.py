@@ -52,23 +52,10 @@ def steps(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*") if path.is_dir()), reverse=True)
 
 
-def state_tensors(model: Any, optimizer: torch.optim.Optimizer, average: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Everything a run has learned: weights, saved buffers, the optimiser's state of every parameter, the average."""
-    parameters = dict(model.named_parameters())  # tied ones once
-    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    saved = {name: value for name, value in model.state_dict().items() if name in parameters or name not in all_names}
-    tensors = {f"model.{name}": value for name, value in saved.items()}
-    for name, parameter in parameters.items():
-        for key, value in sorted(optimizer.state[parameter].items()):
-            tensors[f"optimizer.{name}.{key}"] = value
-    return tensors | {f"average.{name}": value for name, value in average.items()}
-
-
 def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], processes: Processes) -> None:
     """Write the checkpoint of one step. Each process writes the rows it holds; what all hold, the main one writes."""
-    aside = folder.parent / f".{folder.name}.partial"
+    aside, hashes = folder.parent / f".{folder.name}.partial", {}
     mine = {name: local_rows(t) for name, t in tensors.items() if processes.main or isinstance(t, DTensor)}
-    hashes: dict[str, str] = {}
     try:
         with agreed(processes):
             if processes.main:
@@ -87,10 +74,12 @@ def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], proces
                 (aside / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
                 hashes[STATE] = synced_hash(aside / STATE)
                 (aside / MANIFEST).write_text(json.dumps({"files": hashes}, indent=1), encoding="utf-8")
-                sync(aside / MANIFEST)
+                synced_hash(aside / MANIFEST)
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(aside, folder)
-                sync(folder.parent)
+                handle = os.open(folder.parent, os.O_RDONLY)
+                os.fsync(handle)
+                os.close(handle)
     except NotWrittenError:
         if processes.main:
             shutil.rmtree(aside, ignore_errors=True)
@@ -110,17 +99,9 @@ def agreed(processes: Processes) -> Iterator[None]:
         raise NotWrittenError(reasons[0]) from failure
 
 
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def synced_hash(path: Path) -> str:
-    sync(path)
     with path.open("rb") as file:
+        os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -128,30 +109,21 @@ def read_manifest(folder: Path) -> dict[str, str]:
     return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
 
 
-def problem(folder: Path) -> str | None:
-    """None if every file is there with its hash, else what is wrong."""
-    try:
-        hashes = read_manifest(folder)
-    except (OSError, ValueError, KeyError, TypeError):
-        hashes = {}
-    if STATE not in hashes or len(hashes) < 2:
-        return "its manifest is missing or damaged"
-    for name, expected in hashes.items():
-        if Path(name).name != name or not (folder / name).is_file():
-            return f"{name} is missing"
-        if synced_hash(folder / name) != expected:
-            return f"{name} does not have its hash"
-    return None
-
-
 def find(folder: Path) -> Found | None:
-    """The newest sound checkpoint; None if there never was one."""
+    """The newest checkpoint whose files all have their hash; None if there never was one."""
     complaints: list[str] = []
     for path in steps(folder):
-        wrong = problem(path)
-        if wrong is None:
-            return Found(path, json.loads((path / STATE).read_text(encoding="utf-8")), complaints)
-        complaints.append(f"{path.name} is not used: {wrong}.")
+        try:
+            hashes = read_manifest(path)
+            wrong = [name for name, expected in hashes.items() if synced_hash(path / Path(name).name) != expected]
+            if STATE in hashes and len(hashes) > 1 and not wrong:
+                return Found(path, json.loads((path / STATE).read_text(encoding="utf-8")), complaints)
+            why = f"{wrong[0]} does not have its hash" if wrong else "its manifest is damaged"
+        except FileNotFoundError as error:
+            why = f"{Path(error.filename).name} is missing"
+        except (OSError, ValueError, KeyError, TypeError):
+            why = "its manifest is damaged"
+        complaints.append(f"{path.name} is not used: {why}.")
     if complaints:
         raise InputError(f"no checkpoint in {folder} is usable: {' '.join(complaints)}")
     return None
@@ -166,8 +138,7 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
             starts = json.loads((file.metadata() or {}).get("starts", "{}"))
             for key in file.keys():  # noqa: SIM118 (it is not a dictionary)
                 pieces.setdefault(key, []).append((starts.get(key, 0), file.get_slice(key)))
-        odd = sorted((set(pieces) - GONE - set(tensors)) | (set(tensors) - set(pieces)))
-        if odd:
+        if odd := sorted((set(pieces) - GONE - set(tensors)) | (set(tensors) - set(pieces))):
             raise InputError(f"the checkpoint and the model do not hold the same tensors: {', '.join(odd[:3])} …")
         for name, tensor in tensors.items():
             first, rows = local_rows(tensor)
@@ -184,10 +155,10 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
                 raise InputError(f"the checkpoint does not hold all of {name} {list(tensor.shape)}.")
 
 
-def retain(folder: Path, keep: int, best: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints and the best."""
+def retain(folder: Path, keep: int, best: dict[str, float] | None) -> None:
+    """Remove all but the newest `keep` checkpoints and that of the best step."""
     for path in steps(folder)[keep:]:
-        if best is None or path.name != step_name(best):
+        if best is None or path.name != step_name(int(best["step"])):
             shutil.rmtree(path, ignore_errors=True)
 
 
