@@ -23,8 +23,8 @@ from rich.table import Table
 from chiar.training import loop
 from chiar.training.batches import Batch
 from chiar.training.cli import configuration
-from chiar.training.settings import TrainSettings
 from chiar.training.loop import Trainer
+from chiar.training.settings import TrainSettings
 from timing import Times, hardware, parser, time_turn
 
 WARM_UP = 2

@@ -11,8 +11,8 @@ from chiar.layers.context import TokenContext
 from chiar.layers.ragged import Shelf
 from chiar.layers.temporal import TemporalFilter
 from chiar.model.cache import LayerState
-from chiar.training.settings import TrainSettings
 from chiar.training.loop import make_optimizer
+from chiar.training.settings import TrainSettings
 
 ROWS, TOKENS, WIDTH, WINDOW = 3, 12, 6, 4
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1], [1] * 12, [0, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0]]).bool()

@@ -9,17 +9,16 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from runs import assert_same_run, command, final_state, full_disk, interrupted, metrics, run, start
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from chiar import ChiarConfig, ChiarForCausalLM
 from chiar.errors import InputError
 from chiar.training import checkpoint
-from chiar.training.loop import TrainingStopped, is_better
+from chiar.training.loop import Trainer, TrainingStopped
 from chiar.training.run_folder import RunFolder
-from chiar.training.trainer import Trainer
 from commands import run as chiar
-from runs import assert_same_run, command, final_state, full_disk, interrupted, metrics, run, start
 
 RESUMED = {
     "threshold": ({}, {}),
@@ -99,23 +98,9 @@ def test_out_of_memory_says_what_to_reduce(go, monkeypatch, checkpointing):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
     monkeypatch.setattr(Trainer, "train_step", full)
-    with pytest.raises(InputError, match=r"memory does not suffice: make --micro-batch smaller than 2") as raised:
+    with pytest.raises(InputError, match=r"memory does not suffice: make --micro-batch \(2 now") as raised:
         go("run", gradient_checkpointing=checkpointing)
     assert ("gradient_checkpointing=true" in str(raised.value)) != checkpointing
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_that_is_too_small(config, settings, tmp_path):
-    from chiar.training.loop import train
-
-    chosen = settings(batch=4096, micro_batch=4096, length=64)
-    torch.cuda.set_per_process_memory_fraction(0.0005)
-    try:
-        with pytest.raises(InputError, match="memory does not suffice"):
-            train(config(hidden_size=256), chosen, tmp_path / "run", device="cuda", quiet=True)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_it_learns_and_exports_the_best(go, tmp_path):
@@ -140,13 +125,6 @@ def test_mixed_training_goes_through_the_whole_model(config, go, corpus, labelle
     assert set(records[-1]["validation"]) == {"text", "listops"}
     moments = final_state(tmp_path / "run")
     assert moments["optimizer.heads.listops.weight.exp_avg"].abs().max() > 0
-
-
-def test_better_is_more_accurate_then_lower_loss():
-    best = {"loss": 0.5, "accuracy": 0.8}
-    assert is_better({"loss": 0.9, "accuracy": 0.81}, best) and is_better({"loss": 0.4, "accuracy": 0.8}, best)
-    assert not is_better({"loss": 0.5, "accuracy": 0.8}, best) and not is_better({"loss": 0.1, "accuracy": 0.79}, best)
-    assert is_better({"loss": 0.4}, {"loss": 0.5})
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_its_batch(go, tmp_path, monkeypatch):
@@ -252,11 +230,3 @@ def test_impossible_settings(changes, message, config, go, tmp_path):
     with pytest.raises(InputError, match=message):
         go("run", config(**changed), **{key: value for key, value in changes.items() if key not in changed})
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("device", "message"), [("cuda", "no GPU"), ("tpu", "auto, cpu or cuda")])
-def test_impossible_devices(device, message, corpus, tmp_path):
-    if device == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    code, said = chiar(*command(corpus, tmp_path / "run", "--device", device))
-    assert code == 2 and message in said and not (tmp_path / "run").exists()

@@ -20,9 +20,8 @@ from chiar.studies.runner import TIMES, StudyFolder, read_json
 from chiar.studies.study import Plan, Run, require
 from chiar.training.compiling import clear_device
 from chiar.training.distributed import Processes, start
-from chiar.training.loop import settle
+from chiar.training.loop import Trainer, settle
 from chiar.training.run_folder import versions
-from chiar.training.loop import Trainer
 
 FORMAT = "chiar-study-times/1"
 WEIGHTS = ("first", "trained")

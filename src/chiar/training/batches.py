@@ -74,10 +74,7 @@ class Rows:
 
 class Schedule:
     """Which corpora each slot of each step reads, and which of their rows: each once an epoch, in the epoch's order.
-
-    The draws of slot s are the s-th of a fixed stream, so a longer run only continues a shorter one; the rows a corpus
-    has given out before a slot are counted from the same draws.
-    """
+    The draws of slot s are the s-th of a fixed stream, so a longer run only continues a shorter one."""
 
     def __init__(self, settings: TrainSettings, corpora: list[Rows]) -> None:
         self.settings, self.corpora = settings, corpora

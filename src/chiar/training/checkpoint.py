@@ -1,9 +1,8 @@
 """A format of our own, since torch's distributed one pickles its index and has no hashes to tell what is damaged.
 
 A checkpoint is a folder with `state.json` (plain values), a `tensors-R.safetensors` for each process that holds a part
-of the state (weights, optimiser, average) and `manifest.json` (the SHA-256 of all, written last). Sharded tensors are
-split by rows and each file says which rows it has, so any number of processes can read what any other number wrote. It
-is written aside and switched by a rename.
+(sharded tensors are split by rows, so any number of processes can read what any other number wrote) and
+`manifest.json` (the SHA-256 of all, written last). It is written aside and switched by a rename.
 """
 
 import hashlib

@@ -23,11 +23,11 @@ def computes_bf16(device: torch.device) -> bool:
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
-def miscompiled(config: ChiarConfig, device: torch.device, precision: str) -> str | None:
+def miscompiled(config: ChiarConfig, device: torch.device, precision: str) -> str:
     """What torch compiles without an error but wrongly (seen with 2.13: the gradient of φφᵀ is NaN in places)."""
     if device.type == "cpu" and precision == "bf16" and config.routed_layers and "rbf" in (config.operators or ()):
         return "in bf16 on a CPU the gradient of RBF mixing comes out NaN when compiled (fp32 compiles well)"
-    return None
+    return ""
 
 
 def clear_device() -> None:
@@ -41,19 +41,20 @@ def clear_device() -> None:
 
 class Forward:
     """Calls the model. Compiling happens inside the first calls and first backward passes, so that is where it fails.
-
-    A model can be compiled in `parts`, its layers: a sharded one so that gathering weights stays outside, and then
-    other processes take part in every step. `obstacle`: why it would be wrong to compile, where it would.
-    """
+    A sharded model is compiled in `parts`, its layers, so that gathering weights stays outside; `obstacle` says why it
+    would be wrong to compile, where it would."""
 
     def __init__(
-        self, model: nn.Module, compile: bool, parts: Sequence[nn.Module] = (), sharded: bool = False,
-        obstacle: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        compile: bool,
+        parts: Sequence[nn.Module] = (),
+        sharded: bool = False,
+        obstacle: str = "",
+    ) -> None:
         self.model, self.parts, self.sharded, self.compiled = model, parts, sharded, False
         self.call: Any = model
-        self.failure = obstacle if compile else None
-        """Why the model is not compiled although that was asked for."""
+        self.failure = obstacle if compile else ""  # why it is not compiled although that was asked for
         if compile and not obstacle:
             try:
                 for part in parts:
@@ -86,10 +87,9 @@ class Forward:
 class GraphedPasses:
     """Calls `run(*tensors)`, a forward and perhaps a backward pass that adds to the parameters' gradients.
 
-    What a pass of ours launches depends on shapes alone, sparse execution included (on a GPU with fast grouped
-    products), so it is recorded once for each shape and replayed from then on: many small kernels that no longer wait
-    for Python to launch them. The last plain pass is watched: one that waits for the device is never recorded, since
-    that would break the recording and what comes after it. `failure` says why passes go on plainly.
+    What a pass of ours launches depends on shapes alone (sparse execution too, with fast grouped products), so it is
+    recorded once for each shape and replayed: small kernels no longer wait for Python. The last plain pass is watched:
+    one that waits for the device would break its recording. `failure` says why passes go on plainly.
     """
 
     def __init__(self, run: Callable[..., tuple[Tensor, ...]], parameters: Iterable[nn.Parameter] = ()) -> None:

@@ -110,10 +110,7 @@ def register_outputs() -> None:
 
 
 def shard(model: Any, processes: Processes) -> None:
-    """FSDP2 in place: each layer's weights, gradients and optimiser state are split by rows over the processes.
-
-    Weights are gathered in fp32, so the numbers are DDP's.
-    """
+    """FSDP2 in place, split by rows over the processes. Weights are gathered in fp32, so the numbers are DDP's."""
     if not dist.is_initialized():  # alone, without torchrun
         dist.init_process_group(BACKENDS[processes.device.type], store=dist.HashStore(), rank=0, world_size=1)
     register_outputs()

@@ -1,7 +1,4 @@
-"""A run from beginning to end: check, open the folder, resume or start, step, measure, save.
-
-The same code for one process and for many.
-"""
+"""A run from beginning to end: check, open the folder, resume or start, step, measure, save; by one process or many."""
 
 import math
 import os
@@ -32,7 +29,7 @@ from chiar.training.batches import Batch, Prefetch, Rows, Schedule, seed_of
 from chiar.training.compiling import Forward, GraphedPasses, computes_bf16, miscompiled
 from chiar.training.distributed import Processes, replicate, shard, start
 from chiar.training.reporting import Display, Metrics, utilisation
-from chiar.training.run_folder import RUN, RunFolder, describe
+from chiar.training.run_folder import RUN, RunFolder, describe, told
 from chiar.training.settings import TrainSettings
 from chiar.training.tasks import TaskResult, materialise, outline, whole
 
@@ -63,10 +60,8 @@ def train(
         goes_on = f"goes on after {saved[0].name}" if saved else "starts again, since no checkpoint was saved yet"
         raise Interrupted(f"the same command with --resume {goes_on}.") from None
     except torch.OutOfMemoryError as error:
-        ways = f"make --micro-batch (the batch stays, accumulated) or --length smaller than {settings.micro_batch} and "
-        ways += f"{settings.length}" + ", or add --set gradient_checkpointing=true" * (
-            not settings.gradient_checkpointing
-        )
+        ways = f"make --micro-batch ({settings.micro_batch} now) or --length ({settings.length}) smaller"
+        ways += "" if settings.gradient_checkpointing else ", or add --set gradient_checkpointing=true"
         raise InputError(f"the GPU's memory does not suffice: {ways}, with a new --out.") from error
 
 
@@ -106,7 +101,9 @@ def settle(settings: TrainSettings, processes: Processes, resumed: RunFolder | N
     if settings.precision != "auto":
         return settings
     here = "bf16" if computes_bf16(processes.device) else "fp32"
-    chosen = processes.from_main(lambda: resumed.told("settings")["precision"] if resumed else here)
+    chosen = processes.from_main(
+        lambda: told(resumed.read(), "settings", str(resumed.path))["precision"] if resumed else here
+    )
     return replace(settings, precision=chosen)
 
 
@@ -198,11 +195,10 @@ class Trainer:
             self.model.language.model.gradient_checkpointing_enable({"preserve_rng_state": config.dropout > 0})
         self.optimizer = make_optimizer(self.model, settings, processes.device)
         self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()} if settings.ema else {}
-        self.step, self.tokens = 0, 0
-        """Finished steps; real tokens this process has read since the loop last took them."""
+        self.step, self.tokens = 0, 0  # finished; read by this process since the loop last took them
         self.best: dict[str, float] | None = None
+        # The first step whose gradient was not finite; kept on the device so that no step waits for it.
         self.first_bad_step = torch.full((), -1, device=processes.device)
-        """The first step whose gradient was not finite; kept on the device so that no step waits for it."""
         self.parallel = self.model if self.sharded else replicate(self.model, processes)
         parts = list(self.model.language.model.layers) if self.sharded or settings.compile_layers else []
         obstacle = miscompiled(config, processes.device, settings.precision)
@@ -213,8 +209,7 @@ class Trainer:
             self.graphs = GraphedPasses(self._language_pass, self.model.parameters())
 
     def train_step(self) -> dict[str, Any]:
-        """One optimiser step. Where compiling fails in it, the whole step is run again without; where memory runs out
-        beside recorded passes, without those."""
+        """One optimiser step; run again without compiling, or without recorded passes, where that fails in it."""
         tokens = self.tokens
         try:
             return self._train_step()
@@ -349,15 +344,14 @@ class Trainer:
 
     @contextmanager
     def language(self) -> Iterator[Any]:
-        """The language model, to be called by itself and uncompiled, since each shape would be compiled again. Sharded,
-        its first and last matrices are gathered meanwhile and let go of: they would be used again, outdated."""
+        """The language model, to be called uncompiled, and sharded with its first and last matrices gathered."""
         if self.sharded:
             self.model.unshard()  # type: ignore[operator]
         try:
             with torch.compiler.set_stance("force_eager"):
                 yield self.model.language
         finally:
-            if self.sharded:
+            if self.sharded:  # what was gathered would be used again, outdated
                 self.model.reshard()  # type: ignore[operator]
 
     def recalibrate(self) -> list:
@@ -371,7 +365,7 @@ class Trainer:
         return thresholds
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything a run has learned: weights, saved buffers, the optimiser's state of every parameter, the average."""
+        """Everything a run has learned: weights, saved buffers, the optimiser's state, the average."""
         parameters = dict(self.model.named_parameters())  # tied ones once
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - parameters.keys()
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items() if name not in tied}
@@ -441,8 +435,8 @@ class Run(Trainer):
         if self.heads[0] is not None:
             now["accuracy"] = record["accuracy"][self.names[0]]
         # A classifier by its accuracy, and by its loss where that is equal; a language model by its loss.
-        rank = lambda found: (found.get("accuracy", 0.0), -found["loss"])  # noqa: E731
-        if self.best is None or rank(now) > rank(self.best):
+        better, than = ((found.get("accuracy", 0.0), -found["loss"]) for found in (now, self.best or now))
+        if self.best is None or better > than:
             self.best = now
             self.export(self.folder.best)
         if prompt := self.settings.sample:
@@ -480,9 +474,9 @@ class Run(Trainer):
 
     def check_finite(self, loss: float) -> None:
         """Where the gradient of a step or this loss is not finite: keep the step's batches, say so, stop."""
-        step = int(self.first_bad_step) if int(self.first_bad_step) >= 0 else self.step - 1
-        if int(self.first_bad_step) < 0 and math.isfinite(loss):
+        if (step := int(self.first_bad_step)) < 0 and math.isfinite(loss):
             return
+        step = step if step >= 0 else self.step - 1
         path = self.folder.path / f"not-finite-{checkpoint.step_name(step + 1)}.safetensors"
         kept = f"its batches are in {path.name}"
         tensors: dict[str, torch.Tensor] = {}

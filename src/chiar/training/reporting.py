@@ -74,7 +74,7 @@ class Display:
 
 
 class Metrics:
-    """Appends one JSON object a line, and TensorBoard's events; on resume what lies behind the checkpoint is cut off."""
+    """Appends one JSON object a line, and TensorBoard's events; what lies behind the checkpoint resumed from goes."""
 
     def __init__(self, path: Path, kept_bytes: int = 0, step: int = 0, operators: list[str] | None = None) -> None:
         path.touch()
@@ -127,12 +127,9 @@ def known_peak(name: str) -> float | None:
 
 
 def training_flops(config: ChiarConfig, length: int, shares: Shares | None = None) -> float:
-    """FLOPs of a token's forward and backward pass as MFU counts them: those of the model, as it is executed.
-
-    Densely, every operator runs on every token with full T × T scores, so what routing could save is counted as work;
-    with `shares`, what each operator got, only that is. What gradient checkpointing computes twice is counted once. The
-    backward pass costs twice the forward pass, but for the spectrum of the entropy router, which has none.
-    """
+    """FLOPs of a token's forward and backward pass as MFU counts them: all operators on all tokens when dense, with
+    `shares` what each operator got; layers computed twice count once. The backward pass costs twice the forward pass,
+    but for the spectrum of the entropy router, which has none."""
     count = count_dense_execution(config, length) if shares is None else count_flops(config, length, shares)
     return 3.0 * count.total - 2.0 * (count.part("router") if config.router == "entropy" else 0.0)
 

@@ -26,10 +26,8 @@ from chiar.training.tasks import TaskModel
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 # What may differ when a run is resumed: how long it is, how it is spread, and how it is shown.
-MAY_CHANGE = (
-    *("steps", "compile", "cuda_graphs", "parallel", "execution", "keep", "log_every", "tensorboard", "peak_tflops"),
-    *("compile_layers", "transformers_version"),
-)
+MAY_CHANGE = ("steps", "compile", "compile_layers", "cuda_graphs", "parallel", "execution", "keep", "log_every")
+MAY_CHANGE += ("tensorboard", "peak_tflops", "transformers_version")
 
 
 def versions() -> dict[str, str]:
@@ -57,15 +55,10 @@ def launch() -> str | None:
 def describe(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus], processes: int) -> dict[str, Any]:
     """What run.json says."""
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "launch": launch(),
-        "config": config.to_dict(),
-        "settings": settings.to_dict(),
-        "versions": versions(),
-        "commit": commit(),
+        **{"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "launch": launch(), "processes": processes},
+        **{"config": config.to_dict(), "settings": settings.to_dict(), "versions": versions(), "commit": commit()},
         "data": {corpus.name: corpus.fingerprint for corpus in corpora},
         "remarks": {corpus.name: corpus.remarks for corpus in corpora},
-        "processes": processes,
     }
 
 
@@ -106,9 +99,6 @@ class RunFolder:
             raise InputError(f"{self.path} is not a training run: it has no {RUN}.") from None
         except ValueError as error:
             raise InputError(f"{self.path / RUN} is damaged: {error}") from error
-
-    def told(self, part: str) -> Any:
-        return told(self.read(), part, self.path.name)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         if not self.metrics_path.is_file():

@@ -1,7 +1,4 @@
-"""One model for every task of a run: the language model, and a linear head for each classification corpus.
-
-First weights come from a seed of each module's own, so that no process needs the whole model to draw its share.
-"""
+"""One model for every task of a run: the language model, and a linear head for each classification corpus."""
 
 from dataclasses import dataclass
 
@@ -24,12 +21,9 @@ class TaskResult:
     """The loss of one micro-batch and what its tokens did."""
 
     loss: Tensor
-    use_LK: Tensor
-    """Fraction of tokens each operator of each routed layer got."""
-    gate: Tensor
-    """Mean g (0 without a MetaRouter)."""
-    correct: Tensor
-    """How many rows were given their class (0 for language)."""
+    use_LK: Tensor  # fraction of tokens each operator of each routed layer got
+    gate: Tensor  # mean g (0 without a MetaRouter)
+    correct: Tensor  # how many rows were given their class (0 for language)
 
 
 class TaskModel(nn.Module):
@@ -37,8 +31,7 @@ class TaskModel(nn.Module):
 
     def __init__(self, config: ChiarConfig, labels: dict[str, int]) -> None:
         super().__init__()
-        self.labels = labels
-        """Classes by corpus."""
+        self.labels = labels  # classes by corpus
         self.language = ChiarForCausalLM(config)
         self.heads = nn.ModuleDict({name: nn.Linear(config.hidden_size, count) for name, count in labels.items()})
 
@@ -84,10 +77,8 @@ def build(config: ChiarConfig, labels: dict[str, int], seed: int, device: str = 
 
 @torch.no_grad()
 def materialise(model: TaskModel, seed: int, device: torch.device, initial: str = "") -> None:
-    """Give an outline memory and the weights of `seed`: the same ones whether it is whole or sharded, on any device.
-
-    With `initial`, a folder, the language model has its weights instead. One module at a time is drawn, on the CPU.
-    """
+    """Give an outline memory and the weights of `seed`, the same whether whole or sharded: each module is drawn on the
+    CPU from a seed of its own. With `initial`, a folder, the language model has its weights instead."""
     model.to_empty(device=device)
     model.language.tie_weights()
     places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
