@@ -58,7 +58,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(damage, tmp_pat
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_debris(tmp_path):
     save(tmp_path, 1)
-    with full_disk(100), pytest.raises(checkpoint.NotWrittenError, match="too large"):
+    with full_disk(100), pytest.raises(checkpoint.TrainingStopped, match="too large"):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert checkpoint.find(tmp_path).state == {"step": 1}

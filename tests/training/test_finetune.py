@@ -7,7 +7,6 @@ import pytest
 import torch
 from runs import assert_same_run, final_state, interrupted, metrics
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoTokenizer
 
 from chiar import ChiarForCausalLM
@@ -17,7 +16,7 @@ from chiar.data.prepare import prepare
 from chiar.data.tokenizers import TokenizerChoice
 from chiar.errors import InputError
 from chiar.evaluation.harness import evaluate
-from chiar.model.heads import HEADS, save_heads
+from chiar.model.heads import HEADS
 from chiar.model.modeling import ChiarForSequenceClassification
 from chiar.training.batches import Rows
 from chiar.training.loop import train
@@ -108,15 +107,6 @@ def test_evaluation_reports_what_training_measured(classifier, sentiment):
     assert report.scores.loss == pytest.approx(record["validation"]["sst-2"], abs=1e-5)
 
 
-def test_classes_of_other_names_are_remarked(classifier, sentiment, tmp_path):
-    model = ChiarForSequenceClassification.from_pretrained(classifier / "best")
-    model.config.id2label = {0: "neg", 1: "pos"}
-    model.save_pretrained(tmp_path)
-    remarks = evaluate(str(tmp_path), sentiment, rows=2).remarks
-    assert "classes are compared by number: the model's neg, pos with negative, positive." in remarks
-    assert not any("by number" in remark for remark in evaluate(str(classifier), sentiment, rows=2).remarks)
-
-
 def test_the_export_gives_the_logits_of_training(config, settings, labelled, tmp_path):
     chosen = settings(data=[str(labelled)], length=32, steps=6, evaluate_every=6, ema=0.5)
     model = config(classifier_pool="mean", gate_pool="causal")
@@ -191,27 +181,6 @@ def test_a_head_beside_a_language_model_is_evaluated(mixed, labelled, sentiment,
     assert evaluate(str(mixed), corpus, rows=2).kind == "language"
     with pytest.raises(InputError, match="has no head for sst-2, only for listops"):
         evaluate(str(mixed), sentiment)
-
-
-def test_a_head_of_another_number_of_classes_is_refused(mixed, labelled, tmp_path):
-    ChiarForCausalLM.from_pretrained(mixed / "best").save_pretrained(tmp_path)
-    save_heads(tmp_path, {"listops": nn.Linear(16, 3)})
-    with pytest.raises(InputError, match=r"knows 3 classes, but .* has 10"):
-        evaluate(str(tmp_path), labelled)
-    (tmp_path / HEADS).write_bytes(b"damaged")
-    with pytest.raises(InputError, match=r"heads\.safetensors cannot be loaded"):
-        evaluate(str(tmp_path), labelled)
-
-
-def test_several_labelled_corpora_have_a_head_each(language, labelled, sentiment, tmp_path):
-    options = ["--steps", 6, "--batch", 4, "--set", "evaluate_every=3", *SMALL]
-    data = ["--data", sentiment, "--data", labelled]
-    code, output = run("finetune", language, *data, "--out", tmp_path / "run", *options)
-    assert code == 0, output
-    record = best_record(tmp_path / "run")
-    for corpus, name in ((sentiment, "sst-2"), (labelled, "listops")):
-        found = evaluate(str(tmp_path / "run"), corpus, "valid").scores.accuracy
-        assert found == pytest.approx(record["accuracy"][name], abs=0.051)  # at most one document of 20
 
 
 def test_defaults_follow_the_corpus_and_give_way():

@@ -154,7 +154,7 @@ def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(go, tmp_path, monk
             return real(self)
 
         monkeypatch.setattr(Trainer, "tensors", tensors)
-        with pytest.raises(TrainingStopped, match=r"checkpoint of step 8 .*File too large.*earlier ones are kept"):
+        with pytest.raises(TrainingStopped, match=r"checkpoint step-00000008 .*File too large.*earlier ones are kept"):
             go("run")
     assert checkpoint.find(tmp_path / "run" / "checkpoints").state["step"] == 4
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
@@ -219,6 +219,7 @@ def test_an_older_run_is_resumed(config, go, tmp_path):
         ({"data": []}, "no data"),
         ({"weights": [1, 2]}, "2 weights for 1 corpora"),
         ({"length": 10**7}, "too few for one row"),
+        ({"tensorboard": 1}, "tensorboard must be bool"),
         ({"recalibrate_every": 1, "router": "learned"}, "entropy router"),
         ({"recalibrate_every": 1, "target_fraction": 0.5}, "already moves the thresholds"),
         ({"vocab_size": 100, "bos_token_id": None, "eos_token_id": None}, "257 token ids, the model only 100"),

@@ -29,8 +29,8 @@ GONE = {f"model.language.model.router_state.{name}" for name in ("spread_L", "pr
 """Buffers that models had in older checkpoints."""
 
 
-class NotWrittenError(Exception):
-    """A checkpoint could not be written; the earlier ones are untouched."""
+class TrainingStopped(RuntimeError):
+    """Training cannot go on; the message says why and what is kept."""
 
 
 @dataclass
@@ -53,14 +53,14 @@ def steps(folder: Path) -> list[Path]:
 
 def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], processes: Processes) -> None:
     """Write the checkpoint of one step. Each process writes the rows it holds; what all hold, the main one writes."""
-    aside, hashes = folder.parent / f".{folder.name}.partial", {}
+    aside, hashes, what = folder.parent / f".{folder.name}.partial", {}, f"the checkpoint {folder.name}"
     mine = {name: local_rows(t) for name, t in tensors.items() if processes.main or isinstance(t, DTensor)}
     try:
-        with agreed(processes):
+        with agreed(processes, what):
             if processes.main:
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
-        with agreed(processes):
+        with agreed(processes, what):
             if mine:
                 file = aside / f"tensors-{processes.rank}.safetensors"
                 starts = json.dumps({name: start for name, (start, _) in mine.items() if start})
@@ -68,7 +68,7 @@ def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], proces
                 hashes[file.name] = synced_hash(file)
         for other in processes.all(hashes):
             hashes |= other
-        with agreed(processes):
+        with agreed(processes, what):
             if processes.main:
                 (aside / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
                 hashes[STATE] = synced_hash(aside / STATE)
@@ -79,15 +79,15 @@ def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], proces
                 handle = os.open(folder.parent, os.O_RDONLY)
                 os.fsync(handle)
                 os.close(handle)
-    except NotWrittenError:
+    except TrainingStopped:
         if processes.main:
             shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
 @contextmanager
-def agreed(processes: Processes) -> Iterator[None]:
-    """A block whose failure in one process is a failure in all: none waits for another that has given up."""
+def agreed(processes: Processes, what: str) -> Iterator[None]:
+    """A block that writes; failing in one process it fails in all: none waits for another that has given up."""
     failure: Exception | None = None
     try:
         yield
@@ -95,7 +95,7 @@ def agreed(processes: Processes) -> Iterator[None]:
         failure = error
     reasons = [reason for reason in processes.all(str(failure) if failure else None) if reason]
     if reasons:
-        raise NotWrittenError(reasons[0]) from failure
+        raise TrainingStopped(f"{what} could not be written ({reasons[0]}): earlier ones are kept.") from failure
 
 
 def synced_hash(path: Path) -> str:

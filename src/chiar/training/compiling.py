@@ -45,12 +45,7 @@ class Forward:
     would be wrong to compile, where it would."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        compile: bool,
-        parts: Sequence[nn.Module] = (),
-        sharded: bool = False,
-        obstacle: str = "",
+        self, model: Any, compile: bool, parts: Sequence[nn.Module] = (), sharded: bool = False, obstacle: str = ""
     ) -> None:
         self.model, self.parts, self.sharded, self.compiled = model, parts, sharded, False
         self.call: Any = model

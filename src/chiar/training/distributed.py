@@ -78,14 +78,9 @@ def start(device: str) -> Processes:
     if count > 1:
         # torchrun may keep its store when it starts the processes again: without a prefix they find dead addresses.
         store, _, _ = next(dist.rendezvous("env://", rank, count))
-        store = dist.PrefixStore(f"attempt-{attempt()}", store)
+        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=count)
     return Processes(rank, max(count, 1), torch.device(device, local) if device == "cuda" else torch.device(device))
-
-
-def attempt() -> int:
-    """How often torchrun has started these processes again because one died."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def replicate(model: nn.Module, processes: Processes) -> nn.Module:

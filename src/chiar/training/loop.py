@@ -26,16 +26,13 @@ from chiar.model.load import check_tokenizer
 from chiar.routing.calibration import calibrate
 from chiar.training import checkpoint
 from chiar.training.batches import Batch, Prefetch, Rows, Schedule, seed_of
+from chiar.training.checkpoint import TrainingStopped as TrainingStopped
 from chiar.training.compiling import Forward, GraphedPasses, computes_bf16, miscompiled
 from chiar.training.distributed import Processes, replicate, shard, start
 from chiar.training.reporting import Display, Metrics, utilisation
 from chiar.training.run_folder import RUN, RunFolder, describe, told
 from chiar.training.settings import TrainSettings
 from chiar.training.tasks import TaskResult, materialise, outline, whole
-
-
-class TrainingStopped(RuntimeError):
-    """Training cannot go on; the message says why and what is kept."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -100,11 +97,9 @@ def settle(settings: TrainSettings, processes: Processes, resumed: RunFolder | N
     """Precision `auto` as what it means on the main process's device, or as what a resumed run was begun with."""
     if settings.precision != "auto":
         return settings
-    here = "bf16" if computes_bf16(processes.device) else "fp32"
-    chosen = processes.from_main(
-        lambda: told(resumed.read(), "settings", str(resumed.path))["precision"] if resumed else here
-    )
-    return replace(settings, precision=chosen)
+    here = {"precision": "bf16" if computes_bf16(processes.device) else "fp32"}
+    begun = processes.from_main(lambda: told(resumed.read(), "settings", resumed.path.name) if resumed else here)
+    return replace(settings, precision=begun["precision"])
 
 
 def train_among(
@@ -451,11 +446,7 @@ class Run(Trainer):
         written = self.metrics.bytes if self.metrics is not None else 0
         state = {"step": self.step, "best": self.best, "metrics_bytes": written}
         state["thresholds"] = self.model.language.config.thresholds
-        try:
-            checkpoint.save(target, self.tensors(), state, self.processes)
-        except checkpoint.NotWrittenError as error:
-            what = f"the checkpoint of step {self.step} could not be written ({error})"
-            raise TrainingStopped(f"{what}: earlier ones are kept.") from error
+        checkpoint.save(target, self.tensors(), state, self.processes)
         if self.processes.main:
             checkpoint.point(self.folder.checkpoints / "latest", target)
             checkpoint.retain(self.folder.checkpoints, self.settings.keep, self.best)
@@ -464,13 +455,9 @@ class Run(Trainer):
         """All processes take part; the main one gets the model in one piece, averaged where an average is kept."""
         with self.averaged():
             model = whole(self.model, wanted=self.processes.main)
-        try:
-            with checkpoint.agreed(self.processes):
-                if model is not None:
-                    self.folder.export(model, self.corpora[0], link, self.step)
-        except checkpoint.NotWrittenError as error:
-            what = f"the {link.name} model, of step {self.step}, could not be written ({error})"
-            raise TrainingStopped(f"{what}: checkpoints are kept.") from error
+        with checkpoint.agreed(self.processes, f"the {link.name} model, of step {self.step},"):
+            if model is not None:
+                self.folder.export(model, self.corpora[0], link, self.step)
 
     def check_finite(self, loss: float) -> None:
         """Where the gradient of a step or this loss is not finite: keep the step's batches, say so, stop."""
@@ -486,11 +473,11 @@ class Run(Trainer):
                 name = f"slot{slot}.{self.names[batch.corpus]}"
                 tensors |= {f"{name}.{part}": value for part, value in parts.items() if value is not None}
         try:
-            with checkpoint.agreed(self.processes):
+            with checkpoint.agreed(self.processes, path.name):
                 if self.processes.main:
                     save_file(tensors, path)
-        except checkpoint.NotWrittenError as error:
-            kept = f"its batches could not be written ({error})"
+        except TrainingStopped as error:
+            kept = str(error).removesuffix(".")
         saved = checkpoint.steps(self.folder.checkpoints)
         last = f"{saved[0].name} is the last good checkpoint" if saved else "no checkpoint was saved before"
         raise TrainingStopped(f"the gradient of step {step + 1} is not finite: {kept}, and {last}.")

@@ -20,14 +20,13 @@ from chiar.errors import InputError, first_line
 from chiar.files import write_whole
 from chiar.model.heads import export_model
 from chiar.training import checkpoint
-from chiar.training.distributed import attempt
 from chiar.training.settings import TrainSettings
 from chiar.training.tasks import TaskModel
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 # What may differ when a run is resumed: how long it is, how it is spread, and how it is shown.
-MAY_CHANGE = ("steps", "compile", "compile_layers", "cuda_graphs", "parallel", "execution", "keep", "log_every")
-MAY_CHANGE += ("tensorboard", "peak_tflops", "transformers_version")
+MAY_CHANGE = {"steps", "compile", "compile_layers", "cuda_graphs", "parallel", "execution", "keep", "log_every"}
+MAY_CHANGE |= {"tensorboard", "peak_tflops", "transformers_version"}
 
 
 def versions() -> dict[str, str]:
@@ -107,7 +106,8 @@ class RunFolder:
 
     def goes_on(self, resume: bool) -> bool:
         """Whether a run is continued: asked for, or torchrun started it again. Otherwise the folder must be free."""
-        if not resume and attempt() > 0 and (self.path / RUN).is_file():
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if not resume and again and (self.path / RUN).is_file():
             resume = self.read().get("launch") == launch()
         if not resume and self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise InputError(f"{self.path} exists already: add --resume to continue it, or choose another folder.")
@@ -137,7 +137,7 @@ class RunFolder:
         before["settings"] = TrainSettings().to_dict() | before["settings"]
         for part in before:
             was, now = (json.loads(json.dumps(fields[part])) for fields in (before, record))
-            for key in sorted((was.keys() | now.keys()) - set(MAY_CHANGE)):
+            for key in sorted((was.keys() | now.keys()) - MAY_CHANGE):
                 if (old := was.get(key)) != (new := now.get(key)):
                     raise InputError(f"{self.path} was begun with {part} {key} = {old!r}, not {new!r}: give the same.")
 
