@@ -16,8 +16,9 @@ from transformers import AutoTokenizer
 from chiar import ChiarConfig, ChiarForCausalLM
 from chiar.errors import InputError
 from chiar.training import checkpoint
+from chiar.training.distributed import start as start_processes
 from chiar.training.loop import Trainer, TrainingStopped
-from chiar.training.run_folder import RunFolder
+from chiar.training.run_folder import RunFolder, launch
 from commands import run as chiar
 
 RESUMED = {
@@ -123,8 +124,11 @@ def test_mixed_training_goes_through_the_whole_model(config, go, corpus, labelle
     assert any("listops" in r["loss_by_corpus"] for r in records)
     assert any(set(r["gate"]) == {"text", "listops"} for r in records)
     assert set(records[-1]["validation"]) == {"text", "listops"}
-    moments = final_state(tmp_path / "run")
-    assert moments["optimizer.heads.listops.weight.exp_avg"].abs().max() > 0
+    assert final_state(tmp_path / "run")["optimizer.heads.listops.weight.exp_avg"].abs().max() > 0
+    with pytest.raises(InputError, match="text is a language corpus: name it first, before listops"):
+        go("other", data=both[::-1])
+    with pytest.raises(InputError, match="auto, cpu or cuda"):
+        start_processes("tpu")
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_its_batch(go, tmp_path, monkeypatch):
@@ -186,6 +190,17 @@ def test_an_existing_run_is_not_touched_unless_resumed_alike(config, go, tmp_pat
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     go("run", resume=True, steps=6)
     assert metrics(tmp_path / "run")[-1]["step"] == 6
+
+
+def test_torchrun_goes_on_with_its_own_run_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ours")
+    folder = RunFolder(tmp_path)
+    folder.write({"launch": launch()})
+    assert folder.goes_on(False)
+    folder.write({"launch": "theirs"})
+    with pytest.raises(InputError, match="exists already"):
+        folder.goes_on(False)
 
 
 def test_an_older_run_is_resumed(config, go, tmp_path):

@@ -128,24 +128,12 @@ def test_a_killed_process_is_started_again_and_nothing_changes(corpus, tmp_path)
     deadline = time.monotonic() + 120
     while not (out / "checkpoints" / "latest").exists() and time.monotonic() < deadline:
         time.sleep(0.002)
-    os.kill(max(children(launcher.pid)), signal.SIGKILL)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()  # Linux
+    os.kill(max(map(int, children)), signal.SIGKILL)
     output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 0
     assert b"resuming after step" in output
     assert_same_run(tmp_path / "straight", out)
-
-
-def children(pid):
-    """Processes started by `pid`, from Linux's /proc."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid:
-            found.append(int(path.parent.name))
-    return found
 
 
 def test_layers_are_found_where_torch_does_not_look_into_dataclasses(config, go, monkeypatch):

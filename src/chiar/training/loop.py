@@ -76,6 +76,8 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus
         first.require_same_tokenizer(corpus)
     if len(set(names)) < len(names):
         raise InputError(f"two corpora are called alike ({', '.join(names)}): chiar data prepare --name names one.")
+    notes = [remark for corpus in corpora for remark in corpus.remarks]
+    notes += check_tokenizer(settings.initial, config, first) if settings.initial else []
     if needed > config.vocab_size:
         raise InputError(f"the corpus has {needed} token ids, the model only {config.vocab_size}: set vocab_size.")
     if moves and (config.router != "entropy" or not config.routed_layers):
@@ -86,8 +88,6 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus
         raise InputError(f"length {settings.length} exceeds the {config.max_position_embeddings} learned positions.")
     if settings.tensorboard:
         optional_module("tensorboard", "tensorboard", "the setting tensorboard=true")
-    notes = [remark for corpus in corpora for remark in corpus.remarks]
-    notes += check_tokenizer(settings.initial, config, first) if settings.initial else []
     if (warmup := settings.warmup) >= settings.steps and (rate := settings.learning_rate):
         notes.append(f"all {settings.steps} steps are warm-up (warmup={warmup}): the rate never gets to {rate:g}.")
     return notes

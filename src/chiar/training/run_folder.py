@@ -120,7 +120,15 @@ class RunFolder:
             self.write(record)
             return None
         stored = self.read()
-        self.check_same(stored, record)
+        before = {part: told(stored, part, self.path.name) for part in ("config", "settings", "data")}
+        # A run may be older than a field, which then had its default, or younger than one that is gone.
+        before["config"] = ChiarConfig.from_dict(before["config"]).to_dict()
+        before["settings"] = TrainSettings().to_dict() | before["settings"]
+        for part in before:
+            was, asked = (json.loads(json.dumps(fields[part])) for fields in (before, record))
+            for key in sorted((was.keys() | asked.keys()) - MAY_CHANGE):
+                if (old := was.get(key)) != (new := asked.get(key)):
+                    raise InputError(f"{self.path} was begun with {part} {key} = {old!r}, not {new!r}: give the same.")
         for leftover in self.checkpoints.glob(".step-*.partial"):
             shutil.rmtree(leftover)
         found = checkpoint.find(self.checkpoints)
@@ -129,17 +137,6 @@ class RunFolder:
         resumed = {"step": found.state["step"] if found else 0, **now}
         self.write({**stored, "launch": record["launch"], "resumed": [*stored.get("resumed", []), resumed]})
         return found
-
-    def check_same(self, stored: dict[str, Any], record: dict[str, Any]) -> None:
-        """A run may be older than a field, which then had its default, or younger than one that is gone."""
-        before = {part: told(stored, part, self.path.name) for part in ("config", "settings", "data")}
-        before["config"] = ChiarConfig.from_dict(before["config"]).to_dict()
-        before["settings"] = TrainSettings().to_dict() | before["settings"]
-        for part in before:
-            was, now = (json.loads(json.dumps(fields[part])) for fields in (before, record))
-            for key in sorted((was.keys() | now.keys()) - MAY_CHANGE):
-                if (old := was.get(key)) != (new := now.get(key)):
-                    raise InputError(f"{self.path} was begun with {part} {key} = {old!r}, not {new!r}: give the same.")
 
     def export(self, model: TaskModel, corpus: Corpus, link: Path, step: int) -> None:
         """The weights as a folder from_pretrained opens, with tokenizer and thresholds; `link`, best or final, moves
