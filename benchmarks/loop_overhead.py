@@ -21,8 +21,8 @@ import torch
 from chiar.training import loop
 from chiar.training.batches import Batch
 from chiar.training.cli import configuration
+from chiar.training.loop import Trainer
 from chiar.training.settings import TrainSettings
-from chiar.training.trainer import Trainer
 from timing import Times, hardware, parser, time_turn
 
 WARM_UP = 2
@@ -51,21 +51,21 @@ class Turns(loop.Run):
     wanted: int
 
     def go(self) -> dict[str, Any] | None:
-        slots = range(self.trainer.schedule.slots)
-        made = [self.trainer.schedule.batches(0, slot)[0] for slot in slots]
-        self.fixed = [batch.to(self.trainer.processes.device) for batch in made]
+        slots = range(self.schedule.slots)
+        made = [self.schedule.batches(0, slot)[0] for slot in slots]
+        self.fixed = [batch.to(self.processes.device) for batch in made]
         return super().go()
 
     def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
-        steps = self.trainer.step - self.marked_step
+        steps = self.step - self.marked_step
         record = super().measure(measured)  # waits for the device
         in_loop = self.settings.batch * self.settings.length / record["tokens_per_second"]
         times = Times()
-        time_turn(partial(bare_step, self.trainer, self.fixed), self.trainer.processes.device.type, steps, times)
+        time_turn(partial(bare_step, self, self.fixed), self.processes.device.type, steps, times)
         Turns.turns.append((sum(times.steps) / steps / 1e3, in_loop))
         if len(Turns.turns) == Turns.wanted:
             raise Done
-        self.marked_step, self.marked_time = self.trainer.step, time.perf_counter()
+        self.marked_step, self.marked_time = self.step, time.perf_counter()
         return record
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from chiar.training import trainer
+from chiar.training.loop import Trainer
 from chiar.training.run_folder import RunFolder
 
 TIMINGS = ("tokens_per_second", "mfu")
@@ -77,14 +77,14 @@ def interrupted(monkeypatch, step):
     class Killed(BaseException):
         pass
 
-    real = trainer.Trainer.train_step
+    real = Trainer.train_step
 
     def train_step(self):
         if self.step == step:
             raise Killed
         return real(self)
 
-    monkeypatch.setattr(trainer.Trainer, "train_step", train_step)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
     return Killed
 
 

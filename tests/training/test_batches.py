@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chiar.data import Corpus
-from chiar.training.batches import Prefetch, Schedule, open_rows, row_numbers, shuffled, slot_seed
+from chiar.training.batches import Prefetch, Rows, Schedule
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def settings(settings):
 
 @pytest.fixture
 def rows(corpus, labelled):
-    return [open_rows(Corpus.open(path), "train", length) for path, length in ((corpus, 16), (labelled, 64))]
+    return [Rows(Corpus.open(path), "train", length) for path, length in ((corpus, 16), (labelled, 64))]
 
 
 def assert_same(ours, theirs):
@@ -50,11 +50,6 @@ def test_no_row_repeats_inside_an_epoch_and_epochs_differ(rows, settings):
     assert first[: len(second)] != second
 
 
-def test_a_batch_may_span_epochs():
-    order = [shuffled(3, epoch, 5).tolist() for epoch in range(4)]
-    assert row_numbers(3, 4, 12, 5) == [order[0][4], *order[1], *order[2], order[3][0]]
-
-
 @pytest.mark.parametrize("mixing", ["weights", "added"])
 def test_a_longer_run_only_continues_a_shorter_one(rows, settings, mixing):
     short, long = (Schedule(settings(steps=steps, mixing=mixing), rows) for steps in (5, 50))
@@ -71,18 +66,13 @@ def test_weights_and_added_shares_are_kept(rows, settings):
 
 
 def test_documents_are_padded_on_the_right_and_labelled(labelled):
-    rows = open_rows(Corpus.open(labelled), "train", 8)
+    rows = Rows(Corpus.open(labelled), "train", 8)
     batch = rows.batch(1, [0, 1, 2])
     for row in range(3):
         document = rows.split.document(row)[:8]
         assert batch.ids[row, : len(document)].tolist() == document.tolist()
         assert batch.mask[row].tolist() == [1] * len(document) + [0] * (batch.ids.shape[1] - len(document))
         assert batch.targets[row] == rows.split.labels[row]
-
-
-def test_every_slot_has_a_seed_of_its_own():
-    seeds = {slot_seed(seed, step, slot) for seed in range(3) for step in range(20) for slot in range(4)}
-    assert len(seeds) == 240
 
 
 def test_any_order_of_steps_gives_their_own_batches(settings, rows):

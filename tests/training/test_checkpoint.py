@@ -51,10 +51,6 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(damage, tmp_pat
     assert found.state == {"step": 1}
     (complaint,) = found.complaints
     assert complaint.startswith("step-00000002 is not used")
-
-
-def test_only_damaged_checkpoints_are_an_error(tmp_path):
-    save(tmp_path, 1)
     (tmp_path / checkpoint.step_name(1) / "tensors-0.safetensors").unlink()
     with pytest.raises(InputError, match="is usable"):
         checkpoint.find(tmp_path)
@@ -62,7 +58,7 @@ def test_only_damaged_checkpoints_are_an_error(tmp_path):
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_debris(tmp_path):
     save(tmp_path, 1)
-    with full_disk(100), pytest.raises(checkpoint.NotWrittenError, match="too large"):
+    with full_disk(100), pytest.raises(checkpoint.TrainingStopped, match="too large"):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert checkpoint.find(tmp_path).state == {"step": 1}
@@ -86,12 +82,5 @@ def test_tensors_of_another_model_are_refused(other, message, tmp_path):
 def test_the_newest_and_the_best_are_kept(tmp_path):
     for step in range(1, 7):
         save(tmp_path, step)
-    checkpoint.retain(tmp_path, keep=2, best=3)
+    checkpoint.retain(tmp_path, keep=2, best={"step": 3})
     assert [path.name[-1] for path in checkpoint.steps(tmp_path)] == ["6", "5", "3"]
-
-
-def test_links_switch_at_once(tmp_path):
-    for step in (1, 2):
-        save(tmp_path, step)
-        checkpoint.point(tmp_path / "latest", tmp_path / checkpoint.step_name(step))
-    assert (tmp_path / "latest").resolve().name == "step-00000002"

@@ -22,8 +22,7 @@ def explore(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")] = 0,
 ) -> None:
     """Serve a local page that routes what you type, live. Without MODEL the page says how to get one."""
-    from chiar.errors import optional_module
-    from chiar.errors import InputError
+    from chiar.errors import InputError, optional_module
 
     if model is None and (beside is not None or export is not None):
         option = "--export" if beside is None else "--beside"

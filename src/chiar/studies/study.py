@@ -13,9 +13,8 @@ from chiar.config_checks import fits
 from chiar.data.shards import Corpus
 from chiar.errors import InputError, first_line, unknown_name
 from chiar.files import check_file
-from chiar.training.loop import check_run
+from chiar.training.loop import Rows, check_run
 from chiar.training.settings import TrainSettings
-from chiar.training.trainer import open_rows
 
 STUDIES = Path("research/studies")
 # What must be the same in every run of a study, so that all read the same tokens in the same order.
@@ -189,8 +188,8 @@ def make_plan(study: Study, data: list[str], only: list[str] | None = None, seed
     if corpora:
         kind, size = corpora[0].kind, f"one step of {common.batch} × {common.length} tokens"
         require(kind == "language", f"{data[0]} is a {kind} corpus: name a text first, studies train language models.")
-        rows = [open_rows(corpora[0], split, common.length) for split in ("train", "valid")]
-        open_rows(corpora[0], "test", 1)
+        rows = [Rows(corpora[0], split, common.length) for split in ("train", "valid")]
+        Rows(corpora[0], "test", 1)
         tokens = study.tokens or int((study.epochs or 0) * rows[0].count) * common.length
         steps = tokens // (common.batch * common.length)
         require(steps, f"{study.duration} is less than {size}: train longer, or make batch or length smaller.")

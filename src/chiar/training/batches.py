@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chiar.data import Corpus, Split
+from chiar.data import Corpus
 from chiar.errors import InputError
 from chiar.evaluation.harness import choose_documents
 from chiar.training.settings import TrainSettings
@@ -24,15 +24,9 @@ def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(count)
 
 
-def row_numbers(seed: int, first: int, size: int, count: int) -> list[int]:
-    """Which of `count` rows are the `first`-th to be read and those after: each once an epoch, in its own order."""
-    places = (divmod(place, count) for place in range(first, first + size))
-    return [int(shuffled(seed, epoch, count)[place]) for epoch, place in places]
-
-
-def slot_seed(seed: int, step: int, slot: int) -> int:
-    """Seed of dropout for one slot, whatever process runs it."""
-    return int(np.random.SeedSequence([seed, step, slot]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+def seed_of(*parts: int) -> int:
+    """A seed of 63 bits: of dropout for (seed, step, slot), whatever process runs it; of the weights of one module."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 @dataclass
@@ -44,11 +38,6 @@ class Batch:
     targets: Tensor
     mask: Tensor | None = None
 
-    @property
-    def tokens(self) -> int:
-        """Real ones; asked before the batch moves to a device."""
-        return self.ids.numel() if self.mask is None else int(self.mask.sum())
-
     def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         mask = None if self.mask is None else change(self.mask)
         return Batch(self.corpus, change(self.ids), change(self.targets), mask)
@@ -57,33 +46,24 @@ class Batch:
         return self.each(lambda value: value.to(device, non_blocking=True))
 
 
-class LanguageRows:
-    """Consecutive blocks of `length` tokens and the token after each."""
+class Rows:
+    """Blocks of `length` tokens with the token after each; or labelled documents, cut to `length` and padded."""
 
-    def __init__(self, split: Split, length: int) -> None:
-        self.split, self.length = split, length
-        self.count = (split.tokens - 1) // length
+    def __init__(self, corpus: Corpus, split: str, length: int) -> None:
+        self.split, self.length, self.labelled = corpus.split(split), length, corpus.kind == "classification"
+        self.count = self.split.documents if self.labelled else (self.split.tokens - 1) // length
         if self.count < 1:
-            raise InputError(f"the corpus has {split.tokens} tokens: too few for one row of {length}.")
+            raise InputError(f"the corpus has {self.split.tokens} tokens: too few for one row of {length}.")
 
     def evaluated(self, limit: int) -> list[int]:
+        if self.labelled:
+            return choose_documents(self.split, limit or None)
         return list(range(min(limit or self.count, self.count)))
 
     def batch(self, corpus: int, rows: list[int]) -> Batch:
-        ids = torch.from_numpy(self.split.rows(np.array(rows) * self.length, self.length + 1))
-        return Batch(corpus, ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-
-
-class ClassificationRows:
-    """Whole documents, cut to `length` tokens and padded on the right, with their labels."""
-
-    def __init__(self, split: Split, length: int) -> None:
-        self.split, self.length, self.count = split, length, split.documents
-
-    def evaluated(self, limit: int) -> list[int]:
-        return choose_documents(self.split, limit or None)
-
-    def batch(self, corpus: int, rows: list[int]) -> Batch:
+        if not self.labelled:
+            ids = torch.from_numpy(self.split.rows(np.array(rows) * self.length, self.length + 1))
+            return Batch(corpus, ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         documents = [torch.from_numpy(self.split.document(row)[: self.length].astype(np.int64)) for row in rows]
         ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
         lengths = torch.tensor([len(document) for document in documents])
@@ -92,20 +72,9 @@ class ClassificationRows:
         return Batch(corpus, ids, torch.from_numpy(self.split.labels[rows].astype(np.int64)), mask)
 
 
-Rows = LanguageRows | ClassificationRows
-
-
-def open_rows(corpus: Corpus, split: str, length: int) -> Rows:
-    kind = ClassificationRows if corpus.kind == "classification" else LanguageRows
-    return kind(corpus.split(split), length)
-
-
 class Schedule:
-    """Which corpora each slot of each step reads, and which of their rows.
-
-    The draws of slot s are the s-th of a fixed stream, so a longer run only continues a shorter one; the rows a corpus
-    has given out before a slot are counted from the same draws.
-    """
+    """Which corpora each slot of each step reads, and which of their rows: each once an epoch, in the epoch's order.
+    The draws of slot s are the s-th of a fixed stream, so a longer run only continues a shorter one."""
 
     def __init__(self, settings: TrainSettings, corpora: list[Rows]) -> None:
         self.settings, self.corpora = settings, corpora
@@ -122,24 +91,19 @@ class Schedule:
         self.uses[:, :first] = True
         self.before = np.cumsum(self.uses, axis=0) - self.uses
 
-    def passes(self, step: int, slot: int) -> int:
-        """How many micro-batches a slot has."""
-        return int(self.uses[step * self.slots + slot].sum())
-
     def batches(self, step: int, slot: int) -> list[Batch]:
         """The micro-batches of one slot: one, or two where another corpus is added."""
-        place, size = step * self.slots + slot, self.settings.micro_batch
-        found = []
+        place, size, found = step * self.slots + slot, self.settings.micro_batch, []
         for corpus in np.flatnonzero(self.uses[place]).tolist():
             rows, first = self.corpora[corpus], int(self.before[place, corpus]) * size
-            numbers = row_numbers(self.settings.seed * 1_000_003 + corpus, first, size, rows.count)
+            seed, turns = self.settings.seed * 1_000_003 + corpus, range(first, first + size)
+            numbers = [int(shuffled(seed, turn // rows.count, rows.count)[turn % rows.count]) for turn in turns]
             found.append(rows.batch(corpus, numbers))
         return found
 
 
 class Prefetch:
-    """Batches of a step by slot, the next step's made while the device works on this one's. They are a pure function of
-    the step, so making them early changes nothing."""
+    """Batches of a step by slot, the next step's made while the device works; a pure function, so early is the same."""
 
     def __init__(self, schedule: Schedule, slots: list[int], device: torch.device) -> None:
         self.schedule, self.slots, self.pins = schedule, slots, device.type == "cuda"

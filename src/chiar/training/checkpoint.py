@@ -1,9 +1,8 @@
 """A format of our own, since torch's distributed one pickles its index and has no hashes to tell what is damaged.
 
 A checkpoint is a folder with `state.json` (plain values), a `tensors-R.safetensors` for each process that holds a part
-of the state (weights, optimiser, average) and `manifest.json` (the SHA-256 of all, written last). Sharded tensors are
-split by rows and each file says which rows it has, so any number of processes can read what any other number wrote. It
-is written aside and switched by a rename.
+(sharded tensors are split by rows, so any number of processes can read what any other number wrote) and
+`manifest.json` (the SHA-256 of all, written last). It is written aside and switched by a rename.
 """
 
 import hashlib
@@ -30,8 +29,8 @@ GONE = {f"model.language.model.router_state.{name}" for name in ("spread_L", "pr
 """Buffers that models had in older checkpoints."""
 
 
-class NotWrittenError(Exception):
-    """A checkpoint could not be written; the earlier ones are untouched."""
+class TrainingStopped(RuntimeError):
+    """Training cannot go on; the message says why and what is kept."""
 
 
 @dataclass
@@ -52,29 +51,16 @@ def steps(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*") if path.is_dir()), reverse=True)
 
 
-def state_tensors(model: Any, optimizer: torch.optim.Optimizer, average: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Everything a run has learned: weights, saved buffers, the optimiser's state of every parameter, the average."""
-    parameters = dict(model.named_parameters())  # tied ones once
-    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    saved = {name: value for name, value in model.state_dict().items() if name in parameters or name not in all_names}
-    tensors = {f"model.{name}": value for name, value in saved.items()}
-    for name, parameter in parameters.items():
-        for key, value in sorted(optimizer.state[parameter].items()):
-            tensors[f"optimizer.{name}.{key}"] = value
-    return tensors | {f"average.{name}": value for name, value in average.items()}
-
-
 def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], processes: Processes) -> None:
     """Write the checkpoint of one step. Each process writes the rows it holds; what all hold, the main one writes."""
-    aside = folder.parent / f".{folder.name}.partial"
+    aside, hashes, what = folder.parent / f".{folder.name}.partial", {}, f"the checkpoint {folder.name}"
     mine = {name: local_rows(t) for name, t in tensors.items() if processes.main or isinstance(t, DTensor)}
-    hashes: dict[str, str] = {}
     try:
-        with agreed(processes):
+        with agreed(processes, what):
             if processes.main:
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
-        with agreed(processes):
+        with agreed(processes, what):
             if mine:
                 file = aside / f"tensors-{processes.rank}.safetensors"
                 starts = json.dumps({name: start for name, (start, _) in mine.items() if start})
@@ -82,24 +68,26 @@ def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], proces
                 hashes[file.name] = synced_hash(file)
         for other in processes.all(hashes):
             hashes |= other
-        with agreed(processes):
+        with agreed(processes, what):
             if processes.main:
                 (aside / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
                 hashes[STATE] = synced_hash(aside / STATE)
                 (aside / MANIFEST).write_text(json.dumps({"files": hashes}, indent=1), encoding="utf-8")
-                sync(aside / MANIFEST)
+                synced_hash(aside / MANIFEST)
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(aside, folder)
-                sync(folder.parent)
-    except NotWrittenError:
+                handle = os.open(folder.parent, os.O_RDONLY)
+                os.fsync(handle)
+                os.close(handle)
+    except TrainingStopped:
         if processes.main:
             shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
 @contextmanager
-def agreed(processes: Processes) -> Iterator[None]:
-    """A block whose failure in one process is a failure in all: none waits for another that has given up."""
+def agreed(processes: Processes, what: str) -> Iterator[None]:
+    """A block that writes; failing in one process it fails in all: none waits for another that has given up."""
     failure: Exception | None = None
     try:
         yield
@@ -107,20 +95,12 @@ def agreed(processes: Processes) -> Iterator[None]:
         failure = error
     reasons = [reason for reason in processes.all(str(failure) if failure else None) if reason]
     if reasons:
-        raise NotWrittenError(reasons[0]) from failure
-
-
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        raise TrainingStopped(f"{what} could not be written ({reasons[0]}): earlier ones are kept.") from failure
 
 
 def synced_hash(path: Path) -> str:
-    sync(path)
     with path.open("rb") as file:
+        os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -128,30 +108,21 @@ def read_manifest(folder: Path) -> dict[str, str]:
     return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
 
 
-def problem(folder: Path) -> str | None:
-    """None if every file is there with its hash, else what is wrong."""
-    try:
-        hashes = read_manifest(folder)
-    except (OSError, ValueError, KeyError, TypeError):
-        hashes = {}
-    if STATE not in hashes or len(hashes) < 2:
-        return "its manifest is missing or damaged"
-    for name, expected in hashes.items():
-        if Path(name).name != name or not (folder / name).is_file():
-            return f"{name} is missing"
-        if synced_hash(folder / name) != expected:
-            return f"{name} does not have its hash"
-    return None
-
-
 def find(folder: Path) -> Found | None:
-    """The newest sound checkpoint; None if there never was one."""
+    """The newest checkpoint whose files all have their hash; None if there never was one."""
     complaints: list[str] = []
     for path in steps(folder):
-        wrong = problem(path)
-        if wrong is None:
-            return Found(path, json.loads((path / STATE).read_text(encoding="utf-8")), complaints)
-        complaints.append(f"{path.name} is not used: {wrong}.")
+        try:
+            hashes = read_manifest(path)
+            wrong = [name for name, expected in hashes.items() if synced_hash(path / Path(name).name) != expected]
+            if STATE in hashes and len(hashes) > 1 and not wrong:
+                return Found(path, json.loads((path / STATE).read_text(encoding="utf-8")), complaints)
+            why = f"{wrong[0]} does not have its hash" if wrong else "its manifest is damaged"
+        except FileNotFoundError as error:
+            why = f"{Path(error.filename).name} is missing"
+        except (OSError, ValueError, KeyError, TypeError):
+            why = "its manifest is damaged"
+        complaints.append(f"{path.name} is not used: {why}.")
     if complaints:
         raise InputError(f"no checkpoint in {folder} is usable: {' '.join(complaints)}")
     return None
@@ -166,8 +137,7 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
             starts = json.loads((file.metadata() or {}).get("starts", "{}"))
             for key in file.keys():  # noqa: SIM118 (it is not a dictionary)
                 pieces.setdefault(key, []).append((starts.get(key, 0), file.get_slice(key)))
-        odd = sorted((set(pieces) - GONE - set(tensors)) | (set(tensors) - set(pieces)))
-        if odd:
+        if odd := sorted((set(pieces) - GONE - set(tensors)) | (set(tensors) - set(pieces))):
             raise InputError(f"the checkpoint and the model do not hold the same tensors: {', '.join(odd[:3])} …")
         for name, tensor in tensors.items():
             first, rows = local_rows(tensor)
@@ -184,10 +154,10 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
                 raise InputError(f"the checkpoint does not hold all of {name} {list(tensor.shape)}.")
 
 
-def retain(folder: Path, keep: int, best: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints and the best."""
+def retain(folder: Path, keep: int, best: dict[str, float] | None) -> None:
+    """Remove all but the newest `keep` checkpoints and that of the best step."""
     for path in steps(folder)[keep:]:
-        if best is None or path.name != step_name(best):
+        if best is None or path.name != step_name(int(best["step"])):
             shutil.rmtree(path, ignore_errors=True)
 
 

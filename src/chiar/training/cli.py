@@ -1,18 +1,16 @@
 """`chiar train`, also as `torchrun -m chiar.train`, and `chiar finetune`. Heavy imports happen inside.
 
-Both have the options of `Launch` and of the training settings named in OPTIONS, with the help that stands under each
-field; `--set` reaches every other setting and the configuration.
+Both have the options of `Launch` and of the training settings named in OPTIONS; `--set` reaches every other setting
+and the configuration.
 """
 
-import ast
 import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,56 +24,34 @@ if TYPE_CHECKING:
 
 OPTIONS = ("data", "steps", "batch", "micro_batch", "length", "learning_rate", "seed", "compile", "deterministic")
 METAVARS = {"data": "CORPUS", "out": "RUN", "set": "NAME=VALUE", "device": "auto|cpu|cuda"}
+SETTINGS = {field.name: field for field in fields(TrainSettings)}
 
 
 @dataclass
 class Launch:
     """Where a run is kept and computed."""
 
-    out: Path
-    """Run folder."""
-    resume: bool = False
-    """Continue the run in RUN."""
-    set: list[str] | None = None
-    """Any training setting or configuration field."""
-    device: str = "auto"
-    """Where to train."""
-
-
-def field_docstrings(kind: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass."""
-    (tree,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for statement, below in pairwise(tree.body):
-        match statement, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = " ".join(text.split())
-    return found
-
-
-def parameters_of(kind: type, names: tuple[str, ...]) -> Iterator[Parameter]:
-    """Fields of a dataclass as options. A setting that is not given is None: what it is then, the command decides."""
-    described = field_docstrings(kind)
-    known: dict[str, Field] = {field.name: field for field in fields(kind)}
-    for name in names:
-        field, flag = known[name], f"--{name.replace('_', '-')}"
-        if field.type is bool and field.default:
-            flag += f"/--no-{name.replace('_', '-')}"
-        option = typer.Option(flag, metavar=METAVARS.get(name), help=described[name])
-        required = field.default is MISSING
-        default = Parameter.empty if required else field.default if kind is Launch else None
-        wanted = field.type if required or default is not None else field.type | None  # type: ignore[operator]
-        yield Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[wanted, option])
+    out: Annotated[Path, "Run folder."]
+    resume: Annotated[bool, "Continue the run in RUN."] = False
+    set: Annotated[list[str] | None, "Any training setting or configuration field."] = None
+    device: Annotated[str, "Where to train."] = "auto"
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the shared options in place of its **given."""
-    signature = inspect.signature(command)
-    model, *own, _ = signature.parameters.values()
-    launch = parameters_of(Launch, tuple(field.name for field in fields(Launch)))
-    shared = [*parameters_of(TrainSettings, OPTIONS), *launch]
-    command.__signature__ = signature.replace(parameters=[model, *shared, *own])  # type: ignore[attr-defined]
+    """The command with the shared options in place of its **given. A setting that is not given is None."""
+    signature, shared = inspect.signature(command), []
+    for field in (*(SETTINGS[name] for name in OPTIONS), *fields(Launch)):
+        (kind,), (text,) = field.type.__args__, field.type.__metadata__  # type: ignore[union-attr]
+        flag, own = f"--{field.name.replace('_', '-')}", field.name not in SETTINGS
+        if kind is bool and field.default:
+            flag += f"/--no-{flag[2:]}"
+        default = Parameter.empty if field.default is MISSING else field.default if own else None
+        option = typer.Option(flag, metavar=METAVARS.get(field.name), help=text)
+        wanted: Any = kind | None if default is None else kind
+        wanted = Annotated[wanted, option]
+        shared.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=wanted))
+    model, *more, _ = signature.parameters.values()
+    command.__signature__ = signature.replace(parameters=[model, *shared, *more])  # type: ignore[attr-defined]
     return command
 
 
@@ -83,31 +59,24 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 def train(
     model: Annotated[str, typer.Argument(metavar="PRESET", help="A preset, or a folder whose configuration is taken.")],
     *,
-    thresholds: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Route by the thresholds of chiar calibrate --json.")
-    ] = None,
+    thresholds: Annotated[Path | None, typer.Option(metavar="FILE", help="Those of chiar calibrate --json.")] = None,
     **given: Any,
 ) -> None:
     """Train a model on prepared corpora; killed at any moment, --resume continues exactly where it was saved."""
     launch, chosen, changes = sort_options(given)
     settings = TrainSettings.from_dict({"precision": "auto", **chosen})
-    corpus = Path(settings.data[0])
-    config = configuration(model, changes, corpus)
+    config = configuration(model, changes, Path(settings.data[0]))
     if thresholds is not None:
         from chiar.routing.calibration import read_thresholds
 
-        if "thresholds" in changes:
-            raise InputError("--thresholds and --set thresholds say the same thing twice: give one of them.")
-        config = configuration(model, {**changes, "thresholds": read_thresholds(thresholds, config)}, corpus)
+        changes["thresholds"] = read_thresholds(thresholds, config)
+        config = configuration(model, changes, Path(settings.data[0]))
     run(config, settings, launch)
 
 
 @with_options
 def finetune(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A model folder, a training run (its best), or a preset: from scratch."),
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a run (its best), a preset: anew.")],
     *,
     epochs: Annotated[float, typer.Option(help="How often all documents are read.")] = 3.0,
     **given: Any,
@@ -134,13 +103,10 @@ def finetune(
 def sort_options(given: dict[str, Any]) -> tuple[Launch, dict[str, Any], dict[str, Any]]:
     """The launch, the training settings asked for by options or --set, and the configuration fields of --set."""
     launch = Launch(**{field.name: given.pop(field.name) for field in fields(Launch)})
+    asked = dict(parse(item) for item in launch.set or [])
     chosen = {name: value for name, value in given.items() if value is not None}
-    changes: dict[str, Any] = {}
-    settings = {field.name for field in fields(TrainSettings)}
-    for item in launch.set or []:
-        name, value = parse(item)
-        (chosen if name in settings else changes)[name] = value
-    return launch, chosen, changes
+    chosen |= {name: value for name, value in asked.items() if name in SETTINGS}
+    return launch, chosen, {name: value for name, value in asked.items() if name not in SETTINGS}
 
 
 def parse(item: str) -> tuple[str, Any]:
@@ -160,16 +126,14 @@ def configuration(model: str, changes: dict[str, Any], corpus: Path) -> "ChiarCo
     from chiar.data import Corpus
     from chiar.model.load import load_config
 
-    for name in changes:
-        if name not in ChiarConfig.__annotations__:
-            known = [*(field.name for field in fields(TrainSettings)), *ChiarConfig.__annotations__]
-            raise unknown_name("training setting or configuration field", name, known)
-    if model in presets.NAMES:
-        opened = Corpus.open(corpus)
-        end = opened.end_of_text
-        taken = {"vocab_size": opened.vocab_size, "bos_token_id": end, "eos_token_id": end}
-        return presets.get(model, **{**taken, **changes})
-    return ChiarConfig(**{**load_config(model).to_dict(), **changes})
+    for name in changes.keys() - ChiarConfig.__annotations__.keys():
+        known = [*SETTINGS, *ChiarConfig.__annotations__]
+        raise unknown_name("training setting or configuration field", name, known)
+    if model not in presets.NAMES:
+        return ChiarConfig(**{**load_config(model).to_dict(), **changes})
+    opened = Corpus.open(corpus)
+    taken = {"vocab_size": opened.vocab_size, **dict.fromkeys(("bos_token_id", "eos_token_id"), opened.end_of_text)}
+    return presets.get(model, **{**taken, **changes})
 
 
 def run(config: "ChiarConfig", settings: TrainSettings, launch: Launch) -> None:

@@ -14,29 +14,20 @@ from chiar.errors import InputError, first_line
 PLAIN = 4
 """Passes of a shape before it is recorded: compiling and first allocations happen in them."""
 
-Pass = Callable[..., tuple[Tensor, ...]]
-
 
 def computes_bf16(device: torch.device) -> bool:
     """Whether the device multiplies bf16 itself; elsewhere it is emulated, and slower than fp32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    if not hasattr(torch.cpu, "get_capabilities"):  # an older torch cannot tell
-        return False
-    capabilities = torch.cpu.get_capabilities()
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch cannot tell
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
-def miscompiled(config: ChiarConfig, device: torch.device, precision: str) -> str | None:
+def miscompiled(config: ChiarConfig, device: torch.device, precision: str) -> str:
     """What torch compiles without an error but wrongly (seen with 2.13: the gradient of φφᵀ is NaN in places)."""
     if device.type == "cpu" and precision == "bf16" and config.routed_layers and "rbf" in (config.operators or ()):
         return "in bf16 on a CPU the gradient of RBF mixing comes out NaN when compiled (fp32 compiles well)"
-    return None
-
-
-def uncompiled() -> Any:
-    """A block that runs plainly: evaluations and samples, whose shapes would each be compiled again."""
-    return torch.compiler.set_stance("force_eager")
+    return ""
 
 
 def clear_device() -> None:
@@ -48,35 +39,17 @@ def clear_device() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def is_compile_error(error: BaseException) -> bool:
-    """Of tracing or of a code generator. Out of memory stays what it is, also where a compiler wrapped it."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    if isinstance(getattr(error, "inner_exception", error), torch.OutOfMemoryError):
-        return False
-    return isinstance(error, TorchDynamoException) or type(error).__module__ == "torch._inductor.exc"
-
-
 class Forward:
     """Calls the model. Compiling happens inside the first calls and first backward passes, so that is where it fails.
-
-    A model can be compiled in `parts`, its layers: a sharded one so that gathering weights stays outside. In `company`
-    other processes take part in every step. `obstacle`: why it would be wrong to compile, where it would.
-    """
+    A sharded model is compiled in `parts`, its layers, so that gathering weights stays outside; `obstacle` says why it
+    would be wrong to compile, where it would."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        compile: bool,
-        parts: Sequence[nn.Module] = (),
-        company: bool = False,
-        obstacle: str | None = None,
+        self, model: Any, compile: bool, parts: Sequence[nn.Module] = (), sharded: bool = False, obstacle: str = ""
     ) -> None:
-        self.model, self.parts, self.company = model, parts, company
+        self.model, self.parts, self.sharded, self.compiled = model, parts, sharded, False
         self.call: Any = model
-        self.compiled = False
-        self.failure = obstacle if compile else None
-        """Why the model is not compiled although that was asked for."""
+        self.failure = obstacle if compile else ""  # why it is not compiled although that was asked for
         if compile and not obstacle:
             try:
                 for part in parts:
@@ -90,32 +63,35 @@ class Forward:
         return self.call(*arguments)
 
     def fall_back(self, error: Exception) -> bool:
-        """Whether `error`, of a step, came from compiling; if so the model is called plainly from now on, and the step
-        must be run again from its beginning."""
-        if not self.compiled or not is_compile_error(error):
+        """Whether `error`, of a step, came from tracing or a code generator (out of memory stays what it is, also where
+        a compiler wrapped it); then the model is called plainly from now on, and the step must be run again."""
+        from torch._dynamo.exc import TorchDynamoException
+
+        inner = getattr(error, "inner_exception", None) or error
+        compiling = isinstance(error, TorchDynamoException) or type(error).__module__ == "torch._inductor.exc"
+        if not self.compiled or not compiling or isinstance(inner, torch.OutOfMemoryError):
             return False
-        failure = first_line(getattr(error, "inner_exception", None) or error)
-        if self.parts and self.company:  # others may be in the middle of the same step: it cannot be begun again
-            raise InputError(f"torch.compile failed ({failure}): add --no-compile.") from error
+        if self.sharded:  # other processes may be in the middle of the same step: it cannot be begun again
+            raise InputError(f"torch.compile failed ({first_line(inner)}): add --no-compile.") from error
         for part in self.parts:
             part._compiled_call_impl = None  # torch has no call that undoes Module.compile
-        self.call, self.compiled, self.failure = self.model, False, failure
+        self.call, self.compiled, self.failure = self.model, False, first_line(inner)
         return True
 
 
 class GraphedPasses:
     """Calls `run(*tensors)`, a forward and perhaps a backward pass that adds to the parameters' gradients.
 
-    What a pass of ours launches depends on shapes alone, sparse execution included (on a GPU with fast grouped
-    products), so it is recorded once for each shape and replayed from then on: many small kernels that no longer wait
-    for Python to launch them. The last plain pass is watched: one that waits for the device is never recorded, since
-    that would break the recording and what comes after it. `failure` says why passes go on plainly.
+    What a pass of ours launches depends on shapes alone (sparse execution too, with fast grouped products), so it is
+    recorded once for each shape and replayed: small kernels no longer wait for Python. The last plain pass is watched:
+    one that waits for the device would break its recording. `failure` says why passes go on plainly.
     """
 
-    def __init__(self, run: Pass, parameters: Iterable[nn.Parameter] = ()) -> None:
+    def __init__(self, run: Callable[..., tuple[Tensor, ...]], parameters: Iterable[nn.Parameter] = ()) -> None:
         self.run, self.parameters = run, list(parameters)
         self.passes: dict[Any, int] = {}
-        self.records: dict[Any, Record] = {}
+        self.records: dict[Any, tuple[Any, list[Tensor], tuple[Tensor, ...], list[Tensor | None]]] = {}
+        """By shape: the graph, where it reads its inputs, and where it leaves results and gradients."""
         self.stream: Any = None
         self.failure: str | None = None
 
@@ -126,27 +102,27 @@ class GraphedPasses:
             if self.passes[shape] == PLAIN:
                 return self.watched(inputs)
             if self.passes[shape] > PLAIN:
-                self.record(shape, inputs)
-        if shape in self.records:
-            return self.records[shape].replay(inputs, self.parameters)
-        return self.plainly(inputs)
+                try:
+                    self.record(shape, inputs)
+                except RuntimeError as error:  # most likely no memory for a second set of activations
+                    first: BaseException = error
+                    while first.__context__ is not None:  # those after the first say that a recording was broken
+                        first = first.__context__
+                    self.failure = first_line(first)
+                    del first
+            # Not inside the block above: there the error still holds every tensor of the pass that failed.
+            if self.failure is not None:
+                self.give_up(self.failure)
+        return self.replay(shape, inputs) if shape in self.records else self.plainly(inputs)
 
-    def record(self, shape: Any, inputs: tuple[Tensor, ...]) -> None:
-        try:
-            self.records[shape] = Record(self.run, inputs, self.parameters, self.stream)
-        except RuntimeError as error:  # most likely no memory for a second set of activations
-            self.failure = first_line(root_of(error))
-        # Not inside the block above: there the error still holds every tensor of the pass that failed.
-        if self.failure is not None:
-            self.give_up(self.failure)
-
-    def give_up(self, reason: str) -> None:
-        """Passes are launched plainly from here on, and what recordings held is free."""
-        self.failure = reason
-        self.records.clear()
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()
+    def plainly(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """On the stream of the recordings: autograd remembers the stream a parameter was first used on."""
+        self.stream, current = self.stream or torch.cuda.Stream(), torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            found = self.run(*inputs)
+        current.wait_stream(self.stream)
+        return found
 
     def watched(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """A plain pass; sets `failure` if anything in it waits for the device."""
@@ -158,70 +134,45 @@ class GraphedPasses:
                 found = self.plainly(inputs)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        waits = [message for warning in told if tells_of_waiting(message := str(warning.message))]
-        if waits:
-            self.failure = f"a pass waits for the device ({waits[0].splitlines()[0]})"
+        # Once a process torch also says that the mode "does not yet detect all synchronizing operations".
+        if waits := [str(warning.message) for warning in told if "called a synchronizing" in str(warning.message)]:
+            self.failure = f"a pass waits for the device ({first_line(Warning(waits[0]))})"
         return found
 
-    def plainly(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """On the stream of the recordings: autograd remembers the stream a parameter was first used on."""
-        if self.stream is None:
-            self.stream = torch.cuda.Stream()
-        current = torch.cuda.current_stream()
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            found = self.run(*inputs)
-        current.wait_stream(self.stream)
-        return found
+    def give_up(self, reason: str) -> None:
+        """Passes are launched plainly from here on, and what recordings held is free."""
+        self.failure = reason
+        self.records.clear()
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
 
-
-def tells_of_waiting(message: str) -> bool:
-    """Once a process torch also says that the mode itself "does not yet detect all synchronizing operations"."""
-    return "called a synchronizing" in message
-
-
-def root_of(error: BaseException) -> BaseException:
-    """The first error: those after it say that a recording was broken, not by what."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return error
-
-
-class Record:
-    """One recorded pass: where it reads its inputs, and where it leaves results and gradients."""
-
-    def __init__(self, run: Pass, inputs: tuple[Tensor, ...], parameters: list[nn.Parameter], stream: Any) -> None:
-        self.inputs = [x.clone() for x in inputs]
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
+    def record(self, shape: Any, inputs: tuple[Tensor, ...]) -> None:
+        places, graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
+        before = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
             parameter.grad = None
-        self.graph = torch.cuda.CUDAGraph()
         try:
             # Other threads, such as the one that reads batches ahead, may use the device meanwhile.
-            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                self.results = run(*self.inputs)
-            self.gradients = [parameter.grad for parameter in parameters]
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                results = self.run(*places)
+            self.records[shape] = graph, places, results, [parameter.grad for parameter in self.parameters]
         finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
+            for parameter, gradient in zip(self.parameters, before, strict=True):
                 parameter.grad = gradient
 
-    def replay(self, inputs: tuple[Tensor, ...], parameters: list[nn.Parameter]) -> tuple[Tensor, ...]:
+    def replay(self, shape: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Results are copies. Gradients are added to what is there; where nothing is, the recorded tensor itself."""
-        for parameter, gradient in zip(parameters, self.gradients, strict=True):
-            if gradient is not None and parameter.grad is gradient:
+        graph, places, results, gradients = self.records[shape]
+        pairs = [(p, gradient) for p, gradient in zip(self.parameters, gradients, strict=True) if gradient is not None]
+        for parameter, gradient in pairs:
+            if parameter.grad is gradient:
                 parameter.grad = gradient.clone()  # of an earlier pass: this one writes to the same place
-        for place, x in zip(self.inputs, inputs, strict=True):
+        for place, x in zip(places, inputs, strict=True):
             place.copy_(x, non_blocking=True)
-        self.graph.replay()
-        sums, added = [], []
-        for parameter, gradient in zip(parameters, self.gradients, strict=True):
-            if gradient is None:
-                continue
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                sums.append(parameter.grad)
-                added.append(gradient)
-        if sums:
-            torch._foreach_add_(sums, added)
-        return tuple(result.clone() for result in self.results)
+        graph.replay()
+        if there := [(p.grad, gradient) for p, gradient in pairs if p.grad is not None]:
+            torch._foreach_add_(*(list(side) for side in zip(*there, strict=True)))
+        for parameter, gradient in pairs:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad
+        return tuple(result.clone() for result in results)

@@ -1,21 +1,19 @@
-"""What a run tells of itself: lines and a bar, TensorBoard events, model FLOPs utilisation (MFU)."""
+"""What a run tells of itself: lines and a bar, metrics.jsonl, TensorBoard events, model FLOPs utilisation (MFU)."""
 
+import json
+import os
 import re
 import sys
-import time
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from chiar.config import ChiarConfig
-from chiar.data import Corpus
-from chiar.errors import optional_module
 from chiar.routing.flops import Shares, count_dense_execution, count_flops
-from chiar.training.distributed import Processes
-from chiar.training.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from chiar.training.loop import Trainer
 
 # Dense bf16 matrix products with fp32 sums, TFLOP/s, from the makers' data sheets (without sparsity).
 PEAKS = {
@@ -24,7 +22,13 @@ PEAKS = {
     "L4": 121.0, "RTX 6000 Ada": 364.0, "RTX A6000": 155.0, "RTX 5090": 210.0, "RTX 4090": 165.0, "RTX 3090": 71.0,
 }  # fmt: skip
 # A part of a GPU, or one with another power limit than the data sheet's.
-UNKNOWN = ("MIG", "Laptop", "Max-Q", "RTX 4090 D")
+UNKNOWN = ("MIG", "Laptop", "Max Q", "RTX 4090 D")
+# What a line shows of a record, by name: a number, or one for each corpus.
+SHOWN = {
+    "loss": "loss {:.4f}", "rate": "rate {:.2e}", "tokens_per_second": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}",
+    "f": "f {:.2f}", "gate": "g({name}) {:.3f}", "validation": "valid({name}) {:.4f}",
+    "accuracy": "accuracy({name}) {:.2%}",
+}  # fmt: skip
 
 
 class Display:
@@ -32,8 +36,6 @@ class Display:
 
     def __init__(self, steps: int, first: int, quiet: bool = False) -> None:
         self.steps, self.quiet = steps, quiet
-        self.began: tuple[int, float] | None = None
-        """The first step finished here, and when: what a run did before it was resumed, and compiling, do not count."""
         self.bar: Any = None
         if not quiet and sys.stderr.isatty():
             from rich.console import Console
@@ -45,7 +47,6 @@ class Display:
             self.bar.start()
 
     def advance(self, step: int) -> None:
-        self.began = self.began or (step, time.perf_counter())
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
 
@@ -56,20 +57,13 @@ class Display:
             print(text, flush=True)
 
     def record(self, record: dict[str, Any]) -> None:
-        parts = [f"step {record['step']}/{self.steps}", f"loss {record['loss']:.4f}", f"rate {record['rate']:.2e}"]
-        if "tokens_per_second" in record:
-            parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
-        if "mfu" in record:
-            parts.append(f"MFU {record['mfu']:.1%}")
-        if record.get("use"):
-            dark = [row[-1] for row in record["use"]]
-            parts.append(f"f {sum(dark) / len(dark):.2f}")
-        parts += [f"g({name}) {value:.3f}" for name, value in record.get("gate", {}).items()]
-        parts += [f"valid({name}) {value:.4f}" for name, value in record.get("validation", {}).items()]
-        parts += [f"accuracy({name}) {value:.2%}" for name, value in record.get("accuracy", {}).items()]
-        if self.bar is None and self.began is not None and record["step"] > self.began[0]:
-            each = (time.perf_counter() - self.began[1]) / (record["step"] - self.began[0])
-            parts.append(f"{timedelta(seconds=round(each * (self.steps - record['step'])))} left")
+        dark = [row[-1] for row in record.get("use", ())]
+        values = {**record, "f": sum(dark) / len(dark)} if dark else record
+        parts = [f"step {record['step']}/{self.steps}"]
+        for key, shown in SHOWN.items():
+            found = values.get(key, {})
+            named = found if isinstance(found, dict) else {"": found}
+            parts += [shown.format(value, name=name) for name, value in named.items()]
         self.say("  ".join(parts))
         if "sample" in record:
             self.say(f"  sample: {record['sample']!r}")
@@ -79,84 +73,78 @@ class Display:
             self.bar.stop()
 
 
-def require_tensorboard() -> None:
-    optional_module("tensorboard", "tensorboard", "the setting tensorboard=true")
+class Metrics:
+    """Appends one JSON object a line, and TensorBoard's events; what lies behind the checkpoint resumed from goes."""
 
+    def __init__(self, path: Path, kept_bytes: int = 0, step: int = 0, operators: list[str] | None = None) -> None:
+        path.touch()
+        os.truncate(path, min(kept_bytes, path.stat().st_size))
+        self.file, self.operators, self.events = path.open("a"), operators, None
+        if operators is not None:
+            from torch.utils.tensorboard import SummaryWriter
 
-class Events:
-    """Writes RUN/tensorboard. Events behind the step a run is resumed from are told to be dropped."""
-
-    def __init__(self, folder: Path, step: int, config: ChiarConfig) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.operators = config.operators or []
-        self.writer = SummaryWriter(str(folder), purge_step=step + 1)
+            self.events = SummaryWriter(str(path.parent / "tensorboard"), purge_step=step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """At once on disk, so that a killed run has lost nothing its checkpoint knows of."""
-        for name, value in self.scalars(record):
-            self.writer.add_scalar(name, value, record["step"])
-        if "sample" in record:
-            self.writer.add_text("sample", record["sample"], record["step"])
-        self.writer.flush()
-
-    def scalars(self, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-        """Every number of a record by a name with slashes; routed layers count from 1."""
+        """At once on disk, so that a killed run loses nothing its checkpoint knows of; routed layers count from 1."""
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        if self.events is None:
+            return
+        numbers: dict[str, float] = {}
         for name, value in record.items():
             if name == "use":
-                for number, shares in enumerate(value, start=1):
-                    for operator, share in zip(self.operators, shares, strict=True):
-                        yield f"use/routed {number} {operator}", share
+                for layer, shares in enumerate(value, start=1):
+                    named = zip(self.operators or (), shares, strict=True)
+                    numbers |= {f"use/routed {layer} {operator}": share for operator, share in named}
             elif isinstance(value, dict):
-                yield from ((f"{name}/{corpus}", number) for corpus, number in value.items())
+                numbers |= {f"{name}/{corpus}": number for corpus, number in value.items()}
             elif isinstance(value, int | float) and name != "step":
-                yield name, float(value)
+                numbers[name] = float(value)
+        for name, number in numbers.items():
+            self.events.add_scalar(name, number, record["step"])
+        if "sample" in record:
+            self.events.add_text("sample", record["sample"], record["step"])
+        self.events.flush()
+
+    @property
+    def bytes(self) -> int:
+        """How much is written, for the checkpoint; synced so that it is really there."""
+        os.fsync(self.file.fileno())
+        return self.file.tell()
+
+    def close(self) -> None:
+        self.file.close()
+        if self.events is not None:
+            self.events.close()
 
 
 def known_peak(name: str) -> float | None:
     """TFLOP/s of the GPU called `name`; the longest entry that is part of the name wins."""
     words = f" {re.sub(r'[-_/]', ' ', name)} "
-    if any(f" {part.replace('-', ' ')} " in words for part in UNKNOWN):
-        return None
-    found = [known for known in PEAKS if f" {known} " in words]
-    return PEAKS[max(found, key=len)] if found else None
+    found = [known for known in (*PEAKS, *UNKNOWN) if f" {known} " in words]
+    return None if set(found) & set(UNKNOWN) else PEAKS.get(max(found, key=len, default=""))
 
 
 def training_flops(config: ChiarConfig, length: int, shares: Shares | None = None) -> float:
-    """FLOPs of a token's forward and backward pass as MFU counts them: those of the model, as it is executed.
-
-    Densely, every operator runs on every token with full T × T scores, so what routing could save is counted as work;
-    with `shares`, what each operator got, only that is. What gradient checkpointing computes twice is counted once. The
-    backward pass costs twice the forward pass, but for the spectrum of the entropy router, which has none.
-    """
+    """FLOPs of a token's forward and backward pass as MFU counts them: all operators on all tokens when dense, with
+    `shares` what each operator got; layers computed twice count once. The backward pass costs twice the forward pass,
+    but for the spectrum of the entropy router, which has none."""
     count = count_dense_execution(config, length) if shares is None else count_flops(config, length, shares)
-    without_backward = (
-        count.part("router") if config.router == "entropy" and not config.router_kind.has_gradient else 0.0
-    )
-    return 3.0 * count.total - 2.0 * without_backward
+    return 3.0 * count.total - 2.0 * (count.part("router") if config.router == "entropy" else 0.0)
 
 
-class Utilisation:
-    """Turns tokens a second into MFU. `of` gives None where the peak is not known, or not all tokens are counted."""
-
-    def __init__(
-        self, config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus], processes: Processes
-    ) -> None:
-        self.config, self.length, self.peak = config, settings.length, settings.peak_tflops or None
-        if not self.peak and processes.device.type == "cuda" and settings.precision == "bf16":
-            self.peak = known_peak(torch.cuda.get_device_name(processes.device))
-        # Documents differ in length, and added batches are not among the tokens a second.
-        added = settings.mixing == "added" and len(corpora) > 1
-        if added or any(corpus.kind != "language" for corpus in corpora):
-            self.peak = None
-        self.devices = processes.count
-        possible = config.can_run_sparse and config.dropout == 0
-        self.sparse = config.execution != "dense" and possible
-
-    def of(self, tokens_per_second: float, use: list[list[float]]) -> float | None:
-        """`use` is the share of tokens each operator of each routed layer got."""
-        if self.peak is None:
-            return None
-        shares = [dict(zip(self.config.operators or (), row, strict=True)) for row in use] if self.sparse else None
-        flops = training_flops(self.config, self.length, shares)
-        return round(tokens_per_second * flops / (self.peak * 1e12 * self.devices), 4)
+def utilisation(run: "Trainer", tokens_per_second: float, use: list[list[float]]) -> float | None:
+    """MFU; None where the peak is not known, or not all tokens are counted: documents differ in length, and added
+    batches are not among the tokens a second. `use`: the share of tokens each operator of each routed layer got."""
+    config, settings, device = run.config, run.settings, run.processes.device
+    peak = settings.peak_tflops or None
+    if not peak and device.type == "cuda" and settings.precision == "bf16":
+        peak = known_peak(torch.cuda.get_device_name(device))
+    added = settings.mixing == "added" and len(run.corpora) > 1
+    if peak is None or added or any(corpus.kind != "language" for corpus in run.corpora):
+        return None
+    sparse = config.execution != "dense" and config.can_run_sparse and config.dropout == 0
+    shares = [dict(zip(config.operators or (), row, strict=True)) for row in use] if sparse else None
+    flops = training_flops(config, settings.length, shares)
+    return round(tokens_per_second * flops / (peak * 1e12 * run.processes.count), 4)

@@ -17,40 +17,32 @@ import chiar
 from chiar.config import ChiarConfig
 from chiar.data import Corpus
 from chiar.errors import InputError, first_line
+from chiar.files import write_whole
 from chiar.model.heads import export_model
 from chiar.training import checkpoint
-from chiar.training.distributed import attempt
 from chiar.training.settings import TrainSettings
 from chiar.training.tasks import TaskModel
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 # What may differ when a run is resumed: how long it is, how it is spread, and how it is shown.
-MAY_CHANGE = (
-    *("steps", "compile", "cuda_graphs", "parallel", "execution", "keep", "log_every", "tensorboard", "peak_tflops"),
-    *("compile_layers", "transformers_version"),
-)
+MAY_CHANGE = {"steps", "compile", "compile_layers", "cuda_graphs", "parallel", "execution", "keep", "log_every"}
+MAY_CHANGE |= {"tensorboard", "peak_tflops", "transformers_version"}
 
 
 def versions() -> dict[str, str]:
-    found = {"chiar": chiar.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    found = {module.__name__: module.__version__ for module in (chiar, torch, transformers)}
     found |= {"python": platform.python_version(), "system": platform.platform()}
     return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
 def commit() -> str | None:
     """The commit of the source tree chiar runs from, with a + if it was changed; None outside a repository."""
+    words = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        head, changed = (
-            subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
-        )
+        found = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "") if head.returncode == 0 else None
-
-
-def command_line() -> str:
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return found.stdout.strip() or None
 
 
 def launch() -> str | None:
@@ -62,29 +54,20 @@ def launch() -> str | None:
 def describe(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus], processes: int) -> dict[str, Any]:
     """What run.json says."""
     return {
-        "command": command_line(),
-        "launch": launch(),
-        "config": config.to_dict(),
-        "settings": settings.to_dict(),
-        "versions": versions(),
-        "commit": commit(),
+        **{"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "launch": launch(), "processes": processes},
+        **{"config": config.to_dict(), "settings": settings.to_dict(), "versions": versions(), "commit": commit()},
         "data": {corpus.name: corpus.fingerprint for corpus in corpora},
         "remarks": {corpus.name: corpus.remarks for corpus in corpora},
-        "processes": processes,
     }
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics file; a run that goes on may be in the middle of its last line."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    records: list[dict[str, Any]] = []
+    lines, records = path.read_text(encoding="utf-8").splitlines(), []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError(f"expected an object, got {line[:40]!r}")
-            records.append(record)
-        except ValueError as error:
+            records.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
             if number < len(lines):
                 raise InputError(f"{path}, line {number} is damaged: {first_line(error)}") from error
     return records
@@ -106,9 +89,7 @@ class RunFolder:
         self.best, self.final = path / "best", path / "final"
 
     def write(self, record: dict[str, Any]) -> None:
-        aside = self.path / f".{RUN}.new"
-        aside.write_text(json.dumps(record, indent=1))
-        os.replace(aside, self.path / RUN)
+        write_whole(self.path / RUN, json.dumps(record, indent=1))
 
     def read(self) -> dict[str, Any]:
         try:
@@ -124,9 +105,9 @@ class RunFolder:
         return read_records(self.metrics_path)
 
     def goes_on(self, resume: bool) -> bool:
-        """Whether a run in the folder is continued: asked for, or torchrun started this very run again. Otherwise the
-        folder must be free."""
-        if not resume and attempt() > 0 and (self.path / RUN).is_file():
+        """Whether a run is continued: asked for, or torchrun started it again. Otherwise the folder must be free."""
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if not resume and again and (self.path / RUN).is_file():
             resume = self.read().get("launch") == launch()
         if not resume and self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise InputError(f"{self.path} exists already: add --resume to continue it, or choose another folder.")
@@ -139,7 +120,15 @@ class RunFolder:
             self.write(record)
             return None
         stored = self.read()
-        self.check_same(stored, record)
+        before = {part: told(stored, part, self.path.name) for part in ("config", "settings", "data")}
+        # A run may be older than a field, which then had its default, or younger than one that is gone.
+        before["config"] = ChiarConfig.from_dict(before["config"]).to_dict()
+        before["settings"] = TrainSettings().to_dict() | before["settings"]
+        for part in before:
+            was, asked = (json.loads(json.dumps(fields[part])) for fields in (before, record))
+            for key in sorted((was.keys() | asked.keys()) - MAY_CHANGE):
+                if (old := was.get(key)) != (new := asked.get(key)):
+                    raise InputError(f"{self.path} was begun with {part} {key} = {old!r}, not {new!r}: give the same.")
         for leftover in self.checkpoints.glob(".step-*.partial"):
             shutil.rmtree(leftover)
         found = checkpoint.find(self.checkpoints)
@@ -149,23 +138,9 @@ class RunFolder:
         self.write({**stored, "launch": record["launch"], "resumed": [*stored.get("resumed", []), resumed]})
         return found
 
-    def check_same(self, stored: dict[str, Any], record: dict[str, Any]) -> None:
-        """A run may be older than a field, which then had its default, or younger than one that is gone."""
-        before = {part: told(stored, part, self.path.name) for part in ("config", "settings", "data")}
-        before["config"] = ChiarConfig.from_dict(before["config"]).to_dict()
-        before["settings"] = TrainSettings().to_dict() | before["settings"]
-        for part in before:
-            was, now = (json.loads(json.dumps(fields[part])) for fields in (before, record))
-            for key in sorted((was.keys() | now.keys()) - set(MAY_CHANGE)):
-                if was.get(key) != now.get(key):
-                    raise InputError(
-                        f"{self.path} was started with {part} {key} = {was.get(key)!r}, "
-                        f"not {now.get(key)!r}: resume it with the same."
-                    )
-
     def export(self, model: TaskModel, corpus: Corpus, link: Path, step: int) -> None:
-        """The weights as a folder from_pretrained opens, with tokenizer and thresholds; `link` is best or final, and
-        points to the folder it pointed to before until all is written."""
+        """The weights as a folder from_pretrained opens, with tokenizer and thresholds; `link`, best or final, moves
+        when all is written."""
         name = f"{link.name}-{checkpoint.step_name(step)}"
         aside = self.exports / f".{name}.partial"
         shutil.rmtree(aside, ignore_errors=True)
@@ -179,33 +154,3 @@ class RunFolder:
         for other in (*self.exports.glob(f"{link.name}-*"), *self.exports.glob(f".{link.name}-*.partial")):
             if other != target:
                 shutil.rmtree(other, ignore_errors=True)
-
-
-class Metrics:
-    """Appends one JSON object a line; on resume what lies behind the checkpoint is cut off."""
-
-    def __init__(self, path: Path, keep_bytes: int = 0, events: Any = None) -> None:
-        path.touch()
-        os.truncate(path, min(keep_bytes, path.stat().st_size))
-        lines = path.read_text().splitlines()
-        self.last: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-        """The newest record kept."""
-        self.file, self.events = path.open("a"), events
-
-    def write(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
-        if self.events is not None:
-            self.events.write(record)
-
-    @property
-    def bytes(self) -> int:
-        """How much is written, for the checkpoint; synced so that it is really there."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        return self.file.tell()
-
-    def close(self) -> None:
-        self.file.close()
-        if self.events is not None:
-            self.events.writer.close()

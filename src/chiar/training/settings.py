@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from chiar.errors import InputError, unknown_name
 
@@ -15,84 +15,50 @@ LEAST = {
     **dict.fromkeys(("evaluate_rows", "peak_tflops", "ema", "added_share"), 0),
     "length": 2,  # a row needs a token to predict
 }
-SHARD_FROM = 600_000_000
-"""Parameters from which `auto` shards."""
+SHARD_FROM = 600_000_000  # parameters, for `auto`
 
 
 @dataclass
 class TrainSettings:
     """Defaults are the paper's (16M): AdamW (0.9, 0.95), 128 × 256 tokens a step, cosine from 1e-4 to 1e-6."""
 
-    data: list[str] = field(default_factory=list)
-    """Prepared corpus; several mix."""
-    initial: str = ""
-    """Model folder whose weights the run starts from; the seed's when empty. Heads always start anew."""
-    mixing: str = "weights"
-    """weights: each micro-batch comes from one corpus, drawn by weight. added: the first corpus always, and with
-    probability `added_share` a micro-batch of another one beside it (the paper's mixed training)."""
-    weights: list[float] | None = None
-    """One a corpus; equal when not given."""
-    added_share: float = 0.25
-    """Probability of a micro-batch beside the first corpus' one, under mixing=added."""
-    length: int = 256
-    """Tokens a row."""
-    batch: int = 128
-    """Rows a step, over all processes."""
-    micro_batch: int = 32
-    """Rows of one forward pass of one process; the rest is accumulated."""
-    steps: int = 1000
-    """Optimiser steps."""
-    learning_rate: float = 1e-4
-    """Highest learning rate."""
-    final_learning_rate: float = 1e-6
-    """What the cosine ends at."""
-    warmup: int = 500
-    """Steps of linear warm-up."""
-    weight_decay: float = 0.01
-    """On matrices only (the released code decays everything)."""
-    beta1: float = 0.9
-    """AdamW's decay of the first moment."""
-    beta2: float = 0.95
-    """AdamW's decay of the second moment."""
-    clip: float = 1.0
-    """Largest norm of the gradient; 0 does not clip."""
-    seed: int = 0
-    """Seed of weights, order and dropout."""
-    precision: str = "bf16"
-    """bf16: autocast over fp32 weights. auto, as commands have it: bf16 where the device multiplies it, else fp32."""
-    compile: bool = True
-    """torch.compile the model."""
-    compile_layers: bool = False
-    """Layer by layer: layers that are alike are compiled once, so it is ready much sooner; steps may be slower."""
-    cuda_graphs: bool = True
-    """On one GPU: record the pass of a text micro-batch after four of them and replay it. Not where `deterministic`."""
-    parallel: str = "auto"
-    """Several processes: ddp gives each the whole model, fsdp a part of it; auto shards the 1B presets."""
-    deterministic: bool = False
-    """Deterministic kernels: bit-exact resume on a GPU too."""
-    gradient_checkpointing: bool = False
-    """All layers but the last are computed again in the backward pass: less memory, more time."""
-    ema: float = 0.0
-    """Decay of an exponential average of the weights, evaluated and exported beside them; 0 is off."""
-    evaluate_every: int = 250
-    """Steps between evaluations."""
-    evaluate_rows: int = 64
-    """Validation rows an evaluation reads, the same each time: a text's first ones, documents from all over the split
-    (files are often sorted by label). 0 reads all."""
-    save_every: int = 250
-    """Steps between checkpoints."""
-    keep: int = 2
-    """Newest checkpoints to keep, besides the best."""
-    log_every: int = 10
-    """Steps between records."""
-    tensorboard: bool = False
-    """Also write what is measured to RUN/tensorboard."""
-    peak_tflops: float = 0.0
-    """What one device can do, for MFU; 0 looks its name up."""
-    sample: str = ""
-    """Prompt continued at each evaluation; none when empty."""
-    recalibrate_every: int = 0
-    """Set per-layer thresholds from fresh entropies every so many steps; 0 (the paper's presets) never."""
+    data: Annotated[list[str], "Prepared corpus; several mix."] = field(default_factory=list)
+    initial: Annotated[str, "Model folder whose weights the run starts from; empty: the seed's. Heads start anew."] = ""
+    # The paper's mixed training is `added`.
+    mixing: Annotated[str, "A micro-batch of one corpus drawn by weights, or of the first with another added."] = (
+        "weights"
+    )
+    weights: Annotated[list[float] | None, "One a corpus; equal when not given."] = None
+    added_share: Annotated[float, "Probability of a micro-batch beside the first corpus' one (mixing=added)."] = 0.25
+    length: Annotated[int, "Tokens a row."] = 256
+    batch: Annotated[int, "Rows a step, over all processes."] = 128
+    micro_batch: Annotated[int, "Rows of one forward pass of one process; the rest is accumulated."] = 32
+    steps: Annotated[int, "Optimiser steps."] = 1000
+    learning_rate: Annotated[float, "Highest learning rate."] = 1e-4
+    final_learning_rate: Annotated[float, "What the cosine ends at."] = 1e-6
+    warmup: Annotated[int, "Steps of linear warm-up."] = 500
+    weight_decay: Annotated[float, "On matrices only (the released code decays everything)."] = 0.01
+    beta1: Annotated[float, "AdamW's decay of the first moment."] = 0.9
+    beta2: Annotated[float, "AdamW's decay of the second moment."] = 0.95
+    clip: Annotated[float, "Largest norm of the gradient; 0 does not clip."] = 1.0
+    seed: Annotated[int, "Seed of weights, order and dropout."] = 0
+    precision: Annotated[str, "fp32; bf16: autocast over fp32 weights; auto: bf16 where the device has it."] = "bf16"
+    compile: Annotated[bool, "torch.compile the model."] = True
+    compile_layers: Annotated[bool, "Layer by layer: ready much sooner, though steps may be slower."] = False
+    cuda_graphs: Annotated[bool, "On one GPU: record text passes and replay them, unless deterministic."] = True
+    parallel: Annotated[str, "ddp: each process has the whole model; fsdp: a part; auto: fsdp for 1B presets."] = "auto"
+    deterministic: Annotated[bool, "Deterministic kernels: bit-exact resume on a GPU too."] = False
+    gradient_checkpointing: Annotated[bool, "Compute layers again in the backward pass: less memory."] = False
+    ema: Annotated[float, "Decay of an average of the weights, which is evaluated and exported; 0 is off."] = 0.0
+    evaluate_every: Annotated[int, "Steps between evaluations."] = 250
+    evaluate_rows: Annotated[int, "Validation rows read: a text's first, documents from all over; 0 reads all."] = 64
+    save_every: Annotated[int, "Steps between checkpoints."] = 250
+    keep: Annotated[int, "Newest checkpoints to keep, besides the best."] = 2
+    log_every: Annotated[int, "Steps between records."] = 10
+    tensorboard: Annotated[bool, "Also write what is measured to RUN/tensorboard."] = False
+    peak_tflops: Annotated[float, "What one device can do, for MFU; 0 looks its name up."] = 0.0
+    sample: Annotated[str, "Prompt continued at each evaluation; none when empty."] = ""
+    recalibrate_every: Annotated[int, "Set per-layer thresholds from fresh entropies every so many steps; 0 never."] = 0
 
     def validate(self) -> None:
         """Raise InputError with the value received and what is allowed."""
@@ -106,29 +72,28 @@ class TrainSettings:
             if name in LEAST and not LEAST[name] <= value < math.inf:
                 limit = f"be at least {LEAST[name]}" if LEAST[name] else "not be negative or nan"
                 raise InputError(f"{name} must {limit}, got {value}.")
-        if self.ema >= 1.0:
-            raise InputError(f"ema must be less than 1, got {self.ema}.")
-        if self.added_share > 1.0:
-            raise InputError(f"added_share must be at most 1, got {self.added_share}.")
-        if not self.data:
-            raise InputError("no data: name at least one prepared corpus.")
-        if self.weights is not None:
-            if len(self.weights) != len(self.data):
-                raise InputError(f"{len(self.weights)} weights for {len(self.data)} corpora.")
-            if min(self.weights) < 0 or sum(self.weights) == 0:
-                raise InputError(f"weights must not be negative and not all zero, got {self.weights}.")
+        weights = [1.0] if self.weights is None else self.weights
+        for wrong, sentence in (
+            (self.ema >= 1.0, f"ema must be less than 1, got {self.ema}."),
+            (self.added_share > 1.0, f"added_share must be at most 1, got {self.added_share}."),
+            (not self.data, "no data: name at least one prepared corpus."),
+            (len(self.weights or self.data) != len(self.data), f"{len(weights)} weights for {len(self.data)} corpora."),
+            (
+                min(weights, default=0) < 0 or not sum(weights),
+                f"weights must be positive, some of them, got {weights}.",
+            ),
+        ):
+            if wrong:
+                raise InputError(sentence)
 
     def accumulation(self, processes: int) -> int:
         """Micro-batches of one process in one step."""
-        if self.batch % (self.micro_batch * processes):
-            each, over = divmod(self.batch, processes)
-            smaller = math.gcd(each, self.micro_batch)
-            way = f"--micro-batch {smaller} would" if smaller and not over else f"make it a multiple of {processes}"
-            raise InputError(
-                f"a batch of {self.batch} rows does not divide into micro-batches of {self.micro_batch} on {processes} "
-                f"process(es): {way}."
-            )
-        return self.batch // (self.micro_batch * processes)
+        (each, over), size = divmod(self.batch, processes), self.micro_batch
+        if over or each % size:
+            way = f"make --batch a multiple of {processes}" if over else f"--micro-batch {math.gcd(each, size)} would"
+            rows = f"a batch of {self.batch} rows does not divide into micro-batches of {size}"
+            raise InputError(f"{rows} on {processes} process(es): {way}.")
+        return each // size
 
     def shards(self, parameters: int, processes: int) -> bool:
         """Whether a model of this size is split over the processes."""
@@ -139,19 +104,14 @@ class TrainSettings:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "TrainSettings":
-        names = [f.name for f in fields(cls)]
         for name in data:
-            if name not in names:
+            if name not in (names := [f.name for f in fields(cls)]):
                 raise unknown_name("training setting", name, names)
         return cls(**data)
 
 
 def finetune_settings(chosen: dict[str, Any], length: int, documents: int, epochs: float) -> TrainSettings:
-    """The settings of a run on labelled documents: those `chosen`, and what classification wants for the others.
-
-    An epoch reads as many documents as the corpora have together. Lengths vary from batch to batch, so nothing is
-    compiled unless asked for.
-    """
+    """Settings of a run on labelled documents: those `chosen`, else what suits (lengths vary: nothing is compiled)."""
     if not 0.0 < epochs < math.inf:
         raise InputError(f"epochs must be more than 0, got {epochs}.")
     asked = TrainSettings.from_dict({"batch": 32, **chosen})
@@ -159,25 +119,15 @@ def finetune_settings(chosen: dict[str, Any], length: int, documents: int, epoch
     epoch = math.ceil(documents / asked.batch)
     steps = chosen.get("steps", math.ceil(epochs * documents / asked.batch))
     defaults: dict[str, Any] = {
-        "batch": asked.batch,
-        "micro_batch": min(asked.batch, 32),
-        "length": length,
-        "steps": steps,
-        "learning_rate": 1e-4 if asked.initial else 5e-4,
-        "final_learning_rate": 0.0,
-        "warmup": round(0.06 * steps),
-        "precision": "auto",
-        "compile": False,
-        "evaluate_every": epoch,
-        "evaluate_rows": 0,
-        "save_every": epoch,
+        **{"batch": asked.batch, "micro_batch": min(asked.batch, 32), "length": length, "steps": steps},
+        **{"learning_rate": 1e-4 if asked.initial else 5e-4, "final_learning_rate": 0.0, "warmup": round(0.06 * steps)},
+        **{"precision": "auto", "compile": False, "evaluate_rows": 0, "evaluate_every": epoch, "save_every": epoch},
     }
     return TrainSettings.from_dict({**defaults, **chosen})
 
 
 def train_arguments(model: str, changes: dict[str, Any], settings: TrainSettings, out: Path) -> list[str]:
-    """A run as the command that trains it by hand, `train MODEL …`: what differs from the defaults, and the
-    configuration fields changed in MODEL."""
+    """A run as the command that trains it, `train MODEL …`: what differs from its defaults and from MODEL."""
     default = TrainSettings(data=settings.data, precision="auto").to_dict()  # as the command has it
     changed = {name: value for name, value in settings.to_dict().items() if value != default[name]} | changes
     parts = ["train", model, *(word for path in settings.data for word in ("--data", path))]
