@@ -11,7 +11,6 @@ from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.evaluation.harness import choose_device, describe_device
-from chiar.kernels.noise_sample import Null, make_null
 from chiar.model.load import check_tokenizer, load_config, load_model, resolve_model
 from research.nulltest import measures
 from research.nulltest.report import BINS, ClassMean, Contrast, LayerNull, NullTest, Signal, Worth
@@ -27,7 +26,7 @@ class Questions:
     """What is asked of every layer, with what the answers are compared with."""
 
     def __init__(
-        self, bases: list[measures.Basis], null: Null, rows: Rows, words: WordClasses, shuffles: int, seed: int,
+        self, bases: list[measures.Basis], null: measures.Null, rows: Rows, words: WordClasses, shuffles: int, seed: int,
         width: int, device: torch.device,
     ) -> None:  # fmt: skip
         self.bases, self.null, self.shuffles, self.seed = [basis.to(device) for basis in bases], null, shuffles, seed
@@ -40,7 +39,7 @@ class Questions:
         """H in the model's basis, of the layers asked so far."""
         # Only the model's own basis can have a DC bin of another weight.
         plain = bases[0].eps == 0.0 and bases[0].dc_weight == 1.0
-        self.control_null = null if plain else make_null(width, len(null.sample_N), seed, bases[0].eps)
+        self.control_null = null if plain else measures.make_null(width, len(null.sample_N), seed, bases[0].eps)
         self.repeated = measures.repeated_distance(self.token_N, null, seed)
         self.noise_MD = torch.randn(NOISE_ROWS, width, generator=torch.Generator().manual_seed(seed + 1)).to(device)
 
@@ -172,7 +171,7 @@ def nulltest(
     )  # fmt: skip
     width = config.hidden_size
     bases = measures.model_bases(config.basis, width, config.basis_seed, config.entropy_eps, config.entropy_dc_weight)
-    null = make_null(width, rows.tokens, seed, bases[0].eps, bases[0].dc_weight)
+    null = measures.make_null(width, rows.tokens, seed, bases[0].eps, bases[0].dc_weight)
     words = classify_rows(rows.split, rows.starts, length, corpus.tokenizer())
     questions = Questions(bases, null, rows, words, shuffles, seed, width, target)
     layers = []

@@ -8,9 +8,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from chiar.kernels.noise_sample import Null
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import Transform, make_transform
+from chiar.kernels.white_noise import white_noise_entropy
 
 Array = np.ndarray
 PERCENTILES = (5, 25, 50, 75, 95)
@@ -18,6 +18,27 @@ KINDS = ("dct", "identity", "random")
 CHUNK, DRAWS = 4096, 20
 DIVISORS = (16, 8, 4)
 NOISE, KLT = "white noise", "klt"
+
+
+@dataclass(frozen=True)
+class Null:
+    """H of white Gaussian vectors: exact moments where they are known (no ε, no weight on the DC bin), and a sample."""
+
+    mean: float
+    deviation: float
+    exact: bool
+    sample_N: Tensor
+
+
+def make_null(width: int, samples: int, seed: int, eps: float = 0.0, dc_weight: float = 1.0) -> Null:
+    """Any orthonormal basis leaves white noise white, so the null needs no transform."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [min(CHUNK, samples - done) for done in range(0, samples, CHUNK)]
+    drawn = [torch.randn(size, width, generator=generator) for size in sizes]
+    sample_N = torch.cat([spectral_entropy(part, Transform(), eps, dc_weight) for part in drawn])
+    exact = eps == 0.0 and dc_weight == 1.0
+    mean, deviation = white_noise_entropy(width) if exact else (float(sample_N.mean()), float(sample_N.std()))
+    return Null(mean, deviation, exact, sample_N)
 
 
 def clustered_error(influence_N: Array, clusters_N: Array) -> float:

@@ -8,7 +8,6 @@ import scipy.stats
 import torch
 
 from chiar.kernels.basis import random_orthogonal
-from chiar.kernels.noise_sample import make_null
 from chiar.kernels.white_noise import white_noise_entropy
 from research.nulltest import contrast, measures, worth_of_all
 from research.nulltest.report import Mean, Worth
@@ -44,7 +43,7 @@ def measure(states_ND, null, token_N=None):
 
 
 def test_white_noise_looks_white_and_a_smooth_signal_does_not_in_the_dct_alone():
-    null = make_null(WIDTH, N, seed=0)
+    null = measures.make_null(WIDTH, N, seed=0)
     for found in measure(gaussian(1) * 7, null).values():
         # Four standard errors each: 1/√N for the mean; about 1/√(2N) for the deviation, times 1.3 for its tails.
         assert abs(found.effect) < 4 * N**-0.5
@@ -58,7 +57,7 @@ def test_white_noise_looks_white_and_a_smooth_signal_does_not_in_the_dct_alone()
 
 
 def test_the_null_and_repeated_tokens():
-    exact, weighted = make_null(WIDTH, N, 0), make_null(WIDTH, N, 0, dc_weight=2.0)
+    exact, weighted = measures.make_null(WIDTH, N, 0), measures.make_null(WIDTH, N, 0, dc_weight=2.0)
     assert exact.exact and not weighted.exact
     assert weighted.mean == pytest.approx(float(weighted.sample_N.mean()))
     assert float(exact.sample_N.mean()) == pytest.approx(exact.mean, abs=4 * exact.deviation * N**-0.5)
