@@ -136,18 +136,12 @@ def whiteness(basis: str, entropy_N: Array, null: Null, token_N: Array, repeated
     mean, error = mean_and_error(entropy_N, token_N)
     deviation = float(entropy_N.std(ddof=1))
     return Whiteness(
-        basis=basis,
-        mean=mean,
-        deviation=deviation,
-        percentiles=percentiles(entropy_N),
-        effect=(mean - null.mean) / null.deviation,
-        effect_error=error / null.deviation,
-        spread=deviation / null.deviation,
-        distance=ks_distance(entropy_N, null.sample_N.numpy()),
+        basis=basis, mean=mean, deviation=deviation, percentiles=percentiles(entropy_N),
+        effect=(mean - null.mean) / null.deviation, effect_error=error / null.deviation,
+        spread=deviation / null.deviation, distance=ks_distance(entropy_N, null.sample_N.numpy()),
         distance_expected=float(stats.kstwobign.mean()) * scale,
-        distance_critical=float(stats.kstwobign.ppf(0.95)) * scale,
-        distance_repeated=repeated,
-    )
+        distance_critical=float(stats.kstwobign.ppf(0.95)) * scale, distance_repeated=repeated,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -167,19 +161,10 @@ class Information:
     """Of `bits` over draws, where it is a mean over random routes."""
 
     @property
-    def excess(self) -> float:
-        return self.bits - self.chance
-
-    @property
-    def share(self) -> float:
-        """Of the route's entropy: (bits − chance) / entropy."""
-        return self.excess / self.route_bits if self.route_bits > 0 else 0.0
-
-    @property
     def adjusted(self) -> float:
         """(bits − chance) / (entropy − chance): 0 for shuffled labels, 1 for labels that decide the route."""
         room = self.route_bits - self.chance
-        return self.excess / room if room > 1e-9 else 0.0
+        return (self.bits - self.chance) / room if room > 1e-9 else 0.0
 
 
 def mutual_information(route_N: Array, labels_N: Array, shuffles: int, seed: int) -> Information:

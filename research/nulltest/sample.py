@@ -64,9 +64,7 @@ class LayerSample:
 
 
 @torch.no_grad()
-def collect(
-    model: ChiarForCausalLM, rows: Rows, batch: int, advance: Callable[[int], None] = lambda tokens: None
-) -> list[LayerSample]:
+def collect(model: ChiarForCausalLM, rows: Rows, batch: int) -> list[LayerSample]:
     """Run the model over the rows. Takes 4 bytes × tokens × width × layers of memory."""
     states: list[list[Tensor]] = [[] for _ in model.model.layers]
     choices: list[list[Tensor]] = [[] for _ in states]
@@ -76,7 +74,6 @@ def collect(
         for layer, trace in enumerate(output.routing.layers):
             states[layer].append(output.hidden_states[layer].flatten(0, 1).float().cpu())
             choices[layer].append(trace.choice_BT.flatten().cpu())
-        advance(ids_BT.numel())
     samples = []
     for layer, trace in enumerate(output.routing.layers):
         states_ND = torch.cat(states[layer])
@@ -131,13 +128,7 @@ def pick_positions(light_BT: Tensor, wants_light_B: Tensor, generator: torch.Gen
 
 @torch.no_grad()
 def flip_routes(
-    model: ChiarForCausalLM,
-    read: Callable[[np.ndarray], np.ndarray],
-    rows: int,
-    flips: int,
-    batch: int,
-    seed: int,
-    advance: Callable[[int], None] = lambda flips: None,
+    model: ChiarForCausalLM, read: Callable[[np.ndarray], np.ndarray], rows: int, flips: int, batch: int, seed: int
 ) -> list[Flip]:
     """`flips` flips a routed layer, light and dark tokens by turns. `read` gives the ids of rows, one more than is fed.
 
@@ -168,5 +159,4 @@ def flip_routes(
                 change = losses[b] - plain[b][position:]
                 own, later = float(change[0]), float(change[1:].sum())
                 found.append(Flip(layer, int(chosen_B[b]), position, entropies[b], was_dark, own, later))
-            advance(len(chosen_B))
     return found
