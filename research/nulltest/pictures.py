@@ -55,10 +55,11 @@ def draw_flips(report: NullTest) -> "Figure":
     panels = []
     for title, worth in worths:
         line = Line(benefit_points(worth), "mean ± standard error", color=COLOURS[0], marker="o")
-        panels.append(Panel(title, [line], (0.0, ""), ticks=range(1, report.bins + 1)))
+        panels.append(Panel(title, [line], (0.0, "")))
     title, up = called(report, "what attention adds to a token, by its H"), "loss with filter − attention, nats"
     figure = draw_panels(title, panels, "bin of rising H", up, columns=0)
     for axes, (_, worth) in zip(figure.axes, worths, strict=True):
+        axes.set_xticks(range(1, report.bins + 1))
         errors = [found.error or 0.0 for found in worth.benefit if found.mean is not None]
         axes.errorbar(*zip(*benefit_points(worth), strict=True), errors, fmt="none", ecolor=COLOURS[0], capsize=3)
     return figure

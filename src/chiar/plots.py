@@ -130,7 +130,6 @@ class Panel:
     """A height to mark across the panel, and its name in the legend."""
     bounds: tuple[float, float] | None = None
     axis: str = ""
-    ticks: Sequence[float] | None = None
 
 
 def new_figure(title: str, wide: float, high: float) -> "Figure":
@@ -165,7 +164,7 @@ def draw_panels(
         if panel.level is not None:
             axes.axhline(panel.level[0], color="#444444", dashes=(2, 4), linewidth=1, label=panel.level[1] or None)
         axes.set(title=panel.title, xlabel=panel.axis or (axis if number + columns >= len(panels) else ""))
-        axes.set(**{name: value for name, value in (("ylim", panel.bounds), ("xticks", panel.ticks)) if value})
+        axes.set_ylim(panel.bounds)
         if sizes:
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -181,10 +180,8 @@ def draw_panels(
 
 
 def draw_pareto(rows: list[dict[str, Any]], title: str = "", device: str = "") -> "Figure":
-    """A study's variants: loss against counted FLOPs, and against step time where it was measured (on `device`).
-
-    The times of `chiar study time` count; else those of training, if every variant was trained alone.
-    """
+    """A study's variants: loss against counted FLOPs, and against step time on `device` where `chiar study time`
+    measured it, or every variant was trained alone."""
     paired = all(row["paired_loss"] is not None for row in rows)
     loss, seeds = ("paired_loss", "paired_losses") if paired else ("test_loss", "losses")
     unequal = paired and len({tuple(sorted(row["seeds"])) for row in rows}) > 1
@@ -273,11 +270,6 @@ class Run:
         shares = [[layer[operator] for layer in (record.get("use") or [])[wanted]] for record in self.records]
         return self.points(mean(found) if found else None for found in shares)
 
-    def fractions(self) -> dict[str, Points]:
-        if len(self.routed) > len(DASHES):
-            return {f"mean of {len(self.routed)} layers": self.use(-1)}
-        return {f"layer {layer + 1}": self.use(-1, row) for row, layer in enumerate(self.routed)}
-
     def lines(self, found: dict[str, Points], **look: Any) -> list[Line]:
         """Of what was measured, told apart by dashes."""
         named = zip(found.items(), cycle(DASHES), strict=False)
@@ -296,23 +288,21 @@ def read_runs(sources: Sequence[Path | str], over: str = "steps") -> list[Run]:
 def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: str = "steps") -> "Figure":
     """Run folders: losses, learning rate, f by layer and g. With a corpus, its validation split's unigram entropy."""
     runs = read_runs(sources, over)
-    half = max(run.places[-1] for run in runs) / 2
     first = {record["step"]: record.get("loss") for record in runs[0].records}
-    titles = ("loss, nats per token", "validation loss in the second half", f"loss minus that of {runs[0].name}")
-    panels = [Panel(title, []) for title in (*titles, "learning rate")]
-    panels += [Panel(title, [], None, UNIT) for title in ("f: share of tokens sent to attention", "g: gate of layer 1")]
+    panels = [Panel("loss, nats per token", []), Panel(f"loss minus that of {runs[0].name}", [])]
+    panels += [Panel("learning rate", []), Panel("f: share of tokens sent to attention", [], None, UNIT)]
+    panels.append(Panel("g: gate of layer 1", [], None, UNIT))
     for run in runs:
         losses = [(record.get("loss"), first.get(record["step"])) for record in run.records]
         gaps = run.points([None if own is None or other is None else own - other for own, other in losses])
-        checks = run.by_corpus("validation", "validation")
-        late = {name: [point for point in points if point[0] >= half] for name, points in checks.items()}
+        layers = {f"layer {layer + 1}": run.use(-1, row) for row, layer in enumerate(run.routed)}
+        layers = layers if len(layers) <= len(DASHES) else {f"mean of {len(layers)} layers": run.use(-1)}
         panels[0].lines += run.lines({"train": run.points([own for own, _ in losses])}, linewidth=1, alpha=0.55)
-        panels[0].lines += run.lines(checks, marker="o")
-        panels[1].lines += run.lines({name: points for name, points in late.items() if len(points) > 2}, marker="o")
-        panels[2].lines += run.lines({"train": gaps}, linewidth=1) if run is not runs[0] else []
-        panels[3].lines += run.lines({"rate": run.points([record.get("rate") for record in run.records])})
-        panels[4].lines += run.lines(run.fractions())
-        panels[5].lines += run.lines(run.by_corpus("gate", "g on"))
+        panels[0].lines += run.lines(run.by_corpus("validation", "validation"), marker="o")
+        panels[1].lines += run.lines({"train": gaps}, linewidth=1) if run is not runs[0] else []
+        panels[2].lines += run.lines({"rate": run.points([record.get("rate") for record in run.records])})
+        panels[3].lines += run.lines(layers)
+        panels[4].lines += run.lines(run.by_corpus("gate", "g on"))
     if not panels[0].lines:
         raise InputError("no finite loss was measured in these runs: there is nothing to draw.")
     if data is not None:
@@ -361,7 +351,7 @@ AGAINST = {"parameters": "trainable parameters", "flops": "counted FLOPs a token
 
 
 def draw_scaling(sources: Sequence[str], against: str = "parameters") -> "Figure":
-    """Loss against size of `[LINE=]PATH`s, reports or runs with one; a line goes through the mean of each size."""
+    """Loss against size of `[LINE=]PATH`s, reports or runs with one."""
     from chiar.evaluation.compare import differences, read_entry
     from chiar.model.load import count_parameters, load_config
 
@@ -380,10 +370,8 @@ def draw_scaling(sources: Sequence[str], against: str = "parameters") -> "Figure
         size = report.flops if against == "flops" else float(count_parameters(load_config(report.model)))
         dense = not report.routing.layers and math.isclose(report.flops, report.baseline_flops)
         drawn.setdefault(series or ("dense" if dense else "CHIAR"), []).append((size, report.scores.loss))
-    lines = []
-    for (series, points), colour in zip(drawn.items(), cycle(COLOURS), strict=False):
-        means = [(x, mean(y for place, y in points if place == x)) for x in sorted({x for x, _ in points})]
-        lines += [Line(means, series, color=colour), Line(points, color=colour, marker="o", linestyle="")]
+    looks = zip(drawn.items(), cycle(COLOURS), strict=False)
+    lines = [Line(sorted(points), series, color=colour, marker="o") for (series, points), colour in looks]
     title = f"{reports[0].corpus} {reports[0].split}, T = {reports[0].length}: {', '.join(drawn)}"
     return draw_panels(title, [Panel("loss, nats per token", lines)], AGAINST[against], sizes=True, high=3.0)
 
@@ -456,12 +444,11 @@ def draw_routing(trace: "RoutingTrace", pieces: list[str], heading: str, most: i
         axes.grid(False)
     used = dict.fromkeys(name for layer in trace.layers for name in layer.operators)
     patches = [Patch(color=operator_colour(name), label=NAMES.get(name, f"light: {name}")) for name in used]
-    patches.append(Patch(color="none", label=f"stronger: H farther from τ, up to {farthest:.3f}"))
+    patches.append(Patch(color="none", label="stronger: H farther from τ"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), handlelength=1)
     return figure
 
 
-POOLS = {"batch": "over the batch", "sequence": "over the row", "causal": "over the row so far"}
 # By router, in the configuration's words; and where each operator's tokens lie.
 RULES = {"entropy": "spectral entropy H(x), cut at τ", "random": "hash of the {random_key}, f = {random_fraction:g}"}
 RULES |= {"learned": "linear map of x, {routing}", "static": "one operator a layer"}
@@ -517,7 +504,7 @@ def layer_rows(config: "ChiarConfig", kind: str, gated: bool) -> list[list[Box]]
     cuts = CUTS.get((config.router or "", len(operators)), ("",) * len(operators)) if routed else ("",)
     rows: list[list[Box]] = []
     if gated:
-        rows.append([("MetaRouter", f"g = σ(w·x̄ + b), x̄ the mean {POOLS[config.gate_pool]}", GATE)])
+        rows.append([("MetaRouter", f"g = σ(w·x̄ + b), x̄ the mean ({config.gate_pool})", GATE)])
     if config.temporal_everywhere:
         note = f"every token, over the last {config.temporal_window}"
         rows.append([("temporal filter", note, operator_colour("temporal"))])
