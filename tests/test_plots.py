@@ -90,7 +90,8 @@ def test_a_run_that_goes_on_and_runs_that_cannot_be_drawn(tmp_path):
         file.write('{"step": 5, "lo')
     assert plots.svg_text(plots.draw_curves([folder])) == whole
     (tmp_path / "empty").mkdir()
-    base, added = make_run(tmp_path / "base", "baseline-tiny"), {"batch": 4, "length": 8, "data": ["a", "b"]}
+    base = make_run(tmp_path / "base", "baseline-tiny")
+    added = {"batch": 4, "length": 8, "data": ["a", "b"], "mixing": "added"}
     for draw, runs, over, sentence in (
         (plots.draw_curves, [tmp_path / "empty"], "steps", "not a training run"),
         (plots.draw_curves, [folder, folder], "steps", "named twice"),
