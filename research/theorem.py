@@ -105,12 +105,10 @@ class Source:
 
 def check_theorem(widths: list[int], rhos: list[float], shuffles: int = 8, seed: int = 0) -> list[Check]:
     """For every ρ and width all of BASES, in this order."""
-    for width in widths:
-        if not 2 <= width <= 4096:
-            raise InputError(f"widths go from 2 to 4096, got {width}.")
-    for rho in rhos:
-        if not -1 < rho < 1:
-            raise InputError(f"a correlation of neighbours lies between −1 and 1, got {rho:g}.")
+    if not all(2 <= width <= 4096 for width in widths):
+        raise InputError(f"widths go from 2 to 4096, got {widths}.")
+    if not all(-1 < rho < 1 for rho in rhos):
+        raise InputError(f"a correlation of neighbours lies between −1 and 1, got {rhos}.")
     found = []
     for rho, width in product(rhos, widths):
         source = Source.make(width, rho, seed)

@@ -176,10 +176,11 @@ def why_unflipped(config: ChiarConfig, flips: int) -> list[str]:
 
 def explain(config: ChiarConfig, rows: Rows, batch: int) -> list[str]:
     """What a reader must know to read the figures rightly."""
-    remarks = []
-    if config.meta_router and config.gate_pool == "batch":
-        remarks.append(f"gate_pool 'batch': the states depend on which {batch} rows are run together.")
-    if rows.tokens // 2 < 4 * config.hidden_size:
-        few = f"the KLT is fitted on {rows.tokens // 2:,} tokens, few for a width of {config.hidden_size}"
-        remarks.append(f"{few}: it looks worse than it is; read more with --tokens.")
-    return remarks
+    fitted, width = rows.tokens // 2, config.hidden_size
+    remarks = {
+        f"gate_pool 'batch': the states depend on which {batch} rows are run together.":
+            config.meta_router and config.gate_pool == "batch",
+        f"the KLT is fitted on {fitted:,} tokens, few for a width of {width}: read more with --tokens.":
+            fitted < 4 * width,
+    }  # fmt: skip
+    return [remark for remark, holds in remarks.items() if holds]

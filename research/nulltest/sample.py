@@ -119,13 +119,6 @@ def token_losses(model: ChiarForCausalLM, states_BTD: Tensor, targets_BT: Tensor
     return losses
 
 
-def pick_positions(light_BT: Tensor, wants_light_B: Tensor, generator: torch.Generator) -> Tensor:
-    """One random token of each row on the wanted path, or on the other where the row has none."""
-    wanted_BT = light_BT == wants_light_B[:, None]
-    wanted_BT |= ~wanted_BT.any(1, keepdim=True)
-    return torch.multinomial(wanted_BT.double(), 1, generator=generator)[:, 0]
-
-
 @torch.no_grad()
 def flip_routes(
     model: ChiarForCausalLM, read: Callable[[np.ndarray], np.ndarray], rows: int, flips: int, batch: int, seed: int
@@ -147,7 +140,10 @@ def flip_routes(
         each_B = torch.arange(len(chosen_B))
         plain = token_losses(model, as_routed, targets_BT, torch.zeros_like(each_B))
         for nth, (layer, choice_BT) in enumerate(routes.items()):
-            position_B = pick_positions((choice_BT != dark).cpu(), (each_B + number + nth) % 2 == 0, generator)
+            # One random token of each row on the wanted path, or on the other where the row has none.
+            wanted_BT = (choice_BT != dark).cpu() == ((each_B + number + nth) % 2 == 0)[:, None]
+            wanted_BT |= ~wanted_BT.any(1, keepdim=True)
+            position_B = torch.multinomial(wanted_BT.double(), 1, generator=generator)[:, 0]
             where = each_B.to(model.device), position_B.to(model.device)
             was_dark_B = choice_BT[where] == dark
             changed_BT = choice_BT.clone()
