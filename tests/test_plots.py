@@ -261,6 +261,7 @@ def test_what_the_command_cannot_draw(tmp_path):
         (["model", "v3-tiny", "v1-tiny"], "draws one thing"),
         (["model", "v3-tiny", "--prompt", "x"], "--prompt says nothing about model"),
         (["routing", "v3-tiny"], "give it with --prompt"),
+        (["pareto", __file__], "holds no results of a study"),
     ):
         code, output = run("plot", *arguments, "--out", tmp_path / "f.svg")
         assert code == 2 and sentence in output

@@ -216,9 +216,11 @@ def draw_pareto(rows: list[dict[str, Any]], title: str = "", device: str = "") -
 def draw_study(sources: Sequence[str]) -> "Figure":
     path = Path(sources[0], "results.json") if Path(sources[0]).is_dir() else Path(sources[0])
     check_file(path)
-    results = json.loads(path.read_text(encoding="utf-8"))
-    if results.get("format") != "chiar-study-results/1":
-        raise InputError(f"{path} does not hold the results of a study: write them with chiar study table.")
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        assert results["format"] == "chiar-study-results/1"
+    except (ValueError, TypeError, KeyError, AssertionError):
+        raise InputError(f"{path} holds no results of a study: write them with chiar study table.") from None
     return draw_pareto(results["variants"], results["title"], (results["times"] or results["runs"][0])["device"])
 
 
