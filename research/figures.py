@@ -2,24 +2,29 @@
 
 import csv
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from benchmarks.rows import draw_speedups
 
-from chiar import presets
 from chiar.console import guarded
 from chiar.errors import unknown_name
 from chiar.model.trace import LayerTrace, RoutingTrace
-from chiar.plots import draw_curves, draw_gate, draw_operators, draw_pareto, draw_savings, draw_scaling, save
-from chiar.plots_diagrams import draw_model, draw_routing
-from chiar.studies.results import read_results
-from research.nulltest import pictures
-from research.nulltest.report import NullTest, read_report
+from chiar.plots import (
+    COLOURS,
+    DASHES,
+    Line,
+    Panel,
+    draw_model,
+    draw_panels,
+    draw_routing,
+    draw_savings,
+    draw_study,
+    save,
+)
+from research.nulltest.pictures import draw_entropy
+from research.nulltest.report import read_report
 from research.theorem import check_theorem, draw_theorem
 
 if TYPE_CHECKING:
@@ -27,106 +32,56 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = DOCS / "results"
-SMALL = RESULTS / "reproduction-16m"
-MODELS = ("baseline-16m", "v1-16m", "v2-16m", "v3-400m", "v4-400m")
-STUDIES = (
-    *("candidates", "own-networks", "scale-one"),
-    *("routers40m", "routers40m_even", "routers40m_long", "routers40m_steps"),
-)
-
-
-def model(name: str) -> "Figure":
-    return draw_model(presets.get(name), name)
-
-
-def study(name: str) -> "Figure":
-    results = read_results(RESULTS / name / "results.json")
-    return draw_pareto(results["variants"], results["title"], (results["times"] or results["runs"][0])["device"])
-
-
-def null_test() -> NullTest:
-    return read_report(SMALL / "threshold")
-
-
-def runs(folder: str, *names: str) -> list[Path]:
-    return [RESULTS / folder / name for name in names]
-
-
-def sparse_follows_dense() -> "Figure":
-    """Only the metrics of these runs were kept."""
-    with tempfile.TemporaryDirectory() as aside:
-        folders = [Path(aside) / name for name in ("dense", "sparse", "dense-seed1")]
-        for folder in folders:
-            folder.mkdir()
-            metrics = RESULTS / "sparse-follows-dense" / f"{folder.name}.metrics.jsonl"
-            (folder / "metrics.jsonl").write_bytes(metrics.read_bytes())
-            (folder / "run.json").write_text("{}")
-        return draw_curves(folders)
-
-
-def scaling() -> "Figure":
-    found = [f"{kind}={RESULTS}/sizes/{kind}-{width}" for kind in ("dense", "v3") for width in (48, 96, 192)]
-    return draw_scaling(found)
+MODELS = ("v1-16m", "v3-400m", "v4-400m")
 
 
 def speed() -> "Figure":
-    def number(row: dict[str, str], name: str) -> float | None:
-        return float(row[name]) if row[name] else None
-
-    rows: dict[tuple[Any, ...], Any] = {}
+    """Speed-up against length, a panel for each f; dashed: by counted FLOPs. Half-layers have no f of their own."""
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for name in ("train.csv", "train-8192.csv", "peers-8192.csv"):
         with (RESULTS / "speed-h200" / name).open(newline="") as file:
+            known = {contender for contender, *_ in rows}
             for row in csv.DictReader(file):
-                counts = {part: int(row[part]) for part in ("layers", "length", "batch")}
-                shares = {part: number(row, part) for part in ("fraction", "speedup", "bound")}
-                known = {contender for contender, *_ in rows}
-                if name != "peers-8192.csv" or row["contender"] in known:
-                    key = row["contender"], shares["fraction"], counts["length"]
-                    rows[key] = SimpleNamespace(**{**row, **counts, **shares})
-    return draw_speedups(list(rows.values()), "baseline")
+                if row["contender"] != "baseline" and (name != "peers-8192.csv" or row["contender"] in known):
+                    rows[row["contender"], row["fraction"], row["length"]] = row
+    panels = []
+    for fraction in sorted({fraction for _, fraction, _ in rows if fraction}, reverse=True):
+        lines = []
+        for contender, colour in zip(dict.fromkeys(contender for contender, *_ in rows), COLOURS, strict=False):
+            own = [row for key, row in rows.items() if key[0] == contender and key[1] in (fraction, "")]
+            for part, label, look in (("speedup", contender, {"marker": "o"}), ("bound", "", {"linestyle": DASHES[2]})):
+                points = sorted((float(row["length"]), float(row[part])) for row in own if row[part])
+                lines.append(Line(points, label, color=colour, **look))
+        panels.append(Panel(f"speed-up, f {fraction}; dots: counted FLOPs", lines, (1.0, "dense baseline")))
+    title = "training over the compiled dense baseline, 400m, bf16, NVIDIA H200"
+    return draw_panels(title, panels, "length, tokens", columns=2, sizes=True, high=3.0)
 
 
 def recorded_routes(path: Path, heading: str) -> "Figure":
     """From what `chiar trace --csv` wrote."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    count = 1 + max(int(row["position"]) for row in rows)
     layers = []
     for index in range(max(int(row["layer"]) for row in rows)):
         own = [row for row in rows if int(row["layer"]) == index + 1]
         operators = sorted({row["operator"] for row in own}, key=["spectral", "attention"].index)
         choice_BT = torch.tensor([[operators.index(row["operator"]) for row in own]])
-        entropy_BT = torch.tensor([[float(row["entropy"]) for row in own]])
-        gate_BT = torch.tensor([[float(row["gate"]) for row in own]]) if own[0]["gate"] else None
-        cuts = [float(cut) for cut in own[0]["thresholds"].split()] or None
         weights_BTK = torch.nn.functional.one_hot(choice_BT, len(operators)).float()
-        layers.append(
-            LayerTrace(index, own[0]["kind"], operators, choice_BT, weights_BTK, entropy_BT, None, gate_BT, cuts)
-        )
+        layer = LayerTrace(index, own[0]["kind"], operators, choice_BT, weights_BTK)
+        layer.entropy_BT = torch.tensor([[float(row["entropy"]) for row in own]])
+        layer.gate_BT = torch.tensor([[float(row["gate"]) for row in own]]) if own[0]["gate"] else None
+        layer.thresholds = [float(cut) for cut in own[0]["thresholds"].split()] or None
+        layers.append(layer)
     pieces = [row["piece"] for row in rows if row["layer"] == "1"]
-    return draw_routing(RoutingTrace(layers, torch.ones(1, count, dtype=torch.bool)), pieces, heading)
+    return draw_routing(RoutingTrace(layers, torch.ones(1, len(pieces), dtype=torch.bool)), pieces, heading)
 
 
 FIGURES: "dict[str, Callable[[], Figure]]" = {
-    **{name: lambda name=name: model(name) for name in MODELS},  # type: ignore[misc]
-    **{name: lambda name=name: study(name) for name in STUDIES},  # type: ignore[misc]
-    "classes": lambda: pictures.draw_classes(null_test()),
-    "compaction": lambda: pictures.draw_compaction(null_test()),
-    "entropy-null": lambda: pictures.draw_entropy(null_test()),
-    "flips": lambda: pictures.draw_flips(null_test()),
-    "curves-16m": lambda: draw_curves(runs("reproduction-16m", "baseline", "threshold")),
-    "curves-400m": lambda: draw_curves(runs("pair-400m", "dense", "v4", "half", "dense-time"), over="tokens"),
-    "wikitext2": lambda: draw_curves(
-        runs("reproduction-16m", "wt2-baseline-0.1", "wt2-v3-0.1", "wt2-baseline-0.3", "wt2-v3-0.3")
-    ),
-    "sparse-follows-dense": sparse_follows_dense,
-    "demo-curves": lambda: draw_curves(runs("demo", "baseline", "v3")),
+    **{name: lambda name=name: draw_model([name]) for name in MODELS},  # type: ignore[misc]
     "demo-routing": lambda: recorded_routes(RESULTS / "demo" / "routing.csv", "runs/demo/v3"),
-    "routing-v3": lambda: recorded_routes(SMALL / "threshold" / "routing.csv", "v3-16m"),
-    "gate": lambda: draw_gate(runs("reproduction-16m", "mixed-biased", "mixed-neutral", "threshold")),
-    "v1-operators": lambda: draw_operators(runs("reproduction-16m", "v1")),
-    "savings": lambda: draw_savings(["v3-16m", "v3-400m", "v3-1b"], 256, 0.5, "routed", None),
-    "scaling": scaling,
+    "entropy-null": lambda: draw_entropy(read_report(RESULTS / "reproduction-16m" / "threshold")),
+    "routers40m_long": lambda: draw_study([str(RESULTS / "routers40m_long" / "results.json")]),
+    "savings": lambda: draw_savings(["v3-16m", "v3-400m", "v3-1b"], 256, 0.5, "routed"),
     "speed": speed,
     "theorem": lambda: draw_theorem(check_theorem([16, 64, 256, 1024], [0.5, 0.9, 0.99])),
 }

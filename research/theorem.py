@@ -62,17 +62,7 @@ class Check:
 
 
 def autoregression(width: int, rho: float) -> Tensor:
-    """R[i, j] = ρ^|i−j|."""
     return torch.from_numpy(toeplitz(rho ** np.arange(width, dtype=np.float64)))
-
-
-def klt_of(covariance_DD: Tensor) -> Tensor:
-    """Eigenvectors as rows, largest eigenvalue first."""
-    return torch.linalg.eigh(covariance_DD)[1].T.flip(0)
-
-
-def gain_db(variance_D: Tensor) -> float:
-    return float(10 * (variance_D.mean().log10() - variance_D.log10().mean()))
 
 
 @dataclass(frozen=True)
@@ -98,7 +88,8 @@ class Source:
         entropy = float(spectral_entropy(self.drawn_ND, Transform(whole_DD=basis_DD)).mean())
         mean, deviation = white_noise_entropy(width)
         share = float(variance_D[: max(width // KEPT, 1)].sum() / variance_D.sum())
-        measured = gain_db(variance_D), share, max(1 - diagonal, 0.0), entropy, (entropy - mean) / deviation
+        gain = float(10 * (variance_D.mean().log10() - variance_D.log10().mean()))
+        measured = gain, share, max(1 - diagonal, 0.0), entropy, (entropy - mean) / deviation
         return Check(width, self.rho, basis, *measured)
 
     def shuffled(self, shuffles: int, seed: int) -> Check:
@@ -114,16 +105,16 @@ class Source:
 
 def check_theorem(widths: list[int], rhos: list[float], shuffles: int = 8, seed: int = 0) -> list[Check]:
     """For every ρ and width all of BASES, in this order."""
-    for width in widths:
-        if not 2 <= width <= 4096:
-            raise InputError(f"widths go from 2 to 4096, got {width}.")
-    for rho in rhos:
-        if not -1 < rho < 1:
-            raise InputError(f"a correlation of neighbours lies between −1 and 1, got {rho:g}.")
+    if not all(2 <= width <= 4096 for width in widths):
+        raise InputError(f"widths go from 2 to 4096, got {widths}.")
+    if not all(-1 < rho < 1 for rho in rhos):
+        raise InputError(f"a correlation of neighbours lies between −1 and 1, got {rhos}.")
     found = []
     for rho, width in product(rhos, widths):
         source = Source.make(width, rho, seed)
-        bases = {KLT: klt_of(source.covariance_DD), DCT: dct_matrix(width), RANDOM: random_orthogonal(width, seed)}
+        # Eigenvectors as rows, largest eigenvalue first.
+        klt_DD = torch.linalg.eigh(source.covariance_DD)[1].T.flip(0)
+        bases = {KLT: klt_DD, DCT: dct_matrix(width), RANDOM: random_orthogonal(width, seed)}
         bases[IDENTITY] = torch.eye(width, dtype=torch.float64)
         checks = {name: source.seen_in(name, basis_DD) for name, basis_DD in bases.items()}
         checks[SHUFFLED] = source.shuffled(shuffles, seed)
@@ -170,16 +161,15 @@ def theorem(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers as JSON; - prints.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw them: a new .svg, .png or .pdf file.")] = None,
 ) -> None:
-    """Check Theorem 1's premise: the DCT against the KLT for features correlated with their neighbours, and shuffled.
-
-    Needs no model. What the theorem means for the states of a model is measured by research.nulltest.
-    """
+    """Check Theorem 1's premise: the DCT against the KLT for features alike their neighbours, and shuffled."""
     printed = str(json) == "-"
     if json is not None and not printed:
         check_new(json)
     if out is not None:
         check_picture(out)
-    checks = check_theorem([int(n) for n in numbers(width, "--width")], numbers(rho, "--rho"), shuffles, seed)
+    checks = check_theorem(
+        [int(n) for n in numbers(width, "--width", int)], numbers(rho, "--rho", float), shuffles, seed
+    )
     if out is not None:
         save(draw_theorem(checks), out)
     text = jsons.dumps({"format": FORMAT, "checks": [asdict(check) for check in checks]}, indent=1) + "\n"
@@ -188,13 +178,12 @@ def theorem(
     typer.echo(text) if printed else Console(width=150).print(table_of(checks))
 
 
-def numbers(text: str, option: str) -> list[float]:
-    whole = option == "--width"
+def numbers(text: str, option: str, kind: type[int] | type[float]) -> list[float]:
     try:
-        return [int(part) if whole else float(part) for part in text.split(",")]
+        return [kind(part) for part in text.split(",")]
     except ValueError:
-        kind = "whole " if whole else ""
-        raise InputError(f"{option} takes {kind}numbers separated by commas, got {text!r}.") from None
+        whole = "whole " if kind is int else ""
+        raise InputError(f"{option} takes {whole}numbers separated by commas, got {text!r}.") from None
 
 
 if __name__ == "__main__":

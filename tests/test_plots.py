@@ -1,6 +1,7 @@
 """Pictures: every measurement is drawn where it belongs, whatever text it has, and nothing is overwritten."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -11,11 +12,9 @@ import torch
 
 from chiar import plots, presets
 from chiar.errors import InputError
-from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, LayerUse, RoutingUse
-from chiar.layers.context import LIGHT_OPERATORS
+from chiar.evaluation.report import EvaluationReport, LanguageScores, LayerUse, RoutingUse
 from chiar.model.load import count_parameters
-from chiar.plots_cli import KINDS
-from chiar.plots_diagrams import distance, draw_model, draw_routing
+from chiar.plots import KINDS, distance, draw_model, draw_routing
 from commands import run
 from small_corpora import language_corpus
 
@@ -73,42 +72,15 @@ def test_every_measurement_of_every_run_is_a_line(tmp_path):
     }  # fmt: skip
     assert drawn["loss minus that of baseline"] == [("v3: train", [[1, -4], [2, -1], [3, 0], [4, 0.5]])]
     assert drawn["f: share of tokens sent to attention"][1] == ("v3: layer 3", [[s, 0.3] for s in (1, 2, 3, 4)])
-    assert "validation loss in the second half" in panels_of(plots.draw_curves([make_run(tmp_path / "long", steps=12)]))
     deep = make_run(tmp_path / "deep", use=[[0.4, 0.6]] * 5, run={"config": {"layer_types": ["routed"] * 5}})
     assert "deep: mean of 5 layers" in words(plots.draw_curves([deep]))
 
 
 def test_places_over_tokens_and_time(tmp_path):
-    speeds = (1.0, 64.0, 32.0, 16.0)
-    folder = make_run(tmp_path / "run", tokens_per_second=speeds)
-    assert plots.read_runs([folder], "tokens")[0][0].places == [32, 64, 96, 128]
+    folder = make_run(tmp_path / "run", tokens_per_second=(1.0, 64.0, 32.0, 16.0))
+    assert plots.read_runs([folder], "tokens")[0].places == [32, 64, 96, 128]
     # The first step compiles and is not counted.
-    assert plots.read_runs([folder], "time")[0][0].places == [0, 0.5, 1.5, 3.5]
-    assert plots.read_runs([make_run(tmp_path / "long", steps=100)], "tokens")[1] == "thousand training tokens"
-    added = {"settings": {"batch": 4, "length": 8, "data": ["a", "b"], "mixing": "added"}}
-    for changes, over, sentence in (
-        ({"run": {"settings": {}}}, "tokens", "does not say its batch"),
-        ({"run": added}, "time", "unequal lengths"),
-        ({"tokens_per_second": None}, "time", "no tokens_per_second at step 2"),
-        ({}, "weeks", "unknown axis 'weeks'"),
-    ):
-        with pytest.raises(InputError, match=sentence):
-            plots.draw_curves([make_run(tmp_path / sentence, **changes)], over=over)
-
-
-def test_when_a_run_reaches_the_loss_of_the_first(tmp_path):
-    slow = make_run(
-        tmp_path / "slow", steps=3, validation=tuple({"text": x} for x in (5, 4, 3)), tokens_per_second=32.0
-    )
-    fast = make_run(tmp_path / "fast", steps=3, validation=tuple({"text": x} for x in (5, 2.9, 2.8)))
-    other = make_run(tmp_path / "other", run={"data": {"x": "f2"}})
-    code, output = run("plot", "curves", slow, fast, other, "--over", "time", "--out", tmp_path / "f.svg")
-    assert code == 0
-    assert "slow reaches the validation loss 3.0000, slow's least, at 2 seconds." in output
-    assert "fast reaches the validation loss 3.0000, slow's least, at 0.5 seconds." in output
-    assert "other was validated on other rows than slow" in output
-    _, output = run("plot", "curves", fast, slow, "--over", "tokens", "--out", tmp_path / "g.svg")
-    assert "slow reaches the validation loss 2.8000, fast's least, not at all." in output
+    assert plots.read_runs([folder], "time")[0].places == [0, 0.5, 1.5, 3.5]
 
 
 def test_a_run_that_goes_on_and_runs_that_cannot_be_drawn(tmp_path):
@@ -118,18 +90,28 @@ def test_a_run_that_goes_on_and_runs_that_cannot_be_drawn(tmp_path):
         file.write('{"step": 5, "lo')
     assert plots.svg_text(plots.draw_curves([folder])) == whole
     (tmp_path / "empty").mkdir()
-    for paths, sentence in (
-        ([tmp_path / "empty"], "not a training run"),
-        ([folder, folder], "named twice"),
-        ([make_run(tmp_path / "new", steps=0)], "no measurements yet"),
-        ([make_run(tmp_path / "broken", loss=float("nan"), validation={})], "no finite loss"),
+    base = make_run(tmp_path / "base", "baseline-tiny")
+    added = {"batch": 4, "length": 8, "data": ["a", "b"], "mixing": "added"}
+    for draw, runs, over, sentence in (
+        (plots.draw_curves, [tmp_path / "empty"], "steps", "not a training run"),
+        (plots.draw_curves, [folder, folder], "steps", "named twice"),
+        (plots.draw_curves, [make_run(tmp_path / "new", steps=0)], "steps", "no measurements yet"),
+        (plots.draw_curves, [make_run(tmp_path / "nan", loss=math.nan, validation={})], "steps", "no finite loss"),
+        (plots.draw_curves, [make_run(tmp_path / "a", run={"settings": {}})], "tokens", "how many tokens a step has"),
+        (
+            plots.draw_curves,
+            [make_run(tmp_path / "b", run={"settings": added | {"mixing": "added"}})],
+            "time",
+            "tokens",
+        ),
+        (plots.draw_curves, [make_run(tmp_path / "c", tokens_per_second=None)], "time", "without tokens_per_second"),
+        (plots.draw_curves, [folder], "weeks", "unknown axis 'weeks'"),
+        (plots.draw_operators, [base], "steps", "no routed layers"),
     ):
         with pytest.raises(InputError, match=sentence):
-            plots.draw_curves(paths)
+            draw(runs, over=over)
     with pytest.raises(InputError, match="no MetaRouter"):
-        plots.draw_gate([make_run(tmp_path / "base", "baseline-tiny")])
-    with pytest.raises(InputError, match="no routed layers"):
-        plots.draw_operators([tmp_path / "base"])
+        plots.draw_gate([base])
 
 
 def test_gate_and_operators(tmp_path):
@@ -147,44 +129,31 @@ def test_gate_and_operators(tmp_path):
     ]  # fmt: skip
 
 
-def test_scaling_has_means_dots_and_gaps(tmp_path):
-    reports = [
-        save_report(tmp_path / "small.json", 4.0),
-        save_report(tmp_path / "large.json", 3.0, 1000.0, 1000.0),
-        save_report(tmp_path / "small-routed.json", 4.25, 90.0, routed=True),
-        save_report(tmp_path / "large-routed.json", 3.125, 800.0, 1000.0, True),
-        "ours=" + save_report(tmp_path / "large-routed-1.json", 3.375, 800.0, 1000.0, True),
-    ]
-    losses, gaps = panels_of(plots.draw_scaling([*reports[:4], reports[4].removeprefix("ours=")], "flops")).values()
-    assert losses[0] == ("dense", [[100, 4], [1000, 3]]) and losses[2] == ("CHIAR", [[90, 4.25], [800, 3.25]])
-    assert gaps[0] == ("CHIAR", [[90, 0.25], [800, 0.25]]) and gaps[1][1] == [[90, 0.25], [800, 0.125], [800, 0.375]]
-    assert list(panels_of(plots.draw_scaling(reports[:2], "flops"))) == ["loss, nats per token"]
-    assert "ours" in words(plots.draw_scaling(reports, "flops"))
-    folder = make_run(tmp_path / "run")
-    save_report(folder / "evaluation.json", routed=True, model="gone")
-    sizes = panels_of(plots.draw_scaling([str(folder)]))["loss, nats per token"][0][1]
-    assert sizes == [[count_parameters(presets.get("v3-tiny")), 3.0]]
-    classes = ClassScores(2, 4, 0, 0.5, ["a", "b"], [[1, 0], [0, 1]])
+def test_scaling_draws_comparable_reports(tmp_path):
+    dense, large = save_report(tmp_path / "small.json", 4.0), save_report(tmp_path / "large.json", 3.0, 1000.0, 1000.0)
+    routed = save_report(tmp_path / "routed.json", 3.125, 800.0, 1000.0, True)
+    (losses,) = panels_of(plots.draw_scaling([large, dense, routed, "ours=" + routed], "flops")).values()
+    assert losses[:2] == [("dense", [[100, 4], [1000, 3]]), ("CHIAR", [[800, 3.125]])] and losses[2][0] == "ours"
+    sizes = panels_of(plots.draw_scaling([dense]))["loss, nats per token"][0][1]
+    assert sizes == [[count_parameters(presets.get("baseline-tiny")), 4.0]]
     for arguments, against, sentence in (
-        ([reports[0], save_report(tmp_path / "other.json", length=16)], "flops", "another length"),
-        ([save_report(tmp_path / "labelled.json", scores=classes)], "flops", "a classifier"),
+        ([dense, save_report(tmp_path / "other.json", length=16)], "flops", "another length"),
         ([str(make_run(tmp_path / "bare"))], "flops", "was not evaluated: chiar eval"),
-        ([save_report(tmp_path / "lost.json", model="runs/gone/best")], "parameters", "--against flops"),
-        ([reports[0]], "price", "unknown size"),
+        ([save_report(tmp_path / "lost.json", model="runs/gone/best")], "parameters", "runs/gone/best"),
+        ([dense], "price", "unknown size"),
     ):
         with pytest.raises(InputError, match=sentence):
             plots.draw_scaling(arguments, against)
 
 
 def test_savings_are_those_of_the_counter():
-    total, layers, attention = panels_of(plots.draw_savings(["v3-400m"], 256, 0.5, "routed", None)).values()
-    # As README says of 400M, T 256, f = ½, routed keys; the last line marks the paper's claim.
-    assert [round(points[0][1], 1) for _, points in total[:-1]] == [15.6, 10.5, 5.4]
+    total, layers, attention = panels_of(plots.draw_savings(["v3-400m"], 256, 0.5, "routed")).values()
+    # As the documents say of 400M, T 256, f = ½, routed keys; the last line marks the paper's claim.
+    assert [round(points[0][1], 1) for _, points in total[:-1]] == [15.6, 8.7, 1.8]
     assert attention[0][1][0][1] == pytest.approx(51.5, abs=0.05) and len(layers) == 3
     assert "the paper: 62.5%" in words(plots.draw_savings(["v3-tiny"], 64, 0.25, "routed", False))
-    with pytest.raises(InputError, match="baseline-tiny routes nothing"):
-        plots.draw_savings(["baseline-tiny"], 64, None, None, None)
-    assert [plots.size_name(value) for value in (999, 1e3, 15.8e6, 1.1e9)] == ["999", "1k", "15.8M", "1.1G"]
+    with pytest.raises(InputError, match="routes nothing"):
+        plots.draw_savings(["baseline-tiny"])
 
 
 def variant(name, flops, loss, role="control", **times):
@@ -193,40 +162,39 @@ def variant(name, flops, loss, role="control", **times):
     return {**row, "step_ms": None, "step_ms_in_training": None, **times}
 
 
-def test_pareto_keeps_numbers_apart_and_far_marks_at_its_edge():
+def test_pareto_has_a_frontier_and_far_marks_at_its_edge():
     near = [variant(f"near-{n}", n, 4.0 + n / 100) for n in range(1, 10)]
-    figure = plots.draw_pareto([*near, variant("far", 5, 9.0, "candidate"), variant("same", 9, 4.09)], "a study")
+    figure = plots.draw_pareto([*near, variant("far", 5, 9.0, "candidate"), variant("best", 9, 3.99)], "a study")
     (axes,) = figure.axes
-    assert {"10 far ↑9.00", "↑ above the picture", "frontier, names in bold"} <= set(words(figure))
+    assert {"far ↑9.00", "near-9", "frontier"} <= set(words(figure))
     assert axes.get_ylim()[1] < 4.2  # what lost by far does not press the others together
-    placed = [text.get_window_extent() for text in axes.texts]
-    assert len(placed) == 11
-    assert not any(a.overlaps(b) for n, a in enumerate(placed) for b in placed[:n])
+    assert axes.lines[0].get_xydata().tolist() == [[1, 4.01], [9, 3.99]]
     few = plots.draw_pareto([*near[:3], variant("far", 5, 9.0)], "a study")
     assert few.axes[0].get_ylim()[1] > 9 and not any("↑" in (word or "") for word in words(few))
-    timed = plots.draw_pareto(
-        [variant("a", 1, 4, step_ms=3.0), variant("b", 2, 3), variant("c", 3, 2, step_ms=4.0)], "t", "H"
-    )
-    assert timed.axes[1].get_xlabel() == "measured training step, ms, H"
-    assert {text.get_text() for text in timed.axes[1].texts} == {"1", "3"}
-    assert plots.frontier([(1, 3), (2, 4), (3, 1), (0, 9)]) == [(0, 9), (1, 3), (3, 1)]
+    timed = [variant("a", 1, 4, step_ms=3.0), variant("b", 2, 3), variant("c", 3, 2, step_ms=4.0)]
+    first, second = plots.draw_pareto(timed, "t", "H").axes
+    assert second.get_xlabel() == "measured training step, ms, H"
+    looks = [
+        {line.get_label(): (line.get_marker(), line.get_color()) for line in axes.lines} for axes in (first, second)
+    ]
+    assert looks[0]["c"] == looks[1]["c"] != looks[0]["a"] and "b" not in looks[1]
 
 
 def test_a_diagram_shows_what_the_configuration_says():
-    v3 = words(draw_model(presets.get("v3-400m"), "t <&> t"))
-    assert {"MetaRouter", "layer 1", "layers 2–27 (×26)", "layer 28", "light: H ≤ τ", "dark: H > τ", "t <&> t"} <= set(
+    v3 = words(draw_model(["v3-400m"]))
+    assert {"MetaRouter", "layer 1", "layers 2–27 (×26)", "layer 28", "light: H ≤ τ", "dark: H > τ", "v3-400m"} <= set(
         v3
     )
     for name, changes, expected in (
         ("v1-16m", {}, "RBF mixing"),
         ("v3-16m", {"embedding_norm": True}, "RoPE turns queries and keys instead; then RMS norm"),
-        ("v3-16m", {"light_ffn": False}, "light tokens skip it"),
+        ("v3-16m", {"light_ffn": False}, "D → 4D → D, GELU; light tokens skip it"),
         ("v4-400m", {}, "layers 1, 3, … 27 (×14)"),
         ("baseline-16m", {}, "layers 1–4 (×4)"),
         ("v3-16m", {"router": "random"}, "hash of the token, f = 0.5"),
         ("v3-16m", {"temporal_everywhere": True}, "every token, over the last 16"),
     ):
-        assert expected in words(draw_model(presets.get(name, **changes), name))
+        assert expected in words(draw_model([name], presets.get(name, **changes)))
 
 
 def test_routing_colours_are_routes_and_tokens_are_text(lively):
@@ -236,18 +204,16 @@ def test_routing_colours_are_routes_and_tokens_are_text(lively):
     figure = draw_routing(trace, pieces, HOSTILE)
     assert {"</text><script>", "$x^2$", "\\x00\\x1b", "⏎⇥", "日本"} <= set(words(figure))
     assert "<script" not in plots.svg_text(figure)
-    cells = [patch for patch in figure.axes[0].patches if patch.get_height() == 20]
-    assert len(cells) == 4 * len(pieces) and all(cell.get_x() + cell.get_width() <= 980 for cell in cells)
-    for number, cell in enumerate(cells):
-        token, layer = divmod(number, 4)
-        seen = trace.layers[layer]
-        operator, gap = seen.operators[int(seen.choice_BT[0, token])], distance(seen, token)
-        assert gap is None or (gap > 0) == (operator == "attention")
-        red, green, blue, _ = cell.get_facecolor()
-        assert (0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.7) == (operator == "attention")
-    luminance = {name: int(plots.operator_colour(name, 1.0)[1:3], 16) for name in (*LIGHT_OPERATORS, "your own")}
-    assert min(luminance.values()) > int(plots.operator_colour("attention", 0.0)[1:3], 16)
-    assert set(plots.NAMES) >= {"spectral", "temporal", "rbf", "attention"}
+    parts = [axes.images[0].get_array() for axes in figure.axes]
+    assert [part.shape for part in parts] == [(4, 32, 3)] * 2
+    for row, seen in enumerate(trace.layers):
+        for token in range(len(pieces)):
+            operator, gap = seen.operators[int(seen.choice_BT[0, token])], distance(seen, token)
+            assert gap is None or (gap > 0) == (operator == "attention")
+            luminance = float(parts[token // 32][row, token % 32] @ [0.2126, 0.7152, 0.0722])
+            assert (luminance < 0.7) == (operator == "attention")
+    palest = {name: int(plots.operator_colour(name, 1.0)[1:3], 16) for name in ("spectral", "temporal", "rbf", "own")}
+    assert min(palest.values()) > int(plots.operator_colour("attention", 0.0)[1:3], 16)
 
 
 def test_text_is_safe_and_pictures_are_deterministic(tmp_path):
@@ -295,6 +261,7 @@ def test_what_the_command_cannot_draw(tmp_path):
         (["model", "v3-tiny", "v1-tiny"], "draws one thing"),
         (["model", "v3-tiny", "--prompt", "x"], "--prompt says nothing about model"),
         (["routing", "v3-tiny"], "give it with --prompt"),
+        (["pareto", __file__], "holds no results of a study"),
     ):
         code, output = run("plot", *arguments, "--out", tmp_path / "f.svg")
         assert code == 2 and sentence in output
@@ -305,6 +272,6 @@ def test_what_the_command_cannot_draw(tmp_path):
 def test_without_matplotlib_there_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InputError, match=re.escape("pip install 'chiar[plots]'")):
-        draw_model(presets.get("v3-tiny"), "t")
-    code = "import sys, chiar.plots_cli; assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules)"
+        draw_model(["v3-tiny"])
+    code = "import sys, chiar.plots; assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

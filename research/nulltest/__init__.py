@@ -1,6 +1,5 @@
 """Is the routing signal more than noise? Every question asked of every layer of a model, on a corpus."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.evaluation.harness import choose_device, describe_device
-from chiar.kernels.noise_sample import Null, make_null
 from chiar.model.load import check_tokenizer, load_config, load_model, resolve_model
 from research.nulltest import measures
 from research.nulltest.report import BINS, ClassMean, Contrast, LayerNull, NullTest, Signal, Worth
@@ -19,16 +17,14 @@ from research.nulltest.sample import LIGHT, Flip, LayerSample, Rows, collect, fl
 from research.nulltest.words import CLASSES, CONTENT, FUNCTION, NUMBER_OF, WordClasses, classify_rows
 
 NOISE_ROWS = 2048
-Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it was done now, and how much there is."""
 
 
 class Questions:
     """What is asked of every layer, with what the answers are compared with."""
 
     def __init__(
-        self, bases: list[measures.Basis], null: Null, rows: Rows, words: WordClasses, shuffles: int, seed: int,
-        width: int, device: torch.device,
+        self, bases: list[measures.Basis], null: measures.Null, rows: Rows, words: WordClasses, shuffles: int,
+        seed: int, width: int, device: torch.device,
     ) -> None:  # fmt: skip
         self.bases, self.null, self.shuffles, self.seed = [basis.to(device) for basis in bases], null, shuffles, seed
         count, self.device = len(rows.starts), device
@@ -40,7 +36,7 @@ class Questions:
         """H in the model's basis, of the layers asked so far."""
         # Only the model's own basis can have a DC bin of another weight.
         plain = bases[0].eps == 0.0 and bases[0].dc_weight == 1.0
-        self.control_null = null if plain else make_null(width, len(null.sample_N), seed, bases[0].eps)
+        self.control_null = null if plain else measures.make_null(width, len(null.sample_N), seed, bases[0].eps)
         self.repeated = measures.repeated_distance(self.token_N, null, seed)
         self.noise_MD = torch.randn(NOISE_ROWS, width, generator=torch.Generator().manual_seed(seed + 1)).to(device)
 
@@ -51,24 +47,17 @@ class Questions:
         self.own[sample.layer] = own_N
         nulls = [self.null, *[self.control_null] * (len(self.bases) - 1)]
         signal = [flip.entropy for flip in flips]
+        bins_N = measures.bins_of(own_N, own_N, BINS)
+        named = zip(entropies.items(), nulls, strict=True)
+        white = [measures.whiteness(name, h_N, null, self.token_N, self.repeated) for (name, h_N), null in named]
         return LayerNull(
-            layer=sample.layer,
-            kind=sample.kind,
-            operators=sample.operators,
-            thresholds=sample.thresholds,
-            dark=None if dark_N is None else float(dark_N.mean()),
-            whiteness=[
-                measures.whiteness(name, h_N, null, self.token_N, self.repeated)
-                for (name, h_N), null in zip(entropies.items(), nulls, strict=True)
-            ],
-            signals=self.signals(sample, entropies),
-            classes=self.class_means(own_N, sample),
+            layer=sample.layer, kind=sample.kind, operators=sample.operators, thresholds=sample.thresholds,
+            dark=None if dark_N is None else float(dark_N.mean()), whiteness=white,
+            signals=self.signals(sample, entropies), classes=self.class_means(own_N, sample),
             contrasts=self.contrasts(own_N),
             worth=Worth.of(flips, measures.bins_of(np.array(signal), own_N, BINS).tolist(), signal) if flips else None,
-            compaction=measures.measure_compaction(
-                states_ND, self.row_N, measures.bins_of(own_N, own_N, BINS), BINS, self.bases, self.noise_MD
-            ),
-        )
+            compaction=measures.measure_compaction(states_ND, self.row_N, bins_N, BINS, self.bases, self.noise_MD),
+        )  # fmt: skip
 
     def signals(self, sample: LayerSample, entropies: dict[str, np.ndarray]) -> list[Signal]:
         """The route, if there is one, and H of each basis cut so that as many tokens are dark (half if none)."""
@@ -132,19 +121,9 @@ def worth_of_all(flips: list[Flip], entropies: dict[int, np.ndarray]) -> Worth |
 
 
 def nulltest(
-    model: str,
-    data: Path | str,
-    split: str | None = None,
-    *,
-    tokens: int = 8192,
-    length: int | None = None,
-    batch: int = 8,
-    flips: int = 64,
-    shuffles: int = 20,
-    seed: int = 0,
-    device: str = "auto",
-    progress: Progress = lambda task, done, total: None,
-) -> NullTest:
+    model: str, data: Path | str, split: str | None = None, *, tokens: int = 8192, length: int | None = None,
+    batch: int = 8, flips: int = 64, shuffles: int = 20, seed: int = 0, device: str = "auto",
+) -> NullTest:  # fmt: skip
     """`model` is a model folder, a training run (its best model) or a preset; `split` is valid where there is one.
 
     `tokens` are read in rows of `length` (the trained one by default) spread over the split; `flips` routes are flipped
@@ -165,63 +144,43 @@ def nulltest(
     rows = Rows.spread(corpus.split(split), tokens, length)
     loaded = load_model(folder, seed)[0].to(target)
 
-    samples = collect(loaded, rows, batch, lambda done: progress("reading tokens", done, rows.tokens))
-    total, unflipped = flips * len(config.routed_layers), why_unflipped(config, flips)
-    flipped = [] if unflipped else flip_routes(
-        loaded, rows.read, len(rows.starts), flips, batch, seed, lambda done: progress("flipping routes", done, total)
-    )  # fmt: skip
+    samples, unflipped = collect(loaded, rows, batch), why_unflipped(config, flips)
+    flipped = [] if unflipped else flip_routes(loaded, rows.read, len(rows.starts), flips, batch, seed)
     width = config.hidden_size
     bases = measures.model_bases(config.basis, width, config.basis_seed, config.entropy_eps, config.entropy_dc_weight)
-    null = make_null(width, rows.tokens, seed, bases[0].eps, bases[0].dc_weight)
+    null = measures.make_null(width, rows.tokens, seed, bases[0].eps, bases[0].dc_weight)
     words = classify_rows(rows.split, rows.starts, length, corpus.tokenizer())
     questions = Questions(bases, null, rows, words, shuffles, seed, width, target)
     layers = []
     while samples:
         sample = samples.pop(0)  # its states are let go once they were looked at
         layers.append(questions.ask(sample, [flip for flip in flipped if flip.layer == sample.layer]))
-        progress("asking layers", 1, len(loaded.model.layers))
     return NullTest(
-        model=folder,
-        run=run,
-        corpus=corpus.name,
-        fingerprint=corpus.fingerprint,
-        split=split,
-        tokens=rows.tokens,
-        rows=len(rows.starts),
-        length=length,
-        batch_size=batch,
-        seed=seed,
-        device=describe_device(target),
-        width=width,
-        shuffles=shuffles,
-        null_mean=null.mean,
-        null_deviation=null.deviation,
-        null_exact=null.exact,
-        null_percentiles=measures.percentiles(null.sample_N.numpy()),
-        bins=BINS,
-        layers=layers,
-        worth=worth_of_all(flipped, questions.own),
-        flips=flipped,
+        model=folder, run=run, corpus=corpus.name, fingerprint=corpus.fingerprint, split=split, tokens=rows.tokens,
+        rows=len(rows.starts), length=length, batch_size=batch, seed=seed, device=describe_device(target), width=width,
+        shuffles=shuffles, null_mean=null.mean, null_deviation=null.deviation, null_exact=null.exact,
+        null_percentiles=measures.percentiles(null.sample_N.numpy()), bins=BINS, layers=layers,
+        worth=worth_of_all(flipped, questions.own), flips=flipped,
         remarks=[*remarks, *unflipped, *explain(config, rows, batch)],
-    )
+    )  # fmt: skip
 
 
 def why_unflipped(config: ChiarConfig, flips: int) -> list[str]:
-    if flips == 0:
-        return ["no routes were flipped: --flips 0."]
-    if not config.routed_layers:
-        return ["no routes were flipped: the model has no routed layers, and its attention layers no filter."]
-    if config.routing == "soft":
-        return ["no routes were flipped: soft routing blends the operators and takes no route."]
-    return []
+    reasons = {
+        "--flips 0.": flips == 0,
+        "the model has no routed layers, and its attention layers no filter.": not config.routed_layers,
+        "soft routing blends the operators and takes no route.": config.routing == "soft",
+    }
+    return [f"no routes were flipped: {reason}" for reason, holds in reasons.items() if holds][:1]
 
 
 def explain(config: ChiarConfig, rows: Rows, batch: int) -> list[str]:
     """What a reader must know to read the figures rightly."""
-    remarks = []
-    if config.meta_router and config.gate_pool == "batch":
-        remarks.append(f"gate_pool 'batch': the states depend on which {batch} rows are run together.")
-    if rows.tokens // 2 < 4 * config.hidden_size:
-        few = f"the KLT is fitted on {rows.tokens // 2:,} tokens, few for a width of {config.hidden_size}"
-        remarks.append(f"{few}: it looks worse than it is; read more with --tokens.")
-    return remarks
+    fitted, width = rows.tokens // 2, config.hidden_size
+    remarks = {
+        f"gate_pool 'batch': the states depend on which {batch} rows are run together.":
+            config.meta_router and config.gate_pool == "batch",
+        f"the KLT is fitted on {fitted:,} tokens, few for a width of {width}: read more with --tokens.":
+            fitted < 4 * width,
+    }  # fmt: skip
+    return [remark for remark, holds in remarks.items() if holds]

@@ -1,12 +1,10 @@
 """`python -m research.nulltest MODEL --data CORPUS`."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from chiar.console import guarded
@@ -57,9 +55,7 @@ def summary(report: NullTest) -> Table:
 
 @app.command()
 def main(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model folder, a training run (its best model) or a preset.")
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a training run or a preset.")],
     data: Annotated[Path, typer.Option(metavar="CORPUS", help="A prepared language corpus.")],
     split: Annotated[str | None, typer.Option(help="Split of the corpus; valid, where there is one.")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to look at, in rows spread over the split.")] = 8192,
@@ -69,35 +65,20 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of everything drawn at random.")] = 0,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")] = "auto",
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the numbers as JSON to a new file, - to print only them.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="New folder for the numbers (nulltest.json) and pictures.")
-    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers; - prints only them.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="New folder for numbers and pictures.")] = None,
 ) -> None:
     """Ask of every layer whether its routing signal is more than noise, and what a route is worth.
 
-    Spectral entropy against white noise, in the model's basis, the identity and a random one; mutual information of the
-    route with token, word class and position; loss changes when a route is flipped; energy compaction of DCT and
-    KLT. docs/nulltest.md explains each.
+    Spectral entropy against white noise, in the model's basis, the identity and a random one; mutual information of
+    the route with token, word class and position; loss changes when a route is flipped; energy compaction.
     """
     printed = json is not None and str(json) == "-"
     for new in (out, None if printed else json):
         if new is not None:
             check_new(new)
-    with Progress(transient=True, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(task: str, done: int, total: int) -> None:
-            if task not in tasks:
-                tasks[task] = bar.add_task(task, total=total)
-            bar.advance(tasks[task], done)
-
-        report = nulltest(
-            model, data, split, tokens=tokens, length=length, flips=flips, shuffles=shuffles, batch=batch, seed=seed,
-            device=device, progress=progress,
-        )  # fmt: skip
+    options = {"tokens": tokens, "length": length, "flips": flips, "shuffles": shuffles, "batch": batch, "seed": seed}
+    report = nulltest(model, data, split, device=device, **options)
     if out is not None:
         with new_folder(out) as aside:
             (aside / NAME).write_text(report.to_json(), encoding="utf-8")
@@ -105,8 +86,7 @@ def main(
                 save(picture, aside / f"{name}.svg")
         typer.echo(f"wrote {out}", err=printed)
     if printed:
-        typer.echo(report.to_json())
-        return
+        return typer.echo(report.to_json())
     if json is not None:
         write_new(json, report.to_json())
         typer.echo(f"wrote {json}")

@@ -8,9 +8,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from chiar.kernels.noise_sample import Null
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import Transform, make_transform
+from chiar.kernels.white_noise import white_noise_entropy
 
 Array = np.ndarray
 PERCENTILES = (5, 25, 50, 75, 95)
@@ -18,6 +18,27 @@ KINDS = ("dct", "identity", "random")
 CHUNK, DRAWS = 4096, 20
 DIVISORS = (16, 8, 4)
 NOISE, KLT = "white noise", "klt"
+
+
+@dataclass(frozen=True)
+class Null:
+    """H of white Gaussian vectors: exact moments where they are known (no ε, no weight on the DC bin), and a sample."""
+
+    mean: float
+    deviation: float
+    exact: bool
+    sample_N: Tensor
+
+
+def make_null(width: int, samples: int, seed: int, eps: float = 0.0, dc_weight: float = 1.0) -> Null:
+    """Any orthonormal basis leaves white noise white, so the null needs no transform."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [min(CHUNK, samples - done) for done in range(0, samples, CHUNK)]
+    drawn = [torch.randn(size, width, generator=generator) for size in sizes]
+    sample_N = torch.cat([spectral_entropy(part, Transform(), eps, dc_weight) for part in drawn])
+    exact = eps == 0.0 and dc_weight == 1.0
+    mean, deviation = white_noise_entropy(width) if exact else (float(sample_N.mean()), float(sample_N.std()))
+    return Null(mean, deviation, exact, sample_N)
 
 
 def clustered_error(influence_N: Array, clusters_N: Array) -> float:
@@ -115,18 +136,12 @@ def whiteness(basis: str, entropy_N: Array, null: Null, token_N: Array, repeated
     mean, error = mean_and_error(entropy_N, token_N)
     deviation = float(entropy_N.std(ddof=1))
     return Whiteness(
-        basis=basis,
-        mean=mean,
-        deviation=deviation,
-        percentiles=percentiles(entropy_N),
-        effect=(mean - null.mean) / null.deviation,
-        effect_error=error / null.deviation,
-        spread=deviation / null.deviation,
-        distance=ks_distance(entropy_N, null.sample_N.numpy()),
+        basis=basis, mean=mean, deviation=deviation, percentiles=percentiles(entropy_N),
+        effect=(mean - null.mean) / null.deviation, effect_error=error / null.deviation,
+        spread=deviation / null.deviation, distance=ks_distance(entropy_N, null.sample_N.numpy()),
         distance_expected=float(stats.kstwobign.mean()) * scale,
-        distance_critical=float(stats.kstwobign.ppf(0.95)) * scale,
-        distance_repeated=repeated,
-    )
+        distance_critical=float(stats.kstwobign.ppf(0.95)) * scale, distance_repeated=repeated,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,19 +161,10 @@ class Information:
     """Of `bits` over draws, where it is a mean over random routes."""
 
     @property
-    def excess(self) -> float:
-        return self.bits - self.chance
-
-    @property
-    def share(self) -> float:
-        """Of the route's entropy: (bits − chance) / entropy."""
-        return self.excess / self.route_bits if self.route_bits > 0 else 0.0
-
-    @property
     def adjusted(self) -> float:
         """(bits − chance) / (entropy − chance): 0 for shuffled labels, 1 for labels that decide the route."""
         room = self.route_bits - self.chance
-        return self.excess / room if room > 1e-9 else 0.0
+        return (self.bits - self.chance) / room if room > 1e-9 else 0.0
 
 
 def mutual_information(route_N: Array, labels_N: Array, shuffles: int, seed: int) -> Information:

@@ -1,7 +1,7 @@
 """A null test as data: saved as JSON, and read back for pictures."""
 
 import json
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -107,15 +107,13 @@ class Worth:
         benefit = [flip.benefit for flip in flips]
         varies = len(flips) > 2 and len(set(signal)) > 1 and len(set(benefit)) > 1
         return cls(
-            to_attention=Mean.of(light, "change"),
-            to_filter=Mean.of(dark, "change"),
-            own_to_attention=Mean.of(light, "own"),
-            own_to_filter=Mean.of(dark, "own"),
+            to_attention=Mean.of(light, "change"), to_filter=Mean.of(dark, "change"),
+            own_to_attention=Mean.of(light, "own"), own_to_filter=Mean.of(dark, "own"),
             benefit=[Mean.of(group, "benefit") for group in groups],
             pearson=float(stats.pearsonr(signal, benefit).statistic) if varies else None,
             spearman=float(stats.spearmanr(signal, benefit).statistic) if varies else None,
             correlation_error=(len(flips) - 1) ** -0.5 if len(flips) > 2 else None,
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -164,22 +162,11 @@ class NullTest:
     remarks: list[str]
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **plain(self)}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def plain(value: Any) -> Any:
-    """A dataclass as a dictionary; information also says what follows from it."""
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if not is_dataclass(value):
-        return value
-    saved = {part.name: plain(getattr(value, part.name)) for part in fields(value)}
-    derived = ("excess", "share", "adjusted") if isinstance(value, Information) else ()
-    return saved | {name: getattr(value, name) for name in derived}
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def build(kind: Any, record: Any) -> Any:
-    """The reverse, by the types of the fields."""
+    """What asdict made plain, by the types of the fields."""
     if get_origin(kind) is list:
         return [build(get_args(kind)[0], item) for item in record]
     if isinstance(kind, UnionType):
@@ -196,15 +183,7 @@ def read_report(path: Path) -> NullTest:
     check_file(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is not a null test: {first_line(error)}") from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise InputError(f"{path} is not a null test: it does not say format {FORMAT!r}.")
-    if not record.get("layers"):
-        raise InputError(f"{path} is damaged: it has no layers.")
-    try:
+        assert record["format"] == FORMAT and record["layers"]
         return build(NullTest, record)
-    except KeyError as error:
-        raise InputError(f"{path} is damaged: it has no {first_line(error)}.") from error
-    except (TypeError, AttributeError) as error:
-        raise InputError(f"{path} is damaged: {first_line(error)}") from error
+    except (AssertionError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is not a null test of format {FORMAT!r}, or damaged: {first_line(error)}") from error

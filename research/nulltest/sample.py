@@ -64,9 +64,7 @@ class LayerSample:
 
 
 @torch.no_grad()
-def collect(
-    model: ChiarForCausalLM, rows: Rows, batch: int, advance: Callable[[int], None] = lambda tokens: None
-) -> list[LayerSample]:
+def collect(model: ChiarForCausalLM, rows: Rows, batch: int) -> list[LayerSample]:
     """Run the model over the rows. Takes 4 bytes × tokens × width × layers of memory."""
     states: list[list[Tensor]] = [[] for _ in model.model.layers]
     choices: list[list[Tensor]] = [[] for _ in states]
@@ -76,7 +74,6 @@ def collect(
         for layer, trace in enumerate(output.routing.layers):
             states[layer].append(output.hidden_states[layer].flatten(0, 1).float().cpu())
             choices[layer].append(trace.choice_BT.flatten().cpu())
-        advance(ids_BT.numel())
     samples = []
     for layer, trace in enumerate(output.routing.layers):
         states_ND = torch.cat(states[layer])
@@ -122,22 +119,9 @@ def token_losses(model: ChiarForCausalLM, states_BTD: Tensor, targets_BT: Tensor
     return losses
 
 
-def pick_positions(light_BT: Tensor, wants_light_B: Tensor, generator: torch.Generator) -> Tensor:
-    """One random token of each row on the wanted path, or on the other where the row has none."""
-    wanted_BT = light_BT == wants_light_B[:, None]
-    wanted_BT |= ~wanted_BT.any(1, keepdim=True)
-    return torch.multinomial(wanted_BT.double(), 1, generator=generator)[:, 0]
-
-
 @torch.no_grad()
 def flip_routes(
-    model: ChiarForCausalLM,
-    read: Callable[[np.ndarray], np.ndarray],
-    rows: int,
-    flips: int,
-    batch: int,
-    seed: int,
-    advance: Callable[[int], None] = lambda flips: None,
+    model: ChiarForCausalLM, read: Callable[[np.ndarray], np.ndarray], rows: int, flips: int, batch: int, seed: int
 ) -> list[Flip]:
     """`flips` flips a routed layer, light and dark tokens by turns. `read` gives the ids of rows, one more than is fed.
 
@@ -156,7 +140,10 @@ def flip_routes(
         each_B = torch.arange(len(chosen_B))
         plain = token_losses(model, as_routed, targets_BT, torch.zeros_like(each_B))
         for nth, (layer, choice_BT) in enumerate(routes.items()):
-            position_B = pick_positions((choice_BT != dark).cpu(), (each_B + number + nth) % 2 == 0, generator)
+            # One random token of each row on the wanted path, or on the other where the row has none.
+            wanted_BT = (choice_BT != dark).cpu() == ((each_B + number + nth) % 2 == 0)[:, None]
+            wanted_BT |= ~wanted_BT.any(1, keepdim=True)
+            position_B = torch.multinomial(wanted_BT.double(), 1, generator=generator)[:, 0]
             where = each_B.to(model.device), position_B.to(model.device)
             was_dark_B = choice_BT[where] == dark
             changed_BT = choice_BT.clone()
@@ -168,5 +155,4 @@ def flip_routes(
                 change = losses[b] - plain[b][position:]
                 own, later = float(change[0]), float(change[1:].sum())
                 found.append(Flip(layer, int(chosen_B[b]), position, entropies[b], was_dark, own, later))
-            advance(len(chosen_B))
     return found

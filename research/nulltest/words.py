@@ -5,9 +5,9 @@ tells function words from content words, which is what the claim under test is a
 """
 
 import re
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,14 +35,11 @@ CONTEXT = 16
 """Tokens read on both sides of a row, so that words cut by its ends are still known."""
 
 
-@dataclass(frozen=True)
-class WordClasses:
-    """For N tokens."""
+class WordClasses(NamedTuple):
+    """For N tokens: an index into CLASSES, and whether the token's word starts with a capital letter."""
 
     class_N: np.ndarray
-    """Index into CLASSES."""
     capital_N: np.ndarray
-    """Whether the token's word starts with a capital letter, function words included."""
 
 
 @cache

@@ -1,37 +1,38 @@
-"""Pictures with matplotlib. Every `draw_…` returns a Figure; `svg_text` and `save` write it.
+"""Pictures with matplotlib, and `chiar plot`. Every `draw_…` returns a Figure; `svg_text` and `save` write it.
 
-Matplotlib is imported when a figure is made: importing this module costs nothing, and it may be missing.
+Importing this module is cheap: torch, and matplotlib, which may be missing, are imported when something is drawn.
 """
 
+import json
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from io import BytesIO
-from itertools import cycle, pairwise
+from itertools import accumulate, cycle, groupby, pairwise
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from chiar.config import ChiarConfig
+import typer
+
 from chiar.errors import InputError, unknown_name
-from chiar.evaluation.compare import differences, read_entry, read_measured_on, short_names
-from chiar.evaluation.report import EvaluationReport, LanguageScores
-from chiar.files import check_new
-from chiar.model.load import count_parameters, load_config
-from chiar.routing.flops import Savings
-from chiar.training.run_folder import RUN, RunFolder, read_records, told
+from chiar.files import check_file, check_new
 from chiar.visible import visible
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from chiar.config import ChiarConfig
+    from chiar.model.trace import LayerTrace, RoutingTrace
 
 Points = list[tuple[float, float]]
 Colour = tuple[int, int, int]
+Box = tuple[str, str, str]
+"""What stands in a box of a diagram, a note below it, and the colour."""
 # The one colour language. Yellow against blue stays apart under the common colour blindnesses, and in grey all light
 # cells are paler than any dark one. Each pair goes from at the threshold to far from it.
 LIGHT: tuple[Colour, Colour] = (255, 247, 205), (250, 205, 50)
@@ -40,18 +41,18 @@ RAMPS: dict[str, tuple[Colour, Colour]] = {
     "rbf": ((221, 160, 195), (204, 121, 167)),
     "attention": ((120, 170, 215), (8, 40, 100)),
 }
-NAMES = {
-    "spectral": "light: spectral filter",
-    "temporal": "light: temporal filter",
-    "rbf": "between: RBF mixing",
-    "attention": "dark: attention",
-}
+NAMES = {"spectral": "light: spectral filter", "temporal": "light: temporal filter", "rbf": "between: RBF mixing"}
+NAMES["attention"] = "dark: attention"
 # The same on white, for lines.
 LINE_COLOURS = {"temporal": "#8f9c14", "rbf": "#cc79a7", "attention": "#082864"}
 LIGHT_LINE = "#d9a400"
 # Okabe and Ito's colours, for what is not an operator; yellow is too pale for a line.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+# Seven colours and eight marks make 56 pairs.
+MARKERS = "osD^vPXp"
 DASHES: tuple[Any, ...] = ("-", (0, (7, 3)), (0, (2, 2)), (0, (9, 3, 2, 3)))
+PLAIN, ROUTER, GATE = "#999999", COLOURS[2], COLOURS[4]
+UNIT = (-0.02, 1.02)
 # Text stays text and a $ in it is a dollar; a fixed salt makes equal pictures equal files.
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "chiar", "text.parse_math": False, "font.family": "DejaVu Sans",
@@ -59,6 +60,7 @@ STYLE: dict[Any, Any] = {
     "figure.titlesize": 12, "figure.titleweight": "bold", "legend.frameon": False, "legend.fontsize": 8.5,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y",
     "grid.color": "#dddddd", "axes.axisbelow": True, "lines.markersize": 4, "lines.linewidth": 1.6,
+    "legend.handlelength": 3,
 }  # fmt: skip
 
 
@@ -95,8 +97,7 @@ def svg_text(figure: "Figure") -> str:
 def check_picture(out: Path, overwrite: bool = False) -> None:
     if out.suffix not in (".svg", ".png", ".pdf"):
         raise InputError(f"pictures are SVG, PNG or PDF: name the file {out.with_suffix('.svg').name}.")
-    if not overwrite:
-        check_new(out)
+    check_new(out, overwrite)
 
 
 def save(figure: "Figure", path: Path, overwrite: bool = False) -> None:
@@ -118,11 +119,7 @@ class Line:
     """Points, and how matplotlib draws them; without a label it is not in the legend."""
 
     def __init__(self, points: Points, label: str = "", **look: Any) -> None:
-        self.points, self.label, self.look = points, label, look
-
-
-LABEL = 40
-"""Letters of a legend's entry."""
+        self.points, self.label, self.look = points, shorten(label, 44), look
 
 
 @dataclass
@@ -133,499 +130,454 @@ class Panel:
     """A height to mark across the panel, and its name in the legend."""
     bounds: tuple[float, float] | None = None
     axis: str = ""
-    """What is across, where panels differ in it."""
-    ticks: Sequence[float] | None = None
+
+
+def new_figure(title: str, wide: float, high: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    figure = Figure((wide, high), layout="constrained", label=title)
+    figure.suptitle(shorten(title, int(wide * 9)))
+    return figure
 
 
 @style()
 def draw_panels(
-    title: str, panels: Sequence[Panel], axis: str, up: str = "", columns: int = 1, sizes: bool = False
+    title: str, panels: list[Panel], axis: str, up: str = "", columns: int = 1, sizes: bool = False, high: float = 1.75
 ) -> "Figure":
-    """One column has legends beside its panels, several share one. `sizes`: across is logarithmic, with short names."""
-    from matplotlib.figure import Figure
+    """One column has legends beside its panels; several (0: as many as look well) share one. `sizes`: across is
+    logarithmic."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-    rows, wide = -(-len(panels) // columns), 9.0 if columns == 1 else 3.5 * columns + 0.4
-    entries = [sum(bool(line.label) for line in panel.lines) + (panel.level is not None) for panel in panels]
-    heights = [1.75 if columns > 1 else max(1.75, 0.175 * count + 0.1) for count in entries[:rows]]
-    named = {shorten(line.label, LABEL) for panel in panels for line in panel.lines if line.label}
-    across = max(1, min(len(named), int(wide / (0.7 + 0.075 * max(map(len, named), default=1)))))
-    below = 0.9 if columns == 1 else 0.9 + 0.19 * -(-len(named) // across)
-    figure = Figure((wide, sum(heights) + 0.5 * rows + below), layout="constrained", label=title)
-    figure.suptitle(shorten(title, int(wide * 9)))
-    grid = figure.subplots(rows, columns, squeeze=False, gridspec_kw={"height_ratios": heights})
-    handles: dict[str, Any] = {}
-    for number, (axes, panel) in enumerate(zip(grid.flat, panels, strict=False)):
-        fill(axes, panel, sizes)
-        axes.set_title(shorten(panel.title, 80 if columns == 1 else 44))
-        axes.set_xlabel(panel.axis or (axis if number + columns >= len(panels) else ""))
-        if columns == 1 and entries[number]:
-            axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.04), borderaxespad=0, handlelength=3)
+    columns = columns or (2 if len(panels) in (2, 4) else min(len(panels), 3))
+    rows, wide = -(-len(panels) // columns), 9.6 if columns == 1 else 3.5 * columns + 0.4
+    named = [{line.label for line in panel.lines if line.label} for panel in panels]
+    heights = [max(high, 0.18 * len(names) + 0.3 if columns == 1 else 0.0) for names in named[:rows]]
+    across = max(1, int(wide / (0.7 + 0.075 * max((len(name) for names in named for name in names), default=1))))
+    below = 0.9 + (0.19 * -(-len(set().union(*named)) // across) if columns > 1 else 0.0)
+    figure, handles = new_figure(title, wide, sum(heights) + 0.5 * rows + below), dict[str, Any]()
+    grid = figure.add_gridspec(rows, columns, height_ratios=heights)
+    for number, panel in enumerate(panels):
+        axes = figure.add_subplot(grid[number])
+        for line in panel.lines:
+            look = {"marker": "o"} | line.look if len(line.points) == 1 else line.look
+            axes.plot([x for x, _ in line.points], [y for _, y in line.points], label=line.label or None, **look)
+        if panel.level is not None:
+            axes.axhline(panel.level[0], color="#444444", dashes=(2, 4), linewidth=1, label=panel.level[1] or None)
+        axes.set(title=panel.title, xlabel=panel.axis or (axis if number + columns >= len(panels) else ""))
+        axes.set_ylim(panel.bounds)
+        if sizes:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         handles |= {name: handle for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-    for axes in grid.flat[len(panels) :]:
-        axes.remove()
+        if columns == 1 and (named[number] or panel.level):
+            axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.04), borderaxespad=0)
     if columns > 1:
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=across, handlelength=3)
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=across)
         figure.supylabel(up, fontsize=9)
     return figure
 
 
-def fill(axes: "Axes", panel: Panel, sizes: bool = False) -> None:
-    for line in panel.lines:
-        look = {"marker": "o"} | line.look if len(line.points) == 1 else line.look
-        axes.plot(*zip(*line.points, strict=True), label=shorten(line.label, LABEL) or None, **look)
-    if panel.level is not None:
-        height, name = panel.level
-        axes.axhline(height, color="#444444", linestyle=(0, (2, 4)), linewidth=1, label=shorten(name, LABEL) or None)
-    if panel.bounds is not None:
-        axes.set_ylim(*panel.bounds)
-    if panel.ticks is not None:
-        axes.set_xticks(panel.ticks)
-    if sizes:
-        from matplotlib.ticker import LogLocator, NullFormatter
-
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(lambda value, _: size_name(value))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def size_name(value: float) -> str:
-    for power, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if value >= 0.9995 * 10**power:
-            return f"{value / 10**power:.4g}{letter}"
-    return f"{value:.4g}"
-
-
-def frontier(points: Points) -> Points:
-    """From left to right, every point lower than all before it."""
-    found: Points = []
-    for x, y in sorted(points):
-        if not found or y < found[-1][1]:
-            found.append((x, y))
-    return found
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A variant of a study: its mean, and its seeds."""
-
-    number: int
-    name: str
-    control: bool
-    x: float
-    y: float
-    seeds: Points
-
-
-@style()
 def draw_pareto(rows: list[dict[str, Any]], title: str = "", device: str = "") -> "Figure":
-    """A study's variants: loss against counted FLOPs, and against step time where it was measured (on `device`).
-
-    The times of `chiar study time` count; else those of training, if every variant was trained alone.
-    """
-    from matplotlib.figure import Figure
-
+    """A study's variants: loss against counted FLOPs, and against step time on `device` where `chiar study time`
+    measured it, or every variant was trained alone."""
     paired = all(row["paired_loss"] is not None for row in rows)
+    loss, seeds = ("paired_loss", "paired_losses") if paired else ("test_loss", "losses")
     unequal = paired and len({tuple(sorted(row["seeds"])) for row in rows}) > 1
-    loss = "test loss, nats per token" + (" (baseline's mean + paired Δ)" if unequal else "")
-    panels = [("counted MFLOPs a token, forward", [row["flops_per_token"]["forward"] / 1e6 for row in rows])]
+    heading = "test loss, nats per token" + (" (baseline's mean + paired Δ)" if unequal else "")
+    costs = {"counted MFLOPs a token, forward": [row["flops_per_token"]["forward"] / 1e6 for row in rows]}
     timed = any(row["step_ms"] for row in rows)
     if timed or all(row["step_ms_in_training"] for row in rows):
-        how = "" if timed else " (median in training)"
-        times = [row["step_ms" if timed else "step_ms_in_training"] for row in rows]
-        panels.append((f"measured training step, ms{how}, {device}", times))
-    heights = [max(3.6, 0.178 * (sum(x is not None for x in places) + 5) + 0.7) for _, places in panels]
-    figure = Figure((9.6, sum(heights) + 0.4), layout="constrained", label=title)
-    figure.suptitle(shorten(title, 90))
-    grid = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})
-    for axes, (axis, places) in zip(grid.flat, panels, strict=True):
-        axes.set(title=loss, xlabel=axis)
-        placed = [(number, row, x) for number, (row, x) in enumerate(zip(rows, places, strict=True)) if x is not None]
-        draw_marks(axes, [mark_of(number + 1, row, x, paired, places is not panels[0][1]) for number, row, x in placed])
-    return figure
+        part, how = ("step_ms", "") if timed else ("step_ms_in_training", " (median in training)")
+        costs[f"measured training step, ms{how}, {device}"] = [row[part] for row in rows]
+    panels = []
+    for axis, places in costs.items():
+        marks = [(x, row[loss]) for x, row in zip(places, rows, strict=True) if x is not None]
+        least, middle = min(y for _, y in marks), median(y for _, y in marks)
+        # Of many, a few that lost by far would press the others into one line: they stand at the upper edge.
+        lid = 4 * middle - 3 * least if len(marks) >= 9 and middle > least else math.inf
+        inside = [y for x, row in zip(places, rows, strict=True) for y in (row[loss], *row[seeds]) if x and y <= lid]
+        air = (max(inside) - min(inside)) * 0.06 or 0.1
+        top = max(inside) + air
+        best = sorted((x, min(y, top)) for x, y in marks if y == min(b for a, b in marks if a <= x))
+        lines = [Line(best, "frontier", color=COLOURS[1])]
+        for x, row, marker, colour in zip(places, rows, cycle(MARKERS), cycle(COLOURS), strict=False):
+            face = "#ffffff" if row["role"] == "control" else colour
+            look = {"marker": marker, "color": colour, "markerfacecolor": face, "markersize": 7, "clip_on": False}
+            name = shorten(row["variant"], 32) + (f" ↑{row[loss]:.2f}" if row[loss] > lid else "")
+            if x is not None:
+                lines.append(Line([(x, y) for y in row[seeds]], color="#777777", linewidth=0.8, marker=""))
+                lines.append(Line([(x, min(row[loss], top))], name, ls="", zorder=3, **look))
+        panels.append(Panel(heading, lines, None, (min(inside) - air, top), axis))
+    return draw_panels(f"{title} (hollow: controls, thin: between seeds)", panels, "", high=3.6)
 
 
-def mark_of(number: int, row: dict[str, Any], x: float, paired: bool, timed: bool) -> Mark:
-    mean, losses = ("paired_loss", "paired_losses") if paired else ("test_loss", "losses")
-    by_seed = zip(row["seeds"], row["flops_by_seed"], strict=True)
-    flops = [count / 1e6 for seed, count in by_seed if not paired or seed in row["gap_seeds"]]
-    seeds = [(x if timed else count, y) for count, y in zip(flops, row[losses], strict=True)]
-    return Mark(number, row["variant"], row["role"] == "control", x, row[mean], seeds if len(seeds) > 1 else [])
+def draw_study(sources: Sequence[str]) -> "Figure":
+    path = Path(sources[0], "results.json") if Path(sources[0]).is_dir() else Path(sources[0])
+    check_file(path)
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        assert results["format"] == "chiar-study-results/1"
+    except (ValueError, TypeError, KeyError, AssertionError):
+        raise InputError(f"{path} holds no results of a study: write them with chiar study table.") from None
+    return draw_pareto(results["variants"], results["title"], (results["times"] or results["runs"][0])["device"])
 
 
-def lid(heights: list[float]) -> float:
-    """Up to here marks are drawn to scale: of many, a few that lost by far would press the others into one line."""
-    distance = median(heights) - min(heights)
-    return min(heights) + 4 * distance if len(heights) >= 9 and distance else math.inf
-
-
-def draw_marks(axes: "Axes", marks: list[Mark]) -> None:
-    """Controls are hollow squares, candidates filled circles: told apart without colour. Numbers name them."""
-    highest, best = lid([mark.y for mark in marks]), frontier([(mark.x, mark.y) for mark in marks])
-    inside = [y for mark in marks for y in (mark.y, *(y for _, y in mark.seeds)) if y <= highest]
-    air = (max(inside) - min(inside)) * 0.06 or 0.1
-    top = max(inside) + air
-    axes.set_ylim(min(inside) - air, top)
-    for mark in marks:
-        look: dict[str, Any] = {"marker": "s" if mark.control else "o", "linestyle": ""}
-        look |= {"color": "#000000" if mark.control else COLOURS[0]}
-        look |= {"markerfacecolor": "#ffffff" if mark.control else COLOURS[0]}
-        name = f"{mark.number} {shorten(mark.name, 34)}" + (f" ↑{mark.y:.2f}" if mark.y > highest else "")
-        axes.plot(mark.x, min(mark.y, top), markersize=6.5, clip_on=False, zorder=3, label=name, **look)
-        axes.plot([x for x, _ in mark.seeds], [y for _, y in mark.seeds], markersize=3, markeredgewidth=0.7, **look)
-    axes.plot([x for x, _ in best], [min(y, top) for _, y in best], color=COLOURS[1], label="frontier, names in bold")
-    for note in ("square: control, circle: candidate", "small marks: single seeds", "↑ above the picture"):
-        if "↑" not in note or max(mark.y for mark in marks) > highest:
-            axes.plot([], [], " ", label=note)
-    legend = axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), handlelength=1.2)
-    for mark, text in zip(marks, legend.get_texts(), strict=False):
-        text.set_fontweight("bold" if (mark.x, mark.y) in best else "normal")
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    figure.draw_without_rendering()  # places in points are known from here on
-    scale = 72 / figure.dpi
-    taken: Points = []
-    for x, y in [*((mark.x, min(mark.y, top)) for mark in marks), *(seed for mark in marks for seed in mark.seeds)]:
-        taken.append(tuple(axes.transData.transform((x, y)) * scale))
-    for mark, (x, y) in zip(marks, list(taken), strict=False):
-        dx, dy = free_place(x, y, taken, axes.bbox.y0 * scale + 4, axes.bbox.y1 * scale)
-        thread = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.5} if abs(dy) > 11 else None
-        spot, look = (mark.x, min(mark.y, top)), {"ha": "center", "va": "center", "size": 7}
-        axes.annotate(str(mark.number), spot, (dx, dy), "data", "offset points", thread, **look)
-
-
-def free_place(x: float, y: float, taken: Points, low: float, high: float) -> tuple[float, float]:
-    """Where a number stands from its mark, clear of marks and earlier numbers: beside it, else above or below."""
-    lines = [sign * 8.0 * n for n in range(30) for sign in (1, -1) if low <= y + sign * 8 * n <= high]
-    places = [(side, line) for line in lines or [0.0] for side in (9.5, -9.5)]
-    free = [p for p in places if all(abs(x + p[0] - a) > 11 or abs(y + p[1] - b) > 7.5 for a, b in taken)]
-    dx, dy = (free or places)[0]
-    taken.append((x + dx, y + dy))
-    return dx, dy
-
-
-OVER = {
-    "steps": ((1.0, "steps"),),
-    "tokens": ((1.0, "training tokens"), (1e3, "thousand training tokens"), (1e6, "million training tokens")),
-    "time": ((1.0, "seconds"), (60.0, "minutes"), (3600.0, "hours")),
-}
+OVER = {"steps": "steps", "tokens": "training tokens", "time": "seconds of training, without evaluations"}
 
 
 class Run:
     """One training run's records; `places` is where each lies: steps, tokens, or seconds since the first record."""
 
-    def __init__(self, path: Path, name: str, number: int, over: str) -> None:
-        folder = RunFolder(path)
-        self.name, self.number, self.path = name, number, path
-        self.stored = folder.read()
-        self.records = read_records(folder.metrics_path) if folder.metrics_path.is_file() else []
+    def __init__(self, path: Path, name: str, colour: str, over: str) -> None:
+        from chiar.training.run_folder import RunFolder
+
+        self.name, self.path, self.colour = name, path, colour
+        stored, self.records = RunFolder(path).read(), RunFolder(path).read_metrics()
         if not self.records:
             raise InputError(f"{path} has no measurements yet: let it train a few steps.")
-        config = self.stored.get("config", {})
+        config, settings = stored.get("config", {}), stored.get("settings", {})
         self.routed = [layer for layer, kind in enumerate(config.get("layer_types") or []) if kind == "routed"]
         self.operators: list[str] = config.get("operators") or []
-        steps = [float(record["step"]) for record in self.records]
-        self.places = steps if over == "steps" else [step * self.tokens_per_step() for step in steps]
-        if over == "time":
-            self.places = self.seconds()
-
-    def tokens_per_step(self) -> int:
-        settings = self.stored.get("settings", {})
-        if "batch" not in settings or "length" not in settings:
-            raise InputError(f"{self.path} does not say its batch and length in run.json: draw it over steps.")
+        self.places = [float(record["step"]) for record in self.records]
+        if over == "steps":
+            return
         added = settings.get("mixing") == "added" and len(settings.get("data", [])) > 1
-        if added or any("accuracy" in record for record in self.records):
-            raise InputError(
-                f"{self.path} read batches of unequal lengths, not recorded in tokens: draw it over steps."
-            )
-        return settings["batch"] * settings["length"]
+        if not {"batch", "length"} <= settings.keys() or added or any("accuracy" in one for one in self.records):
+            raise InputError(f"{path} does not say how many tokens a step has: draw it over steps.")
+        self.places = [step * settings["batch"] * settings["length"] for step in self.places]
+        if over == "time":
+            # A speed is that of the steps since the record before, without evaluations. The first step compiles.
+            speeds = [record.get("tokens_per_second") or 0.0 for record in self.records[1:]]
+            if not all(speeds):
+                raise InputError(f"{path} has records without tokens_per_second: draw it over steps.")
+            spent = [(b - a) / speed for (a, b), speed in zip(pairwise(self.places), speeds, strict=True)]
+            self.places = [0.0, *accumulate(spent)]
 
-    def seconds(self) -> list[float]:
-        """A record's speed is that of the steps since the one before, without evaluations. The first step compiles."""
-        found = [0.0]
-        for (before, here), record in zip(pairwise(self.places), self.records[1:], strict=True):
-            if not record.get("tokens_per_second"):
-                step = record["step"]
-                raise InputError(f"{self.path} has no tokens_per_second at step {step}: draw it over steps or tokens.")
-            found.append(found[-1] + (here - before) / record["tokens_per_second"])
-        return found
-
-    def points(self, read: Callable[[dict[str, Any]], Any]) -> Points:
-        """What `read` finds in the records, where it finds something finite."""
-        found = [(place, read(record)) for place, record in zip(self.places, self.records, strict=True)]
+    def points(self, values: Iterable[Any]) -> Points:
+        """A value for each record, where it is something finite."""
+        found = zip(self.places, values, strict=True)
         return [(place, float(value)) for place, value in found if value is not None and math.isfinite(value)]
 
-    def by_corpus(self, part: str) -> dict[str, Points]:
+    def by_corpus(self, part: str, called: str) -> dict[str, Points]:
         """What was measured for each of several corpora."""
-
-        def reader(name: str) -> Callable[[dict[str, Any]], Any]:
-            return lambda record: (record.get(part) or {}).get(name)
-
-        names = dict.fromkeys(name for record in self.records for name in record.get(part) or {})
-        return {name: self.points(reader(name)) for name in names}
+        parts = [record.get(part) or {} for record in self.records]
+        names = dict.fromkeys(name for one in parts for name in one)
+        return {f"{called} {name}": self.points([one.get(name) for one in parts]) for name in names}
 
     def use(self, operator: int, row: int | None = None) -> Points:
         """Share of the tokens this operator got in the row-th routed layer, or in the mean of them."""
+        wanted = slice(None) if row is None else slice(row, row + 1)
+        shares = [[layer[operator] for layer in (record.get("use") or [])[wanted]] for record in self.records]
+        return self.points(mean(found) if found else None for found in shares)
 
-        def read(record: dict[str, Any]) -> float | None:
-            shares = [layer[operator] for layer in record.get("use") or []]
-            if row is None:
-                return sum(shares) / len(shares) if shares else None
-            return shares[row] if len(shares) > row else None
-
-        return self.points(read)
-
-    def line(self, name: str, points: Points, **look: Any) -> list[Line]:
-        """A list of one line, or of none where nothing was measured."""
-        look = {"color": COLOURS[self.number % len(COLOURS)], **look}
-        return [Line(points, f"{self.name}: {name}" if name else "", **look)] if points else []
-
-    def validations(self, first: float = 0.0) -> list[Line]:
-        found = self.by_corpus("validation")
-        lines = []
-        for (name, points), dashes in zip(found.items(), cycle(DASHES), strict=False):
-            kept = [point for point in points if point[0] >= first]
-            called = "validation" if len(found) == 1 else f"validation {name}"
-            lines += self.line(called, kept, linestyle=dashes, marker="o")
-        return lines
-
-    def fractions(self) -> list[Line]:
-        if len(self.routed) <= 4:
-            named = zip(self.routed, DASHES, strict=False)
-            lines = [self.line(f"layer {n + 1}", self.use(-1, row), linestyle=d) for row, (n, d) in enumerate(named)]
-        else:
-            lines = [self.line("", self.use(-1, row), linewidth=0.7, alpha=0.3) for row in range(len(self.routed))]
-            lines.append(self.line(f"mean of {len(self.routed)} layers", self.use(-1)))
-        return [line for one in lines for line in one]
+    def lines(self, found: dict[str, Points], **look: Any) -> list[Line]:
+        """Of what was measured, told apart by dashes."""
+        named = zip(found.items(), cycle(DASHES), strict=False)
+        return [Line(p, f"{self.name}: {n}", color=self.colour, linestyle=d, **look) for (n, p), d in named if p]
 
 
-def read_runs(paths: Sequence[Path], over: str = "steps") -> tuple[list[Run], str]:
-    """The runs in a common unit, and the name of the horizontal axis."""
+def read_runs(sources: Sequence[Path | str], over: str = "steps") -> list[Run]:
+    from chiar.evaluation.compare import short_names
+
     if over not in OVER:
         raise unknown_name("axis", over, OVER)
-    names = short_names(list(paths))
-    if len(set(names)) < len(names):
-        raise InputError(f"{next(name for name in names if names.count(name) > 1)} is named twice.")
-    runs = [Run(path, name, number, over) for number, (path, name) in enumerate(zip(paths, names, strict=True))]
-    longest = max(run.places[-1] for run in runs)
-    factor, axis = next((unit for unit in reversed(OVER[over]) if longest >= 2 * unit[0]), OVER[over][0])
+    paths = [Path(source) for source in sources]
+    return [Run(*known, over) for known in zip(paths, short_names(paths), cycle(COLOURS), strict=False)]
+
+
+def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: str = "steps") -> "Figure":
+    """Run folders: losses, learning rate, f by layer and g. With a corpus, its validation split's unigram entropy."""
+    runs = read_runs(sources, over)
+    first = {record["step"]: record.get("loss") for record in runs[0].records}
+    panels = [Panel("loss, nats per token", []), Panel(f"loss minus that of {runs[0].name}", [])]
+    panels += [Panel("learning rate", []), Panel("f: share of tokens sent to attention", [], None, UNIT)]
+    panels.append(Panel("g: gate of layer 1", [], None, UNIT))
     for run in runs:
-        run.places = [place / factor for place in run.places]
-    return runs, axis + (" of training, after the first step and without evaluations" if over == "time" else "")
-
-
-def draw_curves(runs: Sequence[Path], corpus: Path | None = None, over: str = "steps") -> "Figure":
-    """Run folders: losses, learning rate, f by layer and g. With the corpus, its validation split's unigram entropy."""
-    found, axis = read_runs(runs, over)
-    half = max(run.places[-1] for run in found) / 2
-    late = [line for run in found for line in run.validations(half)]
-    losses, gaps, rates, gates = [], [], [], []
-    reference = {record["step"]: record.get("loss") for record in found[0].records}
-    for run, dashes in zip(found, cycle(DASHES), strict=False):
-        losses += run.line("train", run.points(lambda r: r.get("loss")), linewidth=1, alpha=0.55) + run.validations()
-        rates += run.line("rate", run.points(lambda r: r.get("rate")), linestyle=dashes)
-        if run.number:
-            gaps += run.line("train", run.points(lambda r: gap(r.get("loss"), reference.get(r["step"]))), linewidth=1)
-        for (name, points), dash in zip(run.by_corpus("gate").items(), cycle(DASHES), strict=False):
-            gates += run.line(f"g on {name}", points, linestyle=dash)
-    if not losses:
+        losses = [(record.get("loss"), first.get(record["step"])) for record in run.records]
+        gaps = run.points([None if own is None or other is None else own - other for own, other in losses])
+        layers = {f"layer {layer + 1}": run.use(-1, row) for row, layer in enumerate(run.routed)}
+        layers = layers if len(layers) <= len(DASHES) else {f"mean of {len(layers)} layers": run.use(-1)}
+        panels[0].lines += run.lines({"train": run.points([own for own, _ in losses])}, linewidth=1, alpha=0.55)
+        panels[0].lines += run.lines(run.by_corpus("validation", "validation"), marker="o")
+        panels[1].lines += run.lines({"train": gaps}, linewidth=1) if run is not runs[0] else []
+        panels[2].lines += run.lines({"rate": run.points([record.get("rate") for record in run.records])})
+        panels[3].lines += run.lines(layers)
+        panels[4].lines += run.lines(run.by_corpus("gate", "g on"))
+    if not panels[0].lines:
         raise InputError("no finite loss was measured in these runs: there is nothing to draw.")
-    panels = [
-        Panel("loss, nats per token", losses, unigram_level(corpus)),
-        # Beside the first steps' losses the last ones all look alike.
-        Panel("validation loss in the second half", late if any(len(line.points) > 2 for line in late) else []),
-        Panel(f"loss minus that of {found[0].name}", gaps),
-        Panel("learning rate", rates),
-        Panel("f: share of tokens sent to attention", [line for run in found for line in run.fractions()], None, UNIT),
-        Panel("g: gate of layer 1", gates, None, UNIT),
-    ]
-    return draw_panels(" and ".join(run.name for run in found), [panel for panel in panels if panel.lines], axis)
+    if data is not None:
+        from chiar.data.shards import Corpus
+        from chiar.evaluation.harness import unigram_entropy
+
+        corpus = Corpus.open(data)
+        entropy = unigram_entropy(corpus.split("valid"), corpus.vocab_size)
+        panels[0].level = entropy, shorten(f"unigram entropy of {corpus.name} valid, {entropy:.2f}", 40)
+    return draw_panels(" and ".join(run.name for run in runs), [panel for panel in panels if panel.lines], OVER[over])
 
 
-UNIT = (-0.02, 1.02)
-
-
-def gap(loss: float | None, other: float | None) -> float | None:
-    return None if loss is None or other is None else loss - other
-
-
-def unigram_level(corpus: Path | None) -> tuple[float, str] | None:
-    if corpus is None:
-        return None
-    from chiar.data.shards import Corpus
-    from chiar.evaluation.harness import unigram_entropy
-
-    opened = Corpus.open(corpus)
-    entropy = unigram_entropy(opened.split("valid"), opened.vocab_size)
-    return entropy, f"unigram entropy of {opened.name} valid, {entropy:.2f}"
-
-
-def reaching(paths: Sequence[Path], over: str) -> list[str]:
-    """When each run's validation loss first was at most the least of the first run, on its first corpus."""
-    runs, axis = read_runs(paths, over)
-    found = [next(iter(run.by_corpus("validation").items()), ("", [])) for run in runs]
-    if len(runs) < 2 or not found[0][1]:
-        return []
-    goal, said = min(loss for _, loss in found[0][1]), []
-    for run, (corpus, points) in zip(runs, found, strict=True):
-        if corpus != found[0][0] or read_measured_on(run.path) != read_measured_on(paths[0]):
-            said.append(f"{run.name} was validated on other rows than {runs[0].name}: their losses do not compare.")
-            continue
-        place = next((x for x, loss in points if loss <= goal), None)
-        when = "not at all" if place is None else f"at {place:,.4g} {axis.split(' of training')[0]}"
-        said.append(f"{run.name} reaches the validation loss {goal:.4f}, {runs[0].name}'s least, {when}.")
-    return said
-
-
-def draw_gate(paths: Sequence[Path]) -> "Figure":
+def draw_gate(sources: Sequence[Path | str]) -> "Figure":
     """The MetaRouter's g over training and how often it took which value, for every run and corpus."""
-    runs, axis = read_runs(paths)
-    courses: list[Line] = []
-    shares: list[Line] = []
+    runs = read_runs(sources)
+    courses, shares = Panel("g over training (0: layer 1 bypassed)", [], None, UNIT, "steps"), []
     for run in runs:
-        if not (found := run.by_corpus("gate")):
+        if not (found := run.by_corpus("gate", "g on")):
             raise InputError(f"{run.path} has no MetaRouter: there is no g to draw.")
-        for name, points in found.items():
-            number = len(courses)
-            look = {"color": COLOURS[number % 7], "linestyle": DASHES[number // 7 % 4]}
-            counts = Counter(min(int(50 * g), 49) for _, g in points)
-            outline = [(bar / 50, counts[bar] / len(points)) for bar in range(51)]
-            courses.append(Line(points, f"{run.name}: g on {name}", **look))
-            shares.append(Line(outline, f"{run.name}: g on {name}", drawstyle="steps-post", **look))
-    panels = [Panel("g over training (0: layer 1 bypassed)", courses, None, UNIT, axis)]
-    panels.append(Panel("share of all logged steps, by g", shares, axis="g"))
+        courses.lines += run.lines(found)
+    for line in courses.lines:
+        counts = Counter(min(int(50 * g), 49) for _, g in line.points)
+        outline = [(bar / 50, counts[bar] / len(line.points)) for bar in range(51)]
+        shares.append(Line(outline, line.label, drawstyle="steps-post", **line.look))
+    panels = [courses, Panel("share of all logged steps, by g", shares, axis="g")]
     return draw_panels(f"g: {', '.join(run.name for run in runs)}", panels, "", columns=2)
 
 
-def draw_operators(paths: Sequence[Path], over: str = "steps") -> "Figure":
+def draw_operators(sources: Sequence[Path | str], over: str = "steps") -> "Figure":
     """The share of tokens each operator got in training: the mean of the routed layers, then each of them."""
-    runs, axis = read_runs(paths, over)
+    runs = read_runs(sources, over)
     panels = []
     for run in runs:
         if not run.routed or not any(record.get("use") for record in run.records):
             raise InputError(f"{run.path} has no routed layers: operators are chosen in those only.")
-        before, rows = f"{run.name}, " if len(runs) > 1 else "", list(enumerate(run.routed))
-        titles = [(None, "mean of the routed layers")] if len(rows) > 1 else []
-        for row, title in [*titles, *((row, f"layer {layer + 1}") for row, layer in rows)]:
+        titles = [(None, "mean of the routed layers")] if len(run.routed) > 1 else []
+        for row, title in [*titles, *((row, f"layer {layer + 1}") for row, layer in enumerate(run.routed))]:
             shares = [(name, run.use(number, row)) for number, name in enumerate(run.operators)]
             lines = [Line(points, name, color=LINE_COLOURS.get(name, LIGHT_LINE)) for name, points in shares if points]
-            panels.append(Panel(before + title, lines, None, UNIT))
-    title = f"{', '.join(run.name for run in runs)}: operators in training"
-    columns = 2 if len(panels) in (2, 4) else min(3, len(panels))
-    return draw_panels(title, panels, axis, "share of the tokens of a logged step", columns)
+            panels.append(Panel(f"{run.name}, {title}" if len(runs) > 1 else title, lines, None, UNIT))
+    title, up = f"{', '.join(run.name for run in runs)}: operators in training", "share of the tokens of a logged step"
+    return draw_panels(title, panels, OVER[over], up, columns=0)
 
 
 AGAINST = {"parameters": "trainable parameters", "flops": "counted FLOPs a token, forward"}
 
 
-@dataclass(frozen=True)
-class Size:
-    """An evaluation report on one line of a scaling picture."""
+def draw_scaling(sources: Sequence[str], against: str = "parameters") -> "Figure":
+    """Loss against size of `[LINE=]PATH`s, reports or runs with one."""
+    from chiar.evaluation.compare import differences, read_entry
+    from chiar.model.load import count_parameters, load_config
 
-    series: str
-    size: float
-    dense: bool
-    report: EvaluationReport
-
-
-def read_sizes(arguments: Sequence[str], against: str) -> list[Size]:
-    """From `[SERIES=]PATH`, a report or a run folder with one; without a name it is dense or CHIAR."""
     if against not in AGAINST:
         raise unknown_name("size", against, AGAINST)
-    found: list[Size] = []
-    for argument in arguments:
-        series, _, path = argument.rpartition("=") if not Path(argument).exists() else ("", "", argument)
+    reports, drawn = [], dict[str, Points]()
+    for source in sources:
+        series, _, path = ("", "", source) if Path(source).exists() else source.rpartition("=")
         report = read_entry(Path(path), path).report
         if report is None:
             raise InputError(f"{path} was not evaluated: chiar eval {path} --data CORPUS --json {path}/evaluation.json")
-        if not isinstance(report.scores, LanguageScores):
-            raise InputError(f"{path} is a report of a classifier: sizes are compared by the loss on running text.")
-        if found and (other := differences(report, found[0].report)):
-            raise InputError(f"{path} was evaluated with another {' and '.join(other)} than {arguments[0]}.")
+        reports.append(report)
+        other = ["kind than language"] if report.kind != "language" else differences(report, reports[0])
+        if other:
+            raise InputError(f"{path} does not compare with {sources[0]}: another {' and '.join(other)}.")
+        size = report.flops if against == "flops" else float(count_parameters(load_config(report.model)))
         dense = not report.routing.layers and math.isclose(report.flops, report.baseline_flops)
-        size = report.flops if against == "flops" else float(parameters(Path(path), report))
-        found.append(Size(series or ("dense" if dense else "CHIAR"), size, dense, report))
-    return found
-
-
-def parameters(path: Path, report: EvaluationReport) -> int:
-    """Of the run in the folder, or of the model the report is about."""
-    if (path / RUN).is_file():
-        return count_parameters(ChiarConfig.from_dict(told(RunFolder(path).read(), "config", str(path))))
-    try:
-        return count_parameters(load_config(report.model))
-    except InputError:
-        sentence = "so its parameters cannot be counted: name the run's folder, or take --against flops."
-        raise InputError(f"{path} is about {report.model}, which is not here, {sentence}") from None
-
-
-def draw_scaling(arguments: Sequence[str], against: str = "parameters") -> "Figure":
-    """Loss against size, and what each model loses to the mean of the dense ones that cost what it would without
-    routing. A line goes through the mean of each size; every report is a dot."""
-    sizes = read_sizes(arguments, against)
-    losses: list[Line] = []
-    gaps: list[Line] = []
-    for number, series in enumerate(dict.fromkeys(one.series for one in sizes)):
-        own, colour = [one for one in sizes if one.series == series], COLOURS[number % len(COLOURS)]
-        rivals = [dense_rivals(one, sizes) for one in own]
-        heights = [(one.size, one.report.scores.loss) for one in own]
-        lost = [(x, y - mean(dense)) for (x, y), dense in zip(heights, rivals, strict=True) if dense]
-        for lines, points in ((losses, heights), (gaps, lost)):
-            means = [(x, mean(y for place, y in points if place == x)) for x in sorted({x for x, _ in points})]
-            if points:
-                lines.append(Line(means, series, color=colour))
-                lines.append(Line(points, "", color=colour, marker="o", linestyle=""))
-    panels = [Panel("loss, nats per token", losses)]
-    if gaps:
-        panels.append(Panel("loss − that of the dense model of its shape, nats", gaps, (0.0, "no loss")))
-    first = sizes[0].report
-    names = ", ".join(dict.fromkeys(shorten(one.series, 24) for one in sizes))
-    title = f"{first.corpus} {first.split}, T = {first.length}: {names}"
-    return draw_panels(title, panels, AGAINST[against], sizes=True)
-
-
-def dense_rivals(one: Size, sizes: list[Size]) -> list[float]:
-    cost = one.report.baseline_flops
-    dense = [other.report for other in sizes if other.dense and math.isclose(other.report.flops, cost)]
-    return [] if one.dense else [report.scores.loss for report in dense]
+        drawn.setdefault(series or ("dense" if dense else "CHIAR"), []).append((size, report.scores.loss))
+    looks = zip(drawn.items(), cycle(COLOURS), strict=False)
+    lines = [Line(sorted(points), series, color=colour, marker="o") for (series, points), colour in looks]
+    title = f"{reports[0].corpus} {reports[0].split}, T = {reports[0].length}: {', '.join(drawn)}"
+    return draw_panels(title, [Panel("loss, nats per token", lines)], AGAINST[against], sizes=True, high=3.0)
 
 
 def draw_savings(
-    names: Sequence[str], length: int, fraction: float | None, keys: str | None, light_ffn: bool | None
-) -> "Figure":
+    names: Sequence[str], length: int = 256, fraction: float | None = None, keys: str | None = None,
+    light_ffn: bool | None = None,
+) -> "Figure":  # fmt: skip
     """Counted FLOPs saved against size, in all, in the layers and in attention; the paper's claims are marked."""
+    from chiar.model.load import count_parameters, load_config
     from chiar.routing.tables import PAPER_ATTENTION, PAPER_TOTAL, describe_fraction, savings_by_length
 
-    counted = []
-    for name in names:
-        config = load_config(name)
-        if not config.routed_layers:
-            raise InputError(f"{name} routes nothing, so there is nothing to save: name a CHIAR model.")
-        counted.append(
-            (float(count_parameters(config)), savings_by_length(config, [length], fraction, keys, light_ffn)[0])
-        )
-    counted.sort(key=lambda pair: pair[0])
-    parts: tuple[tuple[str, Callable[[Savings], float], str | None], ...] = (
-        ("all FLOPs saved, %", lambda saved: saved.total, PAPER_TOTAL),
-        ("FLOPs of the layers saved (no output projection), %", saved_in_layers, None),
-        ("attention of routed layers saved, %", lambda saved: saved.attention_in_routed_layers or 0.0, PAPER_ATTENTION),
-    )
-    costs = {"free": "a free DCT", "even_odd": "the DCT by halves", "gemm": "the DCT as a matrix"}
+    costs = {"free": "with a free DCT", "even_odd": "with the DCT by halves", "gemm": "with the DCT as a matrix"}
+    parts = {"all FLOPs": PAPER_TOTAL, "FLOPs of the layers": "", "attention of routed layers": PAPER_ATTENTION}
     panels = []
-    for title, share, paper in parts:
-        found = {cost: [(size, 100 * share(saved[cost])) for size, saved in counted] for cost in costs}
-        equal = len(set(map(tuple, found.values()))) == 1
-        named = {"whatever the DCT costs": found["free"]} if equal else {f"with {costs[c]}": found[c] for c in costs}
-        looks = zip(named.items(), COLOURS, DASHES, strict=False)
-        lines = [Line(points, name, color=colour, linestyle=dash, marker="o") for (name, points), colour, dash in looks]
-        level = None if paper is None else (float(paper.rstrip("%").split("–")[0]), f"the paper: {paper}")
-        panels.append(Panel(title, lines, level))
+    for title, paper in parts.items():
+        level = (float(paper.rstrip("%").split("–")[0]), f"the paper: {paper}") if paper else None
+        looks = zip(costs.values(), COLOURS, DASHES, strict=False)
+        lines = [Line([], name, color=colour, linestyle=dash, marker="o") for name, colour, dash in looks]
+        panels.append(Panel(f"{title} saved, %", lines, level))
+    for config in sorted((load_config(name) for name in names), key=count_parameters):
+        if not config.routed_layers:
+            raise InputError("a model that routes nothing has nothing to save: name CHIAR models.")
+        counted = savings_by_length(config, [length], fraction, keys, light_ffn)[0]
+        for number, saved in enumerate(counted[cost] for cost in costs):
+            chiar, baseline = (count.total - count.part("logits") for count in (saved.chiar, saved.baseline))
+            shares = saved.total, 1 - chiar / baseline, saved.attention_in_routed_layers or 0.0
+            for panel, share in zip(panels, shares, strict=True):
+                panel.lines[number].points.append((float(count_parameters(config)), 100 * share))
     ffn = "" if (config.light_ffn if light_ffn is None else light_ffn) else ", no light FFN"
     setting = f"T {length}, {describe_fraction(config, fraction)}, keys {keys or config.keys}{ffn}"
-    title = f"counted savings of {', '.join(names)}: {setting}"
-    return draw_panels(title, panels, "trainable parameters", sizes=True)
+    return draw_panels(f"counted savings of {', '.join(names)}: {setting}", panels, AGAINST["parameters"], sizes=True)
 
 
-def saved_in_layers(saved: Savings) -> float:
-    chiar, baseline = (count.total - count.part("logits") for count in (saved.chiar, saved.baseline))
-    return 1.0 - chiar / baseline
+def distance(layer: "LayerTrace", token: int) -> float | None:
+    """H − τ, from the nearest of several thresholds; None where the layer compares no entropy."""
+    if layer.entropy_BT is None or not layer.thresholds:
+        return None
+    return min((float(layer.entropy_BT[0, token]) - threshold for threshold in layer.thresholds), key=abs)
+
+
+@style()
+def draw_routing(trace: "RoutingTrace", pieces: list[str], heading: str, most: int = 32) -> "Figure":
+    """The first row of a batch: tokens across, `most` a line; layers down; the stronger, the farther H is from τ."""
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import Patch
+
+    shown = [piece.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅" for piece in pieces]
+    shown = [shorten(visible(piece, keep=""), 16) for piece in shown]
+    gaps = [[distance(layer, token) for token in range(len(pieces))] for layer in trace.layers]
+    farthest = max((abs(gap) for row in gaps for gap in row if gap), default=1.0)
+    rows: dict[str, list[Any]] = {}
+    for layer, row in zip(trace.layers, gaps, strict=True):
+        cut = "".join(f", τ {threshold:.3f}" for threshold in layer.thresholds or [])
+        cut += "" if layer.gate_BT is None else f", g {float(layer.gate_BT[0].mean()):.2f}"
+        chosen = [layer.operators[choice] for choice in layer.choice_BT[0].tolist()]
+        strengths = [0.5 if gap is None else abs(gap) / farthest for gap in row]
+        cells = [to_rgb(operator_colour(*cell)) for cell in zip(chosen, strengths, strict=True)]
+        empty = [(1.0, 1.0, 1.0)] * (-len(cells) % most if len(cells) > most else 0)
+        rows[f"layer {layer.index + 1}: f {trace.attention_fraction(layer.index):.2f}{cut}"] = cells + empty
+    lines, high = -(-len(pieces) // most), 0.2 * len(rows) + 0.12 * max(map(len, shown)) + 0.3
+    figure = new_figure(f"Routing of a text by {heading}", 10.0, high * lines + 0.8)
+    for line, (axes,) in enumerate(figure.subplots(lines, squeeze=False)):
+        part = slice(line * most, (line + 1) * most)
+        look: dict[str, Any] = {"rotation": 50, "ha": "left", "rotation_mode": "anchor", "family": "DejaVu Sans Mono"}
+        axes.imshow([cells[part] for cells in rows.values()], aspect="auto")
+        axes.set_xticks(range(len(shown[part])), shown[part], **look)
+        axes.set_yticks(range(len(rows)), list(rows), fontsize=8)
+        axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0)
+        axes.grid(False)
+    used = dict.fromkeys(name for layer in trace.layers for name in layer.operators)
+    patches = [Patch(color=operator_colour(name), label=NAMES.get(name, f"light: {name}")) for name in used]
+    patches.append(Patch(color="none", label="stronger: H farther from τ"))
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), handlelength=1)
+    return figure
+
+
+# By router, in the configuration's words; and where each operator's tokens lie.
+RULES = {"entropy": "spectral entropy H(x), cut at τ", "random": "hash of the {random_key}, f = {random_fraction:g}"}
+RULES |= {"learned": "linear map of x, {routing}", "static": "one operator a layer"}
+CUTS = {("entropy", 2): ("H ≤ τ", "H > τ"), ("entropy", 3): ("H ≤ τ_low", "τ_low < H ≤ τ_high", "H > τ_high")}
+
+
+@style()
+def draw_model(sources: Sequence[str], config: "ChiarConfig | None" = None) -> "Figure":
+    """The architecture: equal neighbouring layers, and layers that alternate, are drawn once."""
+    from chiar.model.load import load_config
+
+    config = config or load_config(sources[0])
+    norm, keys = config.norm.replace("norm", " norm"), f", keys {config.keys}" if config.routed_layers else ""
+    shape = f"D {config.hidden_size}, {config.num_hidden_layers} layers, {config.num_attention_heads} heads"
+    note = "learned positions added" if config.positions == "learned" else "RoPE turns queries and keys instead"
+    note += "; then RMS norm" if config.embedding_norm else ""
+    rows: list[tuple[str, list[Box]]] = [("", [("token embedding", note, PLAIN)])]
+    layers = [(kind, bool(config.meta_router) and n == 0) for n, kind in enumerate(config.layer_types or [])]
+    groups = [(layer, [n for n, _ in own]) for layer, own in groupby(enumerate(layers, 1), lambda pair: pair[1])]
+    if len(groups) > 6:
+        groups = [(one, [n for n, layer in enumerate(layers, 1) if layer == one]) for one in dict.fromkeys(layers)]
+    for (kind, gated), numbers in groups:
+        first, last, count = numbers[0], numbers[-1], len(numbers)
+        between = f"{first}–{last}" if last - first == count - 1 else f"{first}, {numbers[1]}, … {last}"
+        boxes = layer_rows(config, kind, gated)
+        names = [f"layer {first}" if count == 1 else f"layers {between} (×{count})"] + [""] * (len(boxes) - 1)
+        rows += zip(names, boxes, strict=True)
+    tied = "tied to the embedding" if config.tie_word_embeddings else "weights of its own"
+    rows.append(("output", [("final norm, output projection", tied, PLAIN)]))
+    figure = new_figure(Path(sources[0]).name, 8.6, 0.75 * len(rows) + 0.6)
+    axes = figure.add_subplot(xlim=(0, 1), ylim=(0.5 - len(rows), 0.5))
+    axes.set_title(f"{shape}, {config.norm_position}-{norm}{keys}", weight="normal")
+    axes.axis("off")
+    above: list[float] = []
+    for number, (name, row) in enumerate(rows):
+        centres = [0.6 + (place - (len(row) - 1) / 2) * 0.28 for place in range(len(row))]
+        axes.text(0, -number, name, weight="bold", va="center")
+        if name:
+            axes.axhline(0.5 - number, color="#bbbbbb", linewidth=0.8, linestyle=DASHES[2])
+        for x, (label, note, colour) in zip(centres, row, strict=True):
+            box = {"boxstyle": "round,pad=0.5", "facecolor": (colour, 0.22), "edgecolor": colour, "linewidth": 1.5}
+            axes.text(x, -number, f"{label}\n{note}", ha="center", va="center", bbox=box)
+            for before in above:
+                arrow = {"arrowstyle": "-|>", "color": "#444444", "shrinkA": 0, "shrinkB": 0, "mutation_scale": 9}
+                axes.annotate("", (x, 0.31 - number), (before, 0.69 - number), arrowprops=arrow)
+        above = centres
+    return figure
+
+
+def layer_rows(config: "ChiarConfig", kind: str, gated: bool) -> list[list[Box]]:
+    """A layer from above, operators side by side."""
+    routed, operators = kind == "routed", list(config.operators or []) if kind == "routed" else [kind]
+    cuts = CUTS.get((config.router or "", len(operators)), ("",) * len(operators)) if routed else ("",)
+    rows: list[list[Box]] = []
+    if gated:
+        rows.append([("MetaRouter", f"g = σ(w·x̄ + b), x̄ the mean ({config.gate_pool})", GATE)])
+    if config.temporal_everywhere:
+        note = f"every token, over the last {config.temporal_window}"
+        rows.append([("temporal filter", note, operator_colour("temporal"))])
+    if routed:
+        rule = RULES.get(config.router or "", "a router of your own").format(**config.to_dict())
+        rows.append([(f"{config.router} router", rule, ROUTER)])
+    side: list[Box] = []
+    for operator, cut in zip(operators, cuts, strict=True):
+        shade, _, name = NAMES.get(operator, f"light: {operator}").partition(": ")
+        side.append((name, f"{shade}: {cut}" if cut else shade, operator_colour(operator)))
+    hidden = "4D" if config.intermediate_size == 4 * config.hidden_size else str(config.intermediate_size)
+    skipped = "; light tokens skip it" if routed and not config.light_ffn else ""
+    rows += [side, [("feed-forward", f"D → {hidden} → D, GELU{skipped}", PLAIN)]]
+    return rows + ([[("MetaRouter", "g × the layer + (1 − g) × its input", GATE)]] if gated else [])
+
+
+def draw_routes(sources: Sequence[str], prompt: str = "", tokenizer: Path | None = None, seed: int = 0) -> "Figure":
+    from chiar.routing.tables import route_text
+
+    if not prompt:
+        raise InputError("routing shows the routes of a text: give it with --prompt.")
+    routed = route_text(sources[0], prompt, tokenizer, seed)
+    return draw_routing(routed.trace, routed.pieces, routed.heading)
+
+
+# What is drawn from what, by which function, and the options it takes.
+KINDS: "dict[str, tuple[str, Callable[..., Figure], tuple[str, ...]]]" = {
+    "curves": ("training runs: losses, learning rate, f by layer, g", draw_curves, ("data", "over")),
+    "gate": ("training runs: the MetaRouter's g over steps, and its histogram", draw_gate, ()),
+    "operators": ("training runs: each operator's share of tokens by layer", draw_operators, ("over",)),
+    "scaling": ("[LINE=]reports, or runs with one: loss against size", draw_scaling, ("against",)),
+    "savings": ("models: counted FLOPs saved, by size", draw_savings, ("length", "fraction", "keys", "light_ffn")),
+    "pareto": ("a study's folder or results.json: loss against FLOPs and step time", draw_study, ()),
+    "model": ("a preset or model folder: its architecture", draw_model, ()),
+    "routing": ("a model: the route of each token of a text", draw_routes, ("prompt", "tokenizer", "seed")),
+}
+SINGLE = ("pareto", "model", "routing")
+
+
+def plot(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="|".join(KINDS))],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="New .svg, .png or .pdf file.")],
+    sources: Annotated[list[str] | None, typer.Argument(metavar="[SOURCE...]", help="What is drawn.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    data: Annotated[Path | None, typer.Option(metavar="CORPUS", help="curves: mark its unigram entropy.")] = None,
+    over: Annotated[str | None, typer.Option(metavar="|".join(OVER), help="curves, operators: across.")] = None,
+    against: Annotated[str | None, typer.Option(metavar="|".join(AGAINST), help="scaling: the size.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="savings: sequence length T, 256.")] = None,
+    fraction: Annotated[float | None, typer.Option(help="savings: f; the model's own, or ½.")] = None,
+    keys: Annotated[str | None, typer.Option(metavar="all|routed", help="savings: keys; as the model.")] = None,
+    light_ffn: Annotated[bool | None, typer.Option(help="savings: whether light tokens run the FFN.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="routing: the text.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="routing: tokenizer folder, if the model has none.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="routing: of a preset's weights.")] = None,
+) -> None:
+    options = {"data": data, "over": over, "against": against, "length": length, "fraction": fraction, "keys": keys}
+    options |= {"light_ffn": light_ffn, "prompt": prompt, "tokenizer": tokenizer, "seed": seed}
+    given = {name: value for name, value in options.items() if value is not None}
+    if kind not in KINDS:
+        raise unknown_name("kind of picture", kind, KINDS)
+    what, draw, taken = KINDS[kind]
+    sources = sources or (["v3-16m", "v3-400m", "v3-1b"] if kind == "savings" else [])
+    for name in given.keys() - set(taken):
+        raise InputError(f"--{name.replace('_', '-')} says nothing about {kind}: leave it out.")
+    if not sources or (kind in SINGLE and len(sources) > 1):
+        wrong = f"{kind} draws one thing, got {len(sources)}" if sources else "name what to draw"
+        raise InputError(f"{wrong}: it is drawn from {what}.")
+    check_picture(out, overwrite)
+    save(draw(sources, **given), out, overwrite)
+    typer.echo(f"wrote {out}")
+
+
+SENTENCES = [f"{name}: {what}." for name, (what, *_) in KINDS.items()]
+plot.__doc__ = "\n\n".join(["Draw recorded runs, reports, studies and models.", *SENTENCES])
