@@ -43,7 +43,9 @@ def test_commands_and_examples_run_in_the_order_shown(page):
 
 
 def test_the_file_map_is_complete():
-    listed = set(re.findall(r"^(?:src/chiar/)?([\w/]+\.py|\w+/)\s", README, re.MULTILINE))
+    map_of_files = README.split("## File map")[1].split("```")[1]
+    heads = [re.split(r"\s{2,}", line)[0] for line in map_of_files.split("src/chiar/\n")[1].splitlines()]
+    listed = {name for head in heads for name in head.split() if not (ROOT / name).is_dir() or name.startswith("src")}
     source = ROOT / "src" / "chiar"
     present = {p.name for p in source.glob("*.py")} | {f"{p.parent.name}/" for p in source.glob("*/__init__.py")}
     assert present - {"__init__.py", "__main__.py"} <= listed, "README's file map misses files"
@@ -64,7 +66,7 @@ def test_links_lead_somewhere(document):
 def test_files_named_in_the_architecture_table_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = re.findall(r"`(src/chiar/[\w/]+\.py)`, `(\w+)`", text)
-    assert len(named) > 15
+    assert len(named) > 12
     for path, symbol in named:
         assert re.search(rf"^(class|def) {symbol}\b|^    def {symbol}\b", (ROOT / path).read_text(), re.MULTILINE), (
             symbol

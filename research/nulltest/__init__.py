@@ -8,9 +8,10 @@ from scipy import stats
 
 from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus
+from chiar.data.tokenizers import check_tokenizer
 from chiar.errors import InputError
 from chiar.evaluation.harness import choose_device, describe_device
-from chiar.model.load import check_tokenizer, load_config, load_model, resolve_model
+from chiar.model.load import load_config, load_model, resolve_model
 from research.nulltest import measures
 from research.nulltest.report import BINS, ClassMean, Contrast, LayerNull, NullTest, Signal, Worth
 from research.nulltest.sample import LIGHT, Flip, LayerSample, Rows, collect, flip_routes

@@ -26,7 +26,7 @@ def test_a_cell_is_the_ratio_of_both_times(capsys, mode):
 
 @pytest.mark.parametrize("part", ["decode", "loss", "filter"])
 def test_kernels_are_compared_and_timed(part, capsys):
-    script = runpy.run_path(str(BENCHMARKS / "gpu" / "kernels.py"))
+    script = runpy.run_path(str(BENCHMARKS / "gpu" / "operations.py"))
     assert script["main"]([part, "--device", "cpu", "--small", "--repeats", "1"]) == 0
     found = capsys.readouterr().out
     assert "ok  " in found and "FAIL" not in found and re.search(r"[\d.]+ ms, ", found)

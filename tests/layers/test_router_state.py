@@ -103,7 +103,7 @@ def test_thresholds_cannot_be_set_or_calibrated():
     model.model.set_thresholds(None)  # what a run without thresholds of its own restores
     with pytest.raises(InputError, match=r"target_fraction=0\.3 finds the thresholds"):
         model.model.set_thresholds(0.9)
-    with pytest.raises(InputError, match="only a model without it is calibrated"):
+    with pytest.raises(InputError, match="it is not calibrated"):
         calibrate(model, [{"input_ids": token_ids()}])
     assert random_model(small_config()).model.router_state is None, "others have no state"
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chiar.config import ChiarConfig
 from chiar.errors import InputError, first_line, unknown_name
+
+if TYPE_CHECKING:
+    from chiar.config import ChiarConfig
 
 END_OF_TEXT = "<|endoftext|>"
 KINDS = ("gpt2", "bpe", "bytes")
@@ -214,13 +216,12 @@ class TokenizerChoice:
         return opened
 
 
-def check_tokenizer(folder: str, config: ChiarConfig, corpus: Any) -> list[str]:
+def check_tokenizer(folder: str, config: "ChiarConfig", corpus: Any) -> list[str]:
     """InputError where the corpus was not prepared for this model; a remark where that cannot be told."""
     made = f"{corpus.folder} has a vocabulary of {corpus.vocab_size}"
     if corpus.vocab_size > config.vocab_size:
-        raise InputError(
-            f"{made}, more than the {config.vocab_size} of {folder}: prepare it with the model's tokenizer."
-        )
+        room = f"more than the {config.vocab_size} entries of {folder}"
+        raise InputError(f"{made}, {room}: prepare the corpus with the model's tokenizer.")
     if not Path(folder).is_dir():
         return [f"{folder} is a preset with random weights."]
     places = [place for place in (Path(folder), Path(folder) / "tokenizer") if (place / "tokenizer.json").is_file()]

@@ -69,6 +69,8 @@ def train(
     if thresholds is not None:
         from chiar.routing.calibration import read_thresholds
 
+        if "thresholds" in changes:
+            raise InputError("--thresholds and --set thresholds say the same thing twice: give one of them.")
         changes["thresholds"] = read_thresholds(thresholds, config)
         config = configuration(model, changes, Path(settings.data[0]))
     run(config, settings, launch)
