@@ -9,7 +9,7 @@ from chiar.errors import InputError, unknown_name
 if TYPE_CHECKING:
     from chiar.config import ChiarConfig
 
-LIGHT_LAYERS = ("spectral", "temporal")
+LIGHT_LAYERS = tuple(name for name, kind in registry.OPERATORS.items() if kind.is_layer and kind.light)
 LAYER_TYPES = (*LIGHT_LAYERS, "routed", "attention")
 CHOICES = {
     "routing": ("threshold", "hard", "soft"),

@@ -31,14 +31,10 @@ PARTS = ("router", "spectral", "temporal", "rbf", "projections", "scores", "ffn"
 class Work:
     """What an operator of one layer has to do, per token of the text."""
 
-    share: float
-    """Share of tokens it runs on."""
-    key_share: float
-    """Share of tokens that give it keys."""
-    pairs: float
-    """(query, key) pairs."""
-    transform: float
-    """FLOPs of one transform of a token to the basis or back."""
+    share: float  # of tokens it runs on
+    key_share: float  # of tokens that give it keys
+    pairs: float  # of queries and keys
+    transform: float  # FLOPs of one transform of a token to the basis or back
 
 
 @dataclass(frozen=True)
@@ -46,13 +42,10 @@ class RouterKind:
     build: "str | Callable[[ChiarConfig, int], Any]"
     """From configuration and layer number to a module that returns a `Route`; or module:class with a `build`."""
     reads_entropy: bool = False
-    reads_state: bool = False
-    """Whether it reads more of x than its shape."""
-    has_gradient: bool = False
-    """Whether what an operator's output is multiplied by depends on a score, not on the choice alone."""
+    reads_state: bool = False  # more of x than its shape
+    has_gradient: bool = False  # the weight of the chosen operator depends on a score
     routings: tuple[str, ...] = ("threshold",)
-    flops: "Callable[[ChiarConfig], float] | None" = None
-    """Of one token in one layer."""
+    flops: "Callable[[ChiarConfig], float] | None" = None  # of one token in one layer
 
     def make(self, config: "ChiarConfig", layer: int) -> Any:
         if isinstance(self.build, str):
@@ -71,12 +64,9 @@ class RouterKind:
 class OperatorKind:
     build: "str | Callable[[ChiarConfig], Any]"
     """From the configuration to a module that maps (…, D) to (…, D); or module:class of an `Operator`."""
-    light: bool = True
-    """Whether it takes the tokens that need no attention: the first operator of a routed layer."""
-    is_layer: bool = False
-    """Whether a whole layer may consist of it: its name is a layer type."""
-    flops: "Callable[[ChiarConfig], float] | None" = None
-    """Of one token."""
+    light: bool = True  # takes the tokens that need no attention: the first operator of a routed layer
+    is_layer: bool = False  # a whole layer may consist of it: its name is a layer type
+    flops: "Callable[[ChiarConfig], float] | None" = None  # of one token
 
     def make(self, name: str, config: "ChiarConfig") -> Any:
         if isinstance(self.build, str):
