@@ -20,13 +20,11 @@ from chiar.data.tokenizers import Tokenizer, TokenizerChoice
 BPE = TokenizerChoice("bpe", vocab_size=300)
 
 
-class Notes(Display):
-    def __init__(self):
-        super().__init__()
-        self.sentences = []
-
-    def note(self, sentence):
-        self.sentences.append(sentence)
+def noted():
+    """A display, and the sentences it was given."""
+    display, sentences = Display(), []
+    display.note = sentences.append
+    return display, sentences
 
 
 @pytest.fixture
@@ -56,18 +54,14 @@ def test_any_run_gives_the_same_bytes(tmp_path, source, choice, monkeypatch):
 
 def test_wikitext_counts_are_those_of_the_literature_and_compression_changes_nothing(tmp_path):
     """Words and newlines of the file, each newline an <eos> there."""
-    wikitext_folder(tmp_path / "plain")
-    corpus = prepare(WikiText([tmp_path / "plain"], "wikitext-103"), tmp_path / "out", BPE)
-    (tmp_path / "packed").mkdir()
-    for name in corpus.splits:
-        path = tmp_path / "plain" / f"wiki.{name}.tokens"
-        (tmp_path / "packed" / f"{path.name}.xz").write_bytes(lzma.compress(path.read_bytes()))
-        text, split = path.read_text(), corpus.split(name)
+    wikitext_folder(tmp_path / "files")
+    corpus = prepare(WikiText([tmp_path / "files"], "wikitext-103"), tmp_path / "out", BPE)
+    for path in list((tmp_path / "files").iterdir()):
+        text, split = path.read_text(), corpus.split(path.name.split(".")[1])
         assert (split.words, split.lines, split.bytes) == (len(text.split()), text.count("\n"), len(text.encode()))
-        stored = [corpus.tokenizer().decode(split.document(n)) for n in range(split.documents)]
-        assert "".join(stored) == text
-        assert all(split.read(int(end) - 1, 1)[0] == corpus.end_of_text for end in split.offsets[1:])
-    packed = prepare(WikiText([tmp_path / "packed"], "wikitext-103"), tmp_path / "other", BPE)
+        path.with_name(f"{path.name}.xz").write_bytes(lzma.compress(path.read_bytes()))
+        path.unlink()
+    packed = prepare(WikiText([tmp_path / "files"], "wikitext-103"), tmp_path / "other", BPE)
     assert packed.fingerprint == corpus.fingerprint
 
 
@@ -108,63 +102,47 @@ def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypat
     for path in (partial / "train.documents.part", max(partial.glob("train.*.bin"))):
         with path.open("ab") as handle:
             handle.write(b"half a number")
-    encoded, encode_batch, notes = [], Tokenizer.encode_batch, Notes()
-    monkeypatch.setattr(Tokenizer, "encode_batch", lambda *a: encoded.extend(a[1]) or encode_batch(*a))
-    prepare(Interrupted(), tmp_path / "out", choice, shard_tokens=700, display=notes)
-    assert len(encoded) == 105 + 200
-    assert notes.sentences == ["going on with the unfinished out."]
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    assert not partial.exists()
-
-
-@pytest.mark.usefixtures("small_batches")
-def test_other_inputs_begin_anew(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        prepare(Interrupted(95), tmp_path / "out", BYTES, shard_tokens=700)
-    notes = Notes()
-    prepare(Interrupted(), tmp_path / "out", BYTES, shard_tokens=800, display=notes)
-    assert "begun anew" in notes.sentences[0]
-    prepare(Interrupted(), tmp_path / "whole", BYTES, shard_tokens=800)
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+        prepare(Interrupted(95), tmp_path / "other", choice, shard_tokens=800)
+    encoded, encode_batch, (display, sentences) = [], Tokenizer.encode_batch, noted()
+    monkeypatch.setattr(Tokenizer, "encode_batch", lambda *a: encoded.extend(a[1]) or encode_batch(*a))
+    prepare(Interrupted(), tmp_path / "out", choice, shard_tokens=700, display=display)
+    assert len(encoded) == 105 + 200
+    prepare(Interrupted(), tmp_path / "other", choice, shard_tokens=700, display=display)
+    assert sentences[0] == "going on with the unfinished out."
+    assert "from other inputs or options was there; it is begun anew" in sentences[1]
+    assert tree(tmp_path / "out") == tree(tmp_path / "other") == tree(tmp_path / "whole")
+    assert not partial.exists()
 
 
 SLOW = """
 import sys, time
 from pathlib import Path
-from chiar.data import prepare
-from chiar.data.corpora import Text
-from chiar.data.tokenizers import TokenizerChoice
+from chiar.data import corpora, prepare, tokenizers
 
-if __name__ == "__main__":
-    prepare.CHECKPOINT_SECONDS = 0.0
-    display = prepare.Display()
-    display.at = lambda *_: time.sleep(0.002)
-    folder = Path(sys.argv[1])
-    source = Text([folder / "notes.txt"], fractions=(0.8, 0.1, 0.1))
-    choice = TokenizerChoice("bpe", vocab_size=300)
-    prepare.prepare(source, folder / "out", choice, shard_tokens=1000, display=display)
+folder, display, prepare.CHECKPOINT_SECONDS = Path(sys.argv[1]), prepare.Display(), 0.0
+display.at = lambda *_: time.sleep(0.002)
+source, choice = corpora.Text([folder / "notes.txt"]), tokenizers.TokenizerChoice("bpe", vocab_size=300)
+prepare.prepare(source, folder / "out", choice, shard_tokens=1000, display=display)
 """
 
 
 def test_kill_9_and_resume(tmp_path):
     text_file(tmp_path / "notes.txt", documents=800)
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW)
     progress = tmp_path / ".out.partial" / "train.progress.json"
-    for documents in (100, 400):
-        process = subprocess.Popen([sys.executable, script, tmp_path], stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (
-            progress.is_file() and json.loads(progress.read_text())["counts"][0] >= documents
-        ):
+    for least in (100, 400):
+        process = subprocess.Popen([sys.executable, "-c", SLOW, tmp_path], stderr=subprocess.DEVNULL)
+        while process.poll() is None:
+            if progress.is_file() and json.loads(progress.read_text())["counts"][0] >= least:
+                break
             time.sleep(0.005)
         assert process.poll() is None, "it ended before it could be killed"
         process.kill()
         process.wait()
         assert not (tmp_path / "out").exists()
-    notes = Notes()
-    source = Text([tmp_path / "notes.txt"], fractions=(0.8, 0.1, 0.1))
-    prepare(source, tmp_path / "out", BPE, shard_tokens=1000, display=notes)
-    assert notes.sentences == ["going on with the unfinished out."]
+    source, (display, sentences) = Text([tmp_path / "notes.txt"]), noted()
+    prepare(source, tmp_path / "out", BPE, shard_tokens=1000, display=display)
+    assert sentences == ["going on with the unfinished out."]
     prepare(source, tmp_path / "whole", BPE, shard_tokens=1000)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
