@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from corpora import BYTES, refused, text_file
+from corpora import BYTES, all_refused, refused, text_file
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,31 +123,23 @@ def test_manifests_that_cannot_be_used(copy, tmp_path):
     path = copy / "manifest.json"
     right = json.loads(path.read_text())
     outside = json.loads(path.read_text().replace("valid.000.bin", "../outside.bin"))["splits"]
-    for changes, message in [
-        ({"splits": outside}, "lies outside its folder"),
-        ({"splits": {"train": {}}}, "incomplete"),
-        ({"format": "chiar-corpus/9"}, "'chiar-corpus/9', expected 'chiar-corpus/1'"),
-    ]:
-        manifest = right | changes
-        path.write_text(json.dumps(manifest | {"fingerprint": fingerprint(manifest)}))
-        with refused(message):
-            Corpus.open(copy)
-    for text, message in [(json.dumps(right | {"name": "other"}), "changed after the preparation"), ("{", "damaged")]:
-        path.write_text(text)
-        with refused(message):
-            Corpus.open(copy)
+    cases = {json.dumps(right | {"name": "other"}): "changed after the preparation", "{": "damaged"}
+    changes = {"lies outside its folder": {"splits": outside}, "incomplete": {"splits": {"train": {}}}}
+    changes["'chiar-corpus/9', expected 'chiar-corpus/1'"] = {"format": "chiar-corpus/9"}
+    for message, change in changes.items():
+        manifest = right | change
+        cases[json.dumps(manifest | {"fingerprint": fingerprint(manifest)})] = message
+    all_refused(lambda: Corpus.open(copy), path, cases)
     for folder, message in [(tmp_path, "not a prepared corpus"), (tmp_path / "nowhere", "there is no folder")]:
         with refused(message):
             Corpus.open(folder)
 
 
 def test_arrays_are_never_unpickled(copy):
-    np.save(copy / "valid.documents.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    with refused(r"not a readable \.npy"):
-        _ = Corpus.open(copy).split("valid").offsets
-    np.save(copy / "valid.documents.npy", np.zeros(3))
-    with refused("whole numbers"):
-        _ = Corpus.open(copy).split("valid").offsets
+    for array, message in [(np.array([{"a": 1}]), r"not a readable \.npy"), (np.zeros(3), "whole numbers")]:
+        np.save(copy / "valid.documents.npy", array, allow_pickle=True)
+        with refused(message):
+            _ = Corpus.open(copy).split("valid").offsets
 
 
 def test_corpora_of_different_tokenizers_do_not_mix(corpus, tmp_path):
