@@ -16,14 +16,8 @@ from chiar.data.listops import GeneratedListOps, ListOpsFiles, evaluate, generat
 DEEP = "( ( ( ( ( ( [SM ( ( ( ( ( [MIN ( ( ( ( ( ( [MIN 5 ) ( ( ( ( [SM 5 ) 4 ) 1 ) ] ) ) 0 ) 4 ) 9 ) ] ) ) 8 ) 7 ) "
 DEEP += "6 ) ] ) ) 1 ) 1 ) 7 ) 3 ) ] )"
 PUBLISHED = [(0, "( ( ( ( ( [SM 6 ) 5 ) 9 ) 0 ) ] )"), (0, "( ( ( ( ( [MIN 6 ) 3 ) 5 ) 0 ) ] )"), (2, DEEP)]
-EVALUATED = {
-    "7": 7,
-    "[MAX 2 9 [MIN 4 7 ] 0 ]": 9,
-    "[MED 1 9 5 ]": 5,
-    "[SM 9 9 9 ]": 7,
-    "[SM [MED 0 1 ] [MAX 7 8 ] ]": 8,
-}
-EVALUATED |= {"[MED 1 2 ]": 1, "[MED 3 8 9 0 ]": 5}  # means, rounded down
+EVALUATED = {"7": 7, "[MAX 2 9 [MIN 4 7 ] 0 ]": 9, "[MED 1 9 5 ]": 5, "[SM 9 9 9 ]": 7}
+EVALUATED |= {"[SM [MED 0 1 ] [MAX 7 8 ] ]": 8, "[MED 1 2 ]": 1, "[MED 3 8 9 0 ]": 5}  # means, rounded down
 MALFORMED = {"": "0 expressions", "1 2": "2 expressions", "[MAX 1": "never closed", "1 ]": "closes nothing"}
 MALFORMED |= {"[MAX ]": "no arguments", "[AVG 1 2 ]": "'\\[AVG' is neither", "[MAX 10 ]": "'10' is neither"}
 

@@ -193,8 +193,7 @@ def test_refusals_leave_nothing_behind(tmp_path, source):
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     empty, binary = (Text([tmp_path / name], fractions=WHOLE) for name in ("empty.txt", "binary.txt"))
-    full = tmp_path / "full"
-    prepare(source, full, BYTES)
+    prepare(source, full := tmp_path / "full", BYTES)
     wikitext_folder(tmp_path / "wiki")
     (tmp_path / "wiki" / "wiki.train.tokens").unlink()
     for folder, ids in (("ids", [299, 300]), ("none", [])):
@@ -202,22 +201,20 @@ def test_refusals_leave_nothing_behind(tmp_path, source):
         np.array(ids, "<u2").tofile(tmp_path / folder / "train.u16")
     ids, none = TokensFile([tmp_path / "ids"]), TokensFile([tmp_path / "none"])
     before = tree(tmp_path)
-    for message, what, choice, options in [
-        ("is empty", empty, BYTES, {}),
-        ("its valid split has no text: give more", Text([tmp_path / "short.txt"]), BYTES, {}),
-        ("is it binary", binary, BYTES, {}),
-        ("--shard-tokens", source, BYTES, {"shard_tokens": 0}),
-        ("at least 257", source, TokenizerChoice(vocab_size=100), {}),
-        ("exists already", source, BYTES, {"out": full}),
-        ("exists already", source, BYTES, {"out": tmp_path / "short.txt"}),
-        ("leave them out", source, TokenizerChoice("bpe", like=full), {}),
-        ("leave them out", source, TokenizerChoice(vocab_size=300, like=full), {}),
-        ("no train split to train a BPE on", WikiText([tmp_path / "wiki"], "wikitext-2"), TokenizerChoice(), {}),
-        ("tokenised already", ids, TokenizerChoice(), {}),
-        ("holds id 300, outside the 257 entries", ids, BYTES, {}),
-        ("is empty", none, BYTES, {}),
-    ]:
+    new = tmp_path / "out"
+    cases = [("is empty", empty, new, BYTES), ("is empty", none, new, BYTES), ("is it binary", binary, new, BYTES)]
+    cases += [("its valid split has no text: give more", Text([tmp_path / "short.txt"]), new, BYTES)]
+    cases += [("exists already", source, there, BYTES) for there in (full, tmp_path / "short.txt")]
+    cases += [("--shard-tokens", source, new, BYTES, 0), ("at least 257", source, new, TokenizerChoice(vocab_size=100))]
+    other = (TokenizerChoice("bpe", like=full), TokenizerChoice(vocab_size=300, like=full))
+    cases += [("leave them out", source, new, choice) for choice in other]
+    cases += [("no train split", WikiText([tmp_path / "wiki"], "wikitext-2"), new, TokenizerChoice())]
+    cases += [
+        ("tokenised already", ids, new, TokenizerChoice()),
+        ("holds id 300, outside the 257 entries", ids, new, BYTES),
+    ]
+    for message, *arguments in cases:
         with refused(message):
-            prepare(what, options.pop("out", tmp_path / "out"), choice, **options)
+            prepare(*arguments)
         assert tree(tmp_path) == before
         assert not list(tmp_path.glob(".*"))
