@@ -148,13 +148,13 @@ def test_kill_9_and_resume(tmp_path):
 
 
 def test_two_preparations_of_one_corpus_do_not_meet(tmp_path, source):
-    class Second(Display):
-        def at(self, *_):
-            with refused("another process is preparing"):
-                prepare(source, tmp_path / "out", BYTES)
+    def second(*_):
+        with refused("another process is preparing"):
+            prepare(source, tmp_path / "out", BYTES)
 
     (tmp_path / "out").mkdir()  # an empty folder may be the target
-    prepare(source, tmp_path / "out", BYTES, display=Second())
+    (display := Display()).at = second
+    prepare(source, tmp_path / "out", BYTES, display=display)
     Corpus.open(tmp_path / "out", verify=True)
 
 
@@ -208,11 +208,9 @@ def test_refusals_leave_nothing_behind(tmp_path, source):
     cases += [("--shard-tokens", source, new, BYTES, 0), ("at least 257", source, new, TokenizerChoice(vocab_size=100))]
     other = (TokenizerChoice("bpe", like=full), TokenizerChoice(vocab_size=300, like=full))
     cases += [("leave them out", source, new, choice) for choice in other]
-    cases += [("no train split", WikiText([tmp_path / "wiki"], "wikitext-2"), new, TokenizerChoice())]
-    cases += [
-        ("tokenised already", ids, new, TokenizerChoice()),
-        ("holds id 300, outside the 257 entries", ids, new, BYTES),
-    ]
+    wiki = WikiText([tmp_path / "wiki"], "wikitext-2")
+    cases += [("no train split", wiki, new, TokenizerChoice()), ("tokenised already", ids, new, TokenizerChoice())]
+    cases += [("holds id 300, outside the 257 entries", ids, new, BYTES)]
     for message, *arguments in cases:
         with refused(message):
             prepare(*arguments)

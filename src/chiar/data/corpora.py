@@ -246,8 +246,7 @@ class Labelled(Table):
     def read_file(self, path: Path) -> Iterator[Document]:
         if path.suffix != ".txt":
             return super().read_file(path)
-        text = "".join(read_lines(path))
-        if not text.strip():
+        if not (text := "".join(read_lines(path))).strip():
             raise InputError(f"{path} is empty.")
         return iter([Document(text, self.labels.index(path.parent.name))])
 
@@ -283,16 +282,14 @@ class Text(Source):
 
     def read_file(self, path: Path) -> Iterator[Document]:
         fields = plain_name(path).endswith((".parquet", ".jsonl", ".ndjson"))
-        texts = self._fields(path) if fields else self._plain(path)
-        return (Document(text) for text in texts if text.strip())
+        return (Document(text) for text in (self._fields if fields else self._plain)(path) if text.strip())
 
     def _plain(self, path: Path) -> Iterator[str]:
         """Paragraphs end at blank lines, which are left out, so that memory holds one paragraph at a time."""
         text: list[str] = []
         for line in read_lines(path):
             blank = self.unit == "paragraphs" and line.isspace()
-            if not blank:
-                text.append(line)
+            text += [] if blank else [line]
             if blank or self.unit == "lines":
                 yield "".join(text)
                 text.clear()
@@ -351,9 +348,8 @@ class Stdlib(Source):
     def read(self, given: str) -> Iterator[Document]:
         return map(Document, self._texts)
 
-    @cached_property
+    @cached_property  # a few MB, and parsing takes seconds for each of the three splits
     def _texts(self) -> list[str]:
-        """Kept: a few MB, and parsing takes seconds for each of the three splits."""
         texts: list[str] = []
         seen: set[str] = set()
         for path in self.files:

@@ -83,7 +83,6 @@ class Split:
         return None if entry is None else map_npy(self._folder / entry["file"], self.documents)
 
     def document(self, index: int) -> np.ndarray:
-        """A document's ids, with its end of text where there is one."""
         if not 0 <= index < self.documents:
             raise IndexError(f"document {index} of split {self.name!r}, which has {self.documents}")
         start, stop = self.offsets[index : index + 2].tolist()

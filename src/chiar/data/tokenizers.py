@@ -76,7 +76,6 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def describe(self) -> dict[str, Any]:
-        """The tokenizer's entry in a manifest."""
         return {name: getattr(self, name) for name in ("kind", "fingerprint", "vocab_size", "end_of_text")}
 
     def save(self, folder: Path) -> None:
@@ -147,8 +146,7 @@ class Tokenizer:
 
     @classmethod
     def of_bytes(cls) -> "Tokenizer":
-        """257 entries: ids are byte values, 256 is the end of text."""
-        return cls("bytes", CHARACTER_OF_BYTE.values(), ())
+        return cls("bytes", CHARACTER_OF_BYTE.values(), ())  # ids are byte values, 256 is the end of text
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
