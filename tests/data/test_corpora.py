@@ -180,13 +180,10 @@ def test_parquet(tmp_path, monkeypatch):
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1")
     with monkeypatch.context() as without:
-        without.setitem(sys.modules, "pyarrow", None)
         without.setitem(sys.modules, "pyarrow.parquet", None)
         with refused("pip install 'chiar\\[parquet\\]'"):
             texts(Text([path]))
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     with refused("not a readable parquet file"):
         texts(Text([path]))
     parquet.write_table(pyarrow.table({"text": [f"row {n}" for n in range(3000)], "other": range(3000)}), path)

@@ -128,9 +128,7 @@ def test_manifests_that_cannot_be_used(copy, tmp_path):
     for folder, message in [(tmp_path, "not a prepared corpus"), (tmp_path / "nowhere", "there is no folder")]:
         with refused(message):
             Corpus.open(folder)
-
-
-def test_arrays_are_never_unpickled(copy):
+    path.write_text(json.dumps(right))  # nor are arrays ever unpickled
     for array, message in [(np.array([{"a": 1}]), r"not a readable \.npy"), (np.zeros(3), "whole numbers")]:
         np.save(copy / "valid.documents.npy", array, allow_pickle=True)
         with refused(message):
@@ -138,8 +136,6 @@ def test_arrays_are_never_unpickled(copy):
 
 
 def test_corpora_of_different_tokenizers_do_not_mix(corpus, tmp_path):
-    source = Text([corpus.folder.parent / "notes.txt"])
-    other = prepare(source, tmp_path / "other", TokenizerChoice("bpe", vocab_size=280))
+    source, choice = Text([corpus.folder.parent / "notes.txt"]), TokenizerChoice("bpe", vocab_size=280)
     with refused("different tokenizers"):
-        corpus.require_same_tokenizer(other)
-    other.require_same_tokenizer(prepare(source, tmp_path / "same", TokenizerChoice(like=tmp_path / "other")))
+        corpus.require_same_tokenizer(prepare(source, tmp_path / "other", choice))

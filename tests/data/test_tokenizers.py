@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import huggingface_hub
 import numpy as np
@@ -63,8 +64,7 @@ def test_auto_tokenizer_agrees_and_decoding_returns_the_text(pairs, kind, text):
     tokenizer, auto, _ = pairs[kind]
     (ids,) = tokenizer.encode_batch([text])
     assert ids.tolist() == auto(text, add_special_tokens=False)["input_ids"] == auto(text)["input_ids"]
-    assert tokenizer.decode(ids) == text
-    assert auto.decode(ids.tolist()) == text
+    assert tokenizer.decode(ids) == auto.decode(ids.tolist()) == text
     assert tokenizer.end_of_text not in ids
     assert auto.decode([tokenizer.end_of_text]) == END_OF_TEXT
 
@@ -96,12 +96,8 @@ def test_gpt2_from_any_of_its_files(tmp_path, pairs, monkeypatch):
     assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.end_of_text) == ("gpt2", 50_257, 50_256)
     assert Tokenizer.open(folder).fingerprint == tokenizer.fingerprint
     assert Tokenizer.open(gpt2_folder(tmp_path, ("encoder.json", "vocab.bpe"))).fingerprint == tokenizer.fingerprint
-    rows = tokenizer.encode_batch(SAMPLE[:10])
-    assert auto(SAMPLE[:10])["input_ids"] == [row.tolist() for row in rows]
-
-    def unreachable(repository, name):
-        raise ConnectionError("no network\nand more")
-
+    assert auto(SAMPLE[:10])["input_ids"] == [row.tolist() for row in tokenizer.encode_batch(SAMPLE[:10])]
+    unreachable = Mock(side_effect=ConnectionError("no network\nand more"))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repository, name: str(tmp_path / name))
     assert TokenizerChoice("gpt2", from_hub=True).ready().vocab_size == 50_257
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
