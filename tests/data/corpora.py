@@ -46,3 +46,11 @@ def tree(folder: Path) -> dict[str, str]:
 
 def refused(message: str):
     return pytest.raises(InputError, match=message)
+
+
+def all_refused(make, path: Path, cases: dict):
+    """Each content of the file is answered with its sentence."""
+    for content, message in cases.items():
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with refused(message):
+            make()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from corpora import WHOLE, refused, sentence, text_file, wikitext_folder
+from corpora import WHOLE, all_refused, refused, sentence, text_file, wikitext_folder
 
 from chiar.data import corpora
 from chiar.data.catalog import CATALOG, build_source
@@ -25,30 +25,18 @@ def everything(source):
     return [document for split in source.splits for document in source.documents(split)]
 
 
-def all_refused(make, path, cases):
-    """Each content of the file is answered with its sentence."""
-    for content, message in cases:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        with refused(message):
-            make()
-
-
 def test_hash_splits_keep_their_shares_and_never_move_a_document():
     fractions = corpora.carve_all((0.8, 0.1, 0.1))
     names = [corpora.split_by_hash(f"document {n}", fractions) for n in range(4000)]
     # Three standard errors of a share of 0.1 at 4,000 draws are 0.014.
-    assert names.count("valid") / 4000 == pytest.approx(0.1, abs=0.015)
-    assert names.count("test") / 4000 == pytest.approx(0.1, abs=0.015)
-    assert names == [corpora.split_by_hash(f"document {n}", fractions) for n in range(4000)]
+    assert [names.count(split) / 4000 for split in ("valid", "test")] == pytest.approx([0.1, 0.1], abs=0.015)
+    assert names[::-1] == [corpora.split_by_hash(f"document {n}", fractions) for n in reversed(range(4000))]
     assert corpora.carve_all(WHOLE) == {"train": 1.0}
     for impossible in [(0.9, 0.1, 0.1), (0.0, 0.5, 0.5), (1.2, -0.1, -0.1)]:
         with refused("split fractions must"):
             corpora.carve_all(impossible)
-    for split, files in {
-        "test": "test_d20s.tsv.xz",
-        "valid": "basic_val.tsv dev.jsonl 00-validation.parquet",
-        None: "notes.txt training.txt train-test.txt",
-    }.items():
+    valid, none = "basic_val.tsv dev.jsonl 00-validation.parquet", "notes.txt training.txt train-test.txt"
+    for split, files in {"test": "test_d20s.tsv.xz", "valid": valid, None: none}.items():
         assert {corpora.split_of_file(Path(name)) for name in files.split()} == {split}
 
 
@@ -62,9 +50,7 @@ def test_wikitext_documents_are_articles_and_lose_no_byte(tmp_path, form, name):
     assert {split: texts(source, split) for split in source.splits} == expected
     (tmp_path / f"wiki.train.{form}").unlink()
     assert WikiText([tmp_path], name).splits == ("valid", "test")
-
-
-def test_only_titles_between_blank_lines_begin_an_article():
+    # Only titles between blank lines begin an article.
     first = " \n = A = \n \n text \n = x = y = \n = b = \n \n = = c = = \n \n"
     second = " \n = D = E = \n \n more \n"
     assert list(corpora.articles((first + second).splitlines(keepends=True))) == [first, second]
@@ -114,12 +100,12 @@ def test_imdb_in_the_official_layout(tmp_path):
 
 
 def test_imdb_tables(tmp_path):
-    with refused("holds neither"):
-        Labelled([tmp_path], "imdb")
     (tmp_path / "test").mkdir()
     with refused("no folder neg"):
         Labelled([tmp_path], "imdb")
     (tmp_path / "test").rmdir()
+    with refused("holds neither"):
+        Labelled([tmp_path], "imdb")
     (tmp_path / "train.tsv.gz").write_bytes(gzip.compress(b'label\ttext\n0\tpoor "quoted, \n1\tfine\n'))
     (tmp_path / "valid.csv").write_text('review,sentiment\n"fine, with\na ""second"" line",positive\npoor,negative\n')
     (tmp_path / "test.tsv").write_text("1\tno header\n")
@@ -127,8 +113,8 @@ def test_imdb_tables(tmp_path):
     assert list(source.documents("train")) == [('poor "quoted, ', 0), ("fine", 1)]
     assert list(source.documents("valid")) == [('fine, with\na "second" line', 1), ("poor", 0)]
     assert list(source.documents("test")) == [("no header", 1)]
-    cases = [("label\ttext\n2\tx\n", "line 2 cannot be read: label '2'"), ("label\ttext\n1\n", "line 2 .* 1 columns")]
-    cases += [("label\ttext\n1\t \n", "a label but no text"), ("", "is empty")]
+    cases = {"label\ttext\n2\tx\n": "line 2 cannot be read: label '2'", "label\ttext\n1\n": "line 2 .* 1 columns"}
+    cases |= {"label\ttext\n1\t \n": "a label but no text", "": "is empty"}
     all_refused(lambda: texts(source, "test"), tmp_path / "test.tsv", cases)
 
 
@@ -157,24 +143,18 @@ def test_glue(tmp_path, folder, header, row, expected):
         assert len(source.labels) == 2
         found = {split: list(source.documents(split)) for split in source.splits}
         assert found == {"train": [expected, expected], "valid": [expected]}
-    all_refused(lambda: texts(source), inner / "train.tsv", [(header + "a\tb\tc\td\te\n", "cannot be read")])
+    all_refused(lambda: texts(source), inner / "train.tsv", {header + "a\tb\tc\td\te\n": "cannot be read"})
 
 
-def test_plain_text_in_paragraphs_lines_and_files(tmp_path):
+def test_plain_text_in_paragraphs_lines_and_files_splits_by_hash_or_file_name(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_bytes("\ufeffone\ntwo\r\n\r\n\n   \nthree\n\nfour".encode())
-    for unit, expected in {
-        "paragraphs": ["one\ntwo\r\n", "three\n", "four"],
-        "lines": ["one\n", "two\r\n", "three\n", "four"],
-        "files": ["one\ntwo\r\n\r\n\n   \nthree\n\nfour"],
-    }.items():
-        assert texts(Text([path], fractions=WHOLE, unit=unit)) == expected
+    expected = {"paragraphs": ["one\ntwo\r\n", "three\n", "four"], "lines": ["one\n", "two\r\n", "three\n", "four"]}
+    expected["files"] = ["one\ntwo\r\n\r\n\n   \nthree\n\nfour"]
+    assert {unit: texts(Text([path], fractions=WHOLE, unit=unit)) for unit in expected} == expected
     with refused("Did you mean 'lines'"):
         Text([path], unit="line")
-
-
-def test_text_splits_by_hash_or_by_file_name(tmp_path):
-    source = Text([text_file(tmp_path / "notes.txt")], fractions=(0.8, 0.1, 0.1))
+    source = Text([text_file(path)], fractions=(0.8, 0.1, 0.1))
     assert source.splits == ("train", "valid", "test")
     assert len(texts(source)) < len(everything(source)) == 200
     files = [tmp_path / f"{split}.txt" for split in ("train", "validation", "test")]
@@ -190,22 +170,20 @@ def test_json_lines(tmp_path):
     source = Text([path], fractions=WHOLE)
     assert texts(source) == ["one\ntwo", "é"]
     assert texts(Text([path], fractions=WHOLE, field="body")) == ["b"]
-    cases = [("{", "line 1 is not JSON"), ('{"a": 1, "b": 2}', "no field 'text' \\(it has a, b\\)"), ("[]", "no field")]
-    cases += [(json.dumps({"text": 3}), "is int, expected text"), (json.dumps({"text": "\0"}), "NUL")]
-    all_refused(lambda: texts(source), path, [*cases, (json.dumps({"text": "\ud800"}), "surrogate")])
+    cases = {"{": "line 1 is not JSON", '{"a": 1, "b": 2}': "no field 'text' \\(it has a, b\\)", "[]": "no field"}
+    contents = {3: "is int, expected text", "\0": "NUL", "\ud800": "surrogate"}
+    cases |= {json.dumps({"text": content}): message for content, message in contents.items()}
+    all_refused(lambda: texts(source), path, cases)
 
 
 def test_parquet(tmp_path, monkeypatch):
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1")
     with monkeypatch.context() as without:
-        without.setitem(sys.modules, "pyarrow", None)
         without.setitem(sys.modules, "pyarrow.parquet", None)
         with refused("pip install 'chiar\\[parquet\\]'"):
             texts(Text([path]))
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     with refused("not a readable parquet file"):
         texts(Text([path]))
     parquet.write_table(pyarrow.table({"text": [f"row {n}" for n in range(3000)], "other": range(3000)}), path)
@@ -216,15 +194,11 @@ def test_parquet(tmp_path, monkeypatch):
 
 
 def test_damaged_and_missing_files(tmp_path):
-    for name, content, message in [
-        ("a.txt", b"fine\nthen \xff\xfe", r"not UTF-8 text \(byte 10\)"),
-        ("a.txt", b"fine\nthen \0", r"NUL character \(byte 10\)"),
-        ("a.txt.xz", b"not compressed", "damaged"),
-        ("a.txt.bz2", b"not compressed", "damaged"),
-        ("a.txt.gz", gzip.compress(b"text " * 1000)[:40], "damaged"),
-        ("a.tsv", b"1\ttext", "is a table"),
-    ]:
-        all_refused(lambda name=name: texts(Text([tmp_path / name])), tmp_path / name, [(content, message)])
+    binary = {b"fine\nthen \xff\xfe": r"not UTF-8 text \(byte 10\)", b"fine\nthen \0": r"NUL character \(byte 10\)"}
+    files = {"a.txt": binary, "a.txt.gz": {gzip.compress(b"text " * 1000)[:40]: "damaged"}}
+    files |= {name: {b"not compressed": "damaged"} for name in ("a.txt.xz", "a.txt.bz2")}
+    for name, cases in (files | {"a.tsv": {b"1\ttext": "is a table"}}).items():
+        all_refused(lambda name=name: texts(Text([tmp_path / name])), tmp_path / name, cases)
     (tmp_path / "empty").mkdir()
     for name, message in [("missing.txt", "there is no file or folder"), ("empty", "holds no text file")]:
         with refused(message):
@@ -246,14 +220,10 @@ def test_harvesting_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.setattr(Stdlib, "folder", tmp_path)
     with refused("no Python sources"):
         Stdlib()
-    for name, code in {
-        "pydoc_data/topics.py": "# a comment\ntopics = {'b': 'B\\n', 'a': 'A\\n'}\n",
-        "first.py": '"""First."""\nraise SystemExit\ndef f(x, y=1):\n    "Do f."\n',
-        "second.py": "class C:\n    'Do f.'\n    if 1:\n        async def g(self): 'Do g.'\n",
-        "third.py": "'Do g.'\n",
-        "broken.py": "def (",
-        "test/fourth.py": "'A test.'",
-    }.items():
+    files = {"first.py": '"""First."""\nraise SystemExit\ndef f(x, y=1):\n    "Do f."\n', "third.py": "'Do g.'\n"}
+    files["pydoc_data/topics.py"] = "# a comment\ntopics = {'b': 'B\\n', 'a': 'A\\n'}\n"
+    files["second.py"] = "class C:\n    'Do f.'\n    if 1:\n        async def g(self): 'Do g.'\n"
+    for name, code in (files | {"broken.py": "def (", "test/fourth.py": "'A test.'"}).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(code)
     first, second = "first\n\nFirst.\n\nfirst.f(x, y=1)\n\nDo f.\n", "second.C.g(self)\n\nDo g.\n"
@@ -285,21 +255,17 @@ def test_the_catalog_finds_corpora_by_name_and_files_by_path(tmp_path, monkeypat
     for arguments in ([str(path)], ["text", str(path)], ["./imdb"]):
         assert isinstance(build_source(arguments), Text)
     assert build_source(["ListOps"]).name == "listops"
-    for arguments, options, message in [
-        ("", {}, "name a corpus"),
-        ("wikitex-2", {}, "Did you mean 'wikitext-2'"),
-        ("wikitext-2", {}, "needs its files"),
-        ("wikitext-2 . .", {}, "one folder"),
-        ("wikitext-2 wiki.test.tokens", {}, "not a folder"),
-        ("wikitext-2-raw .", {}, "holds none of"),
-        ("imdb", {}, "one folder"),
-        ("imdb .", {"depth": 3}, "--depth is an option of listops, listops-lra, not for imdb"),
-        ("listops", {"fractions": (0.9, 0.1, 0.0)}, "--split-fractions is an option of .*, not for listops"),
-        ("listops notes.txt", {"seed": 1}, "--seed is .*not for listops from files"),
-        ("stdlib notes.txt", {}, "takes no files"),
-        ("tokens notes.txt", {}, "not a folder"),
-        ("text", {}, "at least one text file"),
-    ]:
+    cases = {"": "name a corpus", "wikitex-2": "Did you mean 'wikitext-2'", "wikitext-2": "needs its files"}
+    cases |= {"wikitext-2 . .": "one folder", "wikitext-2 wiki.test.tokens": "not a folder", "imdb": "one folder"}
+    cases |= {"wikitext-2-raw .": "holds none of", "stdlib notes.txt": "takes no files"}
+    cases |= {"tokens notes.txt": "not a folder", "text": "at least one text file"}
+    for arguments, message in cases.items():
         with refused(message):
-            build_source(arguments.split(), **options)
+            build_source(arguments.split())
+    with refused("--depth is an option of listops, listops-lra, not for imdb"):
+        build_source(["imdb", "."], depth=3)
+    with refused("--split-fractions is an option of .*, not for listops"):
+        build_source(["listops"], fractions=(0.9, 0.1, 0.0))
+    with refused("--seed is .*not for listops from files"):
+        build_source(["listops", "notes.txt"], seed=1)
     assert {kind for kind, *_ in CATALOG.values()} == {"language", "classification"}

@@ -2,10 +2,11 @@
 
 import lzma
 import statistics
+from itertools import accumulate
 from random import Random
 
 import pytest
-from corpora import refused
+from corpora import all_refused, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,22 +16,14 @@ from chiar.data.listops import GeneratedListOps, ListOpsFiles, evaluate, generat
 DEEP = "( ( ( ( ( ( [SM ( ( ( ( ( [MIN ( ( ( ( ( ( [MIN 5 ) ( ( ( ( [SM 5 ) 4 ) 1 ) ] ) ) 0 ) 4 ) 9 ) ] ) ) 8 ) 7 ) "
 DEEP += "6 ) ] ) ) 1 ) 1 ) 7 ) 3 ) ] )"
 PUBLISHED = [(0, "( ( ( ( ( [SM 6 ) 5 ) 9 ) 0 ) ] )"), (0, "( ( ( ( ( [MIN 6 ) 3 ) 5 ) 0 ) ] )"), (2, DEEP)]
-EVALUATED = {
-    "7": 7,
-    "[MAX 2 9 [MIN 4 7 ] 0 ]": 9,
-    "[MED 1 9 5 ]": 5,
-    "[SM 9 9 9 ]": 7,
-    "[SM [MED 0 1 ] [MAX 7 8 ] ]": 8,
-}
-EVALUATED |= {"[MED 1 2 ]": 1, "[MED 3 8 9 0 ]": 5}  # means, rounded down
+EVALUATED = {"7": 7, "[MAX 2 9 [MIN 4 7 ] 0 ]": 9, "[MED 1 9 5 ]": 5, "[SM 9 9 9 ]": 7}
+EVALUATED |= {"[SM [MED 0 1 ] [MAX 7 8 ] ]": 8, "[MED 1 2 ]": 1, "[MED 3 8 9 0 ]": 5}  # means, rounded down
+MALFORMED = {"": "0 expressions", "1 2": "2 expressions", "[MAX 1": "never closed", "1 ]": "closes nothing"}
+MALFORMED |= {"[MAX ]": "no arguments", "[AVG 1 2 ]": "'\\[AVG' is neither", "[MAX 10 ]": "'10' is neither"}
 
 
 def nesting(tokens):
-    depth = deepest = 0
-    for token in tokens:
-        depth += (len(token) > 1) - (token == "]")
-        deepest = max(deepest, depth)
-    return deepest
+    return max(accumulate((len(token) > 1) - (token == "]") for token in tokens))
 
 
 def without_brackets(expression):
@@ -41,26 +34,15 @@ def test_evaluation():
     for value, expression in PUBLISHED:
         assert evaluate(expression) == evaluate(" ".join(without_brackets(expression))) == (value, expression)
     assert {expression: evaluate(expression)[0] for expression in EVALUATED} == EVALUATED
-    for expression, message in [
-        ("", "0 expressions"),
-        ("1 2", "2 expressions"),
-        ("[MAX 1", "never closed"),
-        ("1 ]", "closes nothing"),
-        ("[MAX ]", "no arguments"),
-        ("[AVG 1 2 ]", "'\\[AVG' is neither"),
-        ("[MAX 10 ]", "'10' is neither"),
-    ]:
+    for expression, message in MALFORMED.items():
         with pytest.raises(ValueError, match=message):
             evaluate(expression)
 
 
 @given(st.integers(0, 2**32), st.integers(2, 8), st.integers(2, 6))
 def test_generated_expressions_keep_to_their_limits(seed, depth, arguments):
-    tokens = generate(Random(seed), depth, arguments, False, 300)
-    if tokens is None:
-        return
-    assert len(tokens) <= 300
-    assert nesting(tokens) <= depth - 1
+    tokens = generate(Random(seed), depth, arguments, False, 300) or ["1"]  # None where it grew beyond 300
+    assert len(tokens) <= 300 and nesting(tokens) <= depth - 1
     value, bracketed = evaluate(" ".join(tokens))
     assert without_brackets(bracketed) == tokens
     assert bracketed.count("(") == bracketed.count(")") == sum(token != "]" for token in tokens[1:]) + tokens.count("]")
@@ -84,8 +66,8 @@ def test_the_arena_preset():
     documents = [document for split in source.splits for document in source.documents(split)]
     assert len(documents) == 12
     for text, label in documents:
-        assert 500 < len(text.split()) < 2000
-        assert "(" not in text and nesting(text.split()) <= 9 and evaluate(text)[0] == label
+        assert 500 < len(text.split()) < 2000 and nesting(text.split()) <= 9
+        assert "(" not in text and evaluate(text)[0] == label
 
 
 def test_generation_is_seeded_and_splits_share_nothing():
@@ -95,20 +77,15 @@ def test_generation_is_seeded_and_splits_share_nothing():
 
     first = draw()
     assert first == draw() != draw(seed=1)
-    everything = [text for texts in first.values() for text in texts]
-    assert len(everything) == len(set(everything)) == 500
+    assert len({text for texts in first.values() for text in texts}) == 500
     # One split alone, as after a resume, is the same as all in turn.
     alone = GeneratedListOps([], "listops", examples=(300, 100, 100)).documents("train")
     assert [document.text for document in alone] == first["train"]
 
 
 def test_impossible_shapes_end_with_a_sentence(monkeypatch):
-    for options, message in [
-        ({"depth": 1}, "at least 2"),
-        ({"arguments": 1}, "at least 2"),
-        ({"min_length": 9, "max_length": 8}, "--min-length"),
-        ({"examples": (0, 1, 1)}, "at least 1"),
-    ]:
+    cases = [({"depth": 1}, "at least 2"), ({"arguments": 1}, "at least 2"), ({"examples": (0, 1, 1)}, "at least 1")]
+    for options, message in [*cases, ({"min_length": 9, "max_length": 8}, "--min-length")]:
         with refused(message):
             GeneratedListOps([], "listops", **options)
     monkeypatch.setattr("chiar.data.listops.PATIENCE", 2000)
@@ -129,14 +106,9 @@ def test_published_files_and_those_of_the_arena(tmp_path):
     (tmp_path / "basic_val.tsv").write_text("Source\tTarget\n( ( ( [MIN 4 ) 7 ) ] )\t4\n")
     arena = ListOpsFiles([tmp_path / "basic_val.tsv"], "listops-lra")
     assert list(arena.documents("valid")) == [("( ( ( [MIN 4 ) 7 ) ] )", 4)]
-    for content, message in [
-        ("4\t[MIN 4 7 ]\n7\t[MIN 4 7 ]\n", "line 2 .*the expression is 4, but the row says 7"),
-        ("4\t[MIN 4\n", "line 1 .*never closed"),
-        ("11\t4\n", "label '11' is none of 0, 1"),
-        ("4\n", "1 columns, expected 2"),
-    ]:
-        (tmp_path / "valid.tsv").write_text(content)
-        with refused(message):
-            list(ListOpsFiles([tmp_path / "valid.tsv"], "listops").documents("valid"))
+    cases = {"4\t[MIN 4 7 ]\n7\t[MIN 4 7 ]\n": "line 2 .*the expression is 4, but the row says 7"}
+    cases |= {"4\t[MIN 4\n": "never closed", "11\t4\n": "label '11' is none of 0, 1", "4\n": "1 columns, expected 2"}
+    path = tmp_path / "valid.tsv"
+    all_refused(lambda: list(ListOpsFiles([path], "listops").documents("valid")), path, cases)
     with refused("one file a split"):
         ListOpsFiles([tmp_path], "listops")

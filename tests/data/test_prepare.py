@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,13 +21,11 @@ from chiar.data.tokenizers import Tokenizer, TokenizerChoice
 BPE = TokenizerChoice("bpe", vocab_size=300)
 
 
-class Notes(Display):
-    def __init__(self):
-        super().__init__()
-        self.sentences = []
-
-    def note(self, sentence):
-        self.sentences.append(sentence)
+def noted():
+    """A display, and the sentences it was given."""
+    display, sentences = Display(), []
+    display.note = sentences.append
+    return display, sentences
 
 
 @pytest.fixture
@@ -51,23 +50,19 @@ def test_any_run_gives_the_same_bytes(tmp_path, source, choice, monkeypatch):
     assert expected == tree(tmp_path / "again")
     left = {"manifest.json", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
     assert {name for name in expected if not name.endswith((".bin", ".npy"))} == left
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "notes.txt", "one"]
+    assert {path.name for path in tmp_path.iterdir()} == {"again", "notes.txt", "one"}
 
 
 def test_wikitext_counts_are_those_of_the_literature_and_compression_changes_nothing(tmp_path):
     """Words and newlines of the file, each newline an <eos> there."""
-    wikitext_folder(tmp_path / "plain")
-    corpus = prepare(WikiText([tmp_path / "plain"], "wikitext-103"), tmp_path / "out", BPE)
-    (tmp_path / "packed").mkdir()
-    for name in corpus.splits:
-        path = tmp_path / "plain" / f"wiki.{name}.tokens"
-        (tmp_path / "packed" / f"{path.name}.xz").write_bytes(lzma.compress(path.read_bytes()))
-        text, split = path.read_text(), corpus.split(name)
+    wikitext_folder(tmp_path / "files")
+    corpus = prepare(WikiText([tmp_path / "files"], "wikitext-103"), tmp_path / "out", BPE)
+    for path in list((tmp_path / "files").iterdir()):
+        text, split = path.read_text(), corpus.split(path.name.split(".")[1])
         assert (split.words, split.lines, split.bytes) == (len(text.split()), text.count("\n"), len(text.encode()))
-        stored = [corpus.tokenizer().decode(split.document(n)) for n in range(split.documents)]
-        assert "".join(stored) == text
-        assert all(split.read(int(end) - 1, 1)[0] == corpus.end_of_text for end in split.offsets[1:])
-    packed = prepare(WikiText([tmp_path / "packed"], "wikitext-103"), tmp_path / "other", BPE)
+        path.with_name(f"{path.name}.xz").write_bytes(lzma.compress(path.read_bytes()))
+        path.unlink()
+    packed = prepare(WikiText([tmp_path / "files"], "wikitext-103"), tmp_path / "other", BPE)
     assert packed.fingerprint == corpus.fingerprint
 
 
@@ -108,75 +103,59 @@ def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypat
     for path in (partial / "train.documents.part", max(partial.glob("train.*.bin"))):
         with path.open("ab") as handle:
             handle.write(b"half a number")
-    encoded, encode_batch, notes = [], Tokenizer.encode_batch, Notes()
-    monkeypatch.setattr(Tokenizer, "encode_batch", lambda *a: encoded.extend(a[1]) or encode_batch(*a))
-    prepare(Interrupted(), tmp_path / "out", choice, shard_tokens=700, display=notes)
-    assert len(encoded) == 105 + 200
-    assert notes.sentences == ["going on with the unfinished out."]
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    assert not partial.exists()
-
-
-@pytest.mark.usefixtures("small_batches")
-def test_other_inputs_begin_anew(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        prepare(Interrupted(95), tmp_path / "out", BYTES, shard_tokens=700)
-    notes = Notes()
-    prepare(Interrupted(), tmp_path / "out", BYTES, shard_tokens=800, display=notes)
-    assert "begun anew" in notes.sentences[0]
-    prepare(Interrupted(), tmp_path / "whole", BYTES, shard_tokens=800)
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+        prepare(Interrupted(95), tmp_path / "other", choice, shard_tokens=800)
+    encoded, encode_batch, (display, sentences) = [], Tokenizer.encode_batch, noted()
+    monkeypatch.setattr(Tokenizer, "encode_batch", lambda *a: encoded.extend(a[1]) or encode_batch(*a))
+    prepare(Interrupted(), tmp_path / "out", choice, shard_tokens=700, display=display)
+    assert len(encoded) == 105 + 200
+    prepare(Interrupted(), tmp_path / "other", choice, shard_tokens=700, display=display)
+    assert sentences[0] == "going on with the unfinished out."
+    assert "from other inputs or options was there; it is begun anew" in sentences[1]
+    assert tree(tmp_path / "out") == tree(tmp_path / "other") == tree(tmp_path / "whole")
+    assert not partial.exists()
 
 
 SLOW = """
 import sys, time
 from pathlib import Path
-from chiar.data import prepare
-from chiar.data.corpora import Text
-from chiar.data.tokenizers import TokenizerChoice
+from chiar.data import corpora, prepare, tokenizers
 
-if __name__ == "__main__":
-    prepare.CHECKPOINT_SECONDS = 0.0
-    display = prepare.Display()
-    display.at = lambda *_: time.sleep(0.002)
-    folder = Path(sys.argv[1])
-    source = Text([folder / "notes.txt"], fractions=(0.8, 0.1, 0.1))
-    choice = TokenizerChoice("bpe", vocab_size=300)
-    prepare.prepare(source, folder / "out", choice, shard_tokens=1000, display=display)
+folder, display, prepare.CHECKPOINT_SECONDS = Path(sys.argv[1]), prepare.Display(), 0.0
+display.at = lambda *_: time.sleep(0.002)
+source, choice = corpora.Text([folder / "notes.txt"]), tokenizers.TokenizerChoice("bpe", vocab_size=300)
+prepare.prepare(source, folder / "out", choice, shard_tokens=1000, display=display)
 """
 
 
 def test_kill_9_and_resume(tmp_path):
     text_file(tmp_path / "notes.txt", documents=800)
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW)
     progress = tmp_path / ".out.partial" / "train.progress.json"
-    for documents in (100, 400):
-        process = subprocess.Popen([sys.executable, script, tmp_path], stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (
-            progress.is_file() and json.loads(progress.read_text())["counts"][0] >= documents
-        ):
+    for least in (100, 400):
+        process = subprocess.Popen([sys.executable, "-c", SLOW, tmp_path], stderr=subprocess.DEVNULL)
+        while process.poll() is None:
+            if progress.is_file() and json.loads(progress.read_text())["counts"][0] >= least:
+                break
             time.sleep(0.005)
         assert process.poll() is None, "it ended before it could be killed"
         process.kill()
         process.wait()
         assert not (tmp_path / "out").exists()
-    notes = Notes()
-    source = Text([tmp_path / "notes.txt"], fractions=(0.8, 0.1, 0.1))
-    prepare(source, tmp_path / "out", BPE, shard_tokens=1000, display=notes)
-    assert notes.sentences == ["going on with the unfinished out."]
+    source, (display, sentences) = Text([tmp_path / "notes.txt"]), noted()
+    prepare(source, tmp_path / "out", BPE, shard_tokens=1000, display=display)
+    assert sentences == ["going on with the unfinished out."]
     prepare(source, tmp_path / "whole", BPE, shard_tokens=1000)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
 def test_two_preparations_of_one_corpus_do_not_meet(tmp_path, source):
-    class Second(Display):
-        def at(self, *_):
-            with refused("another process is preparing"):
-                prepare(source, tmp_path / "out", BYTES)
+    def second(*_):
+        with refused("another process is preparing"):
+            prepare(source, tmp_path / "out", BYTES)
 
     (tmp_path / "out").mkdir()  # an empty folder may be the target
-    prepare(source, tmp_path / "out", BYTES, display=Second())
+    (display := Display()).at = second
+    prepare(source, tmp_path / "out", BYTES, display=display)
     Corpus.open(tmp_path / "out", verify=True)
 
 
@@ -192,13 +171,9 @@ def test_tokens_files_become_a_corpus_unchanged(tmp_path, monkeypatch):
     folder.mkdir()
     np.concatenate(rows).tofile(folder / "train.u16")
     np.concatenate([*rows[:3], rows[3][:-1]]).tofile(folder / "valid.u16")
-
-    class Stop(Display):
-        def at(self, *_):
-            raise KeyboardInterrupt
-
+    (display := Display()).at = Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):  # such a split is one piece of work, begun again after an interruption
-        prepare(TokensFile([folder]), tmp_path / "out", choice, display=Stop())
+        prepare(TokensFile([folder]), tmp_path / "out", choice, display=display)
     corpus = prepare(TokensFile([folder]), tmp_path / "out", choice)
     assert corpus.name == "ids"
     train, valid = corpus.split("train"), corpus.split("valid")
@@ -215,8 +190,7 @@ def test_refusals_leave_nothing_behind(tmp_path, source):
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     empty, binary = (Text([tmp_path / name], fractions=WHOLE) for name in ("empty.txt", "binary.txt"))
-    full = tmp_path / "full"
-    prepare(source, full, BYTES)
+    prepare(source, full := tmp_path / "full", BYTES)
     wikitext_folder(tmp_path / "wiki")
     (tmp_path / "wiki" / "wiki.train.tokens").unlink()
     for folder, ids in (("ids", [299, 300]), ("none", [])):
@@ -224,22 +198,18 @@ def test_refusals_leave_nothing_behind(tmp_path, source):
         np.array(ids, "<u2").tofile(tmp_path / folder / "train.u16")
     ids, none = TokensFile([tmp_path / "ids"]), TokensFile([tmp_path / "none"])
     before = tree(tmp_path)
-    for message, what, choice, options in [
-        ("is empty", empty, BYTES, {}),
-        ("its valid split has no text: give more", Text([tmp_path / "short.txt"]), BYTES, {}),
-        ("is it binary", binary, BYTES, {}),
-        ("--shard-tokens", source, BYTES, {"shard_tokens": 0}),
-        ("at least 257", source, TokenizerChoice(vocab_size=100), {}),
-        ("exists already", source, BYTES, {"out": full}),
-        ("exists already", source, BYTES, {"out": tmp_path / "short.txt"}),
-        ("leave them out", source, TokenizerChoice("bpe", like=full), {}),
-        ("leave them out", source, TokenizerChoice(vocab_size=300, like=full), {}),
-        ("no train split to train a BPE on", WikiText([tmp_path / "wiki"], "wikitext-2"), TokenizerChoice(), {}),
-        ("tokenised already", ids, TokenizerChoice(), {}),
-        ("holds id 300, outside the 257 entries", ids, BYTES, {}),
-        ("is empty", none, BYTES, {}),
-    ]:
+    new = tmp_path / "out"
+    cases = [("is empty", empty, new, BYTES), ("is empty", none, new, BYTES), ("is it binary", binary, new, BYTES)]
+    cases += [("its valid split has no text: give more", Text([tmp_path / "short.txt"]), new, BYTES)]
+    cases += [("exists already", source, there, BYTES) for there in (full, tmp_path / "short.txt")]
+    cases += [("--shard-tokens", source, new, BYTES, 0), ("at least 257", source, new, TokenizerChoice(vocab_size=100))]
+    other = (TokenizerChoice("bpe", like=full), TokenizerChoice(vocab_size=300, like=full))
+    cases += [("leave them out", source, new, choice) for choice in other]
+    wiki = WikiText([tmp_path / "wiki"], "wikitext-2")
+    cases += [("no train split", wiki, new, TokenizerChoice()), ("tokenised already", ids, new, TokenizerChoice())]
+    cases += [("holds id 300, outside the 257 entries", ids, new, BYTES)]
+    for message, *arguments in cases:
         with refused(message):
-            prepare(what, options.pop("out", tmp_path / "out"), choice, **options)
+            prepare(*arguments)
         assert tree(tmp_path) == before
         assert not list(tmp_path.glob(".*"))

@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import huggingface_hub
 import numpy as np
 import pytest
-from corpora import refused, sentence
+from corpora import all_refused, refused, sentence
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -21,10 +22,7 @@ TEXT = st.text(st.one_of(st.sampled_from(SPACES), st.sampled_from("ab 'st7²é�
 
 
 def gpt2_folder(folder, names=("vocab.json", "merges.txt"), entries=50_257):
-    """As large as GPT-2's, with merges of our own: any two bytes, 50,000 of them.
-
-    They make every place where words are parted visible in the ids.
-    """
+    """As large as GPT-2's; merges of any two bytes make every place where words are parted visible in the ids."""
     characters = list(CHARACTER_OF_BYTE.values())
     merges = [(a, b) for a in characters for b in characters][: entries - 257]
     vocab = {token: n for n, token in enumerate([*characters, *(a + b for a, b in merges), END_OF_TEXT])}
@@ -66,8 +64,7 @@ def test_auto_tokenizer_agrees_and_decoding_returns_the_text(pairs, kind, text):
     tokenizer, auto, _ = pairs[kind]
     (ids,) = tokenizer.encode_batch([text])
     assert ids.tolist() == auto(text, add_special_tokens=False)["input_ids"] == auto(text)["input_ids"]
-    assert tokenizer.decode(ids) == text
-    assert auto.decode(ids.tolist()) == text
+    assert tokenizer.decode(ids) == auto.decode(ids.tolist()) == text
     assert tokenizer.end_of_text not in ids
     assert auto.decode([tokenizer.end_of_text]) == END_OF_TEXT
 
@@ -75,6 +72,8 @@ def test_auto_tokenizer_agrees_and_decoding_returns_the_text(pairs, kind, text):
 def test_saved_and_opened_it_is_the_same(pairs):
     for tokenizer, _, folder in pairs.values():
         assert Tokenizer.open(folder).describe() == tokenizer.describe()
+    for entries, dtype in [(65_536, "<u2"), (65_537, "<u4")]:
+        assert Tokenizer("bpe", map(str, range(entries - 1)), ()).dtype == np.dtype(dtype)
     smallest = Tokenizer.train(SAMPLE, 257)
     assert smallest.vocabulary != () and smallest.merges == ()
     assert len({smallest.fingerprint, *(tokenizer.fingerprint for tokenizer, _, _ in pairs.values())}) == 4
@@ -92,24 +91,13 @@ def test_training_is_deterministic_and_does_not_depend_on_the_order(pairs):
         Tokenizer.train(SAMPLE, 256)
 
 
-def test_large_vocabularies_take_four_bytes():
-    entries = Tokenizer.of_bytes().vocabulary
-    many = tuple(f"ĀĀ{chr(0x4E00 + n // 300)}{chr(0x4E00 + n % 300)}" for n in range(65_280))
-    assert Tokenizer("bpe", entries + many[:65_279], ()).dtype == np.dtype("<u2")
-    assert Tokenizer("bpe", entries + many, ()).dtype == np.dtype("<u4")
-
-
 def test_gpt2_from_any_of_its_files(tmp_path, pairs, monkeypatch):
     tokenizer, auto, folder = pairs["gpt2"]
     assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.end_of_text) == ("gpt2", 50_257, 50_256)
     assert Tokenizer.open(folder).fingerprint == tokenizer.fingerprint
     assert Tokenizer.open(gpt2_folder(tmp_path, ("encoder.json", "vocab.bpe"))).fingerprint == tokenizer.fingerprint
-    rows = tokenizer.encode_batch(SAMPLE[:10])
-    assert auto(SAMPLE[:10])["input_ids"] == [row.tolist() for row in rows]
-
-    def unreachable(repository, name):
-        raise ConnectionError("no network\nand more")
-
+    assert auto(SAMPLE[:10])["input_ids"] == [row.tolist() for row in tokenizer.encode_batch(SAMPLE[:10])]
+    unreachable = Mock(side_effect=ConnectionError("no network\nand more"))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repository, name: str(tmp_path / name))
     assert TokenizerChoice("gpt2", from_hub=True).ready().vocab_size == 50_257
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
@@ -118,17 +106,12 @@ def test_gpt2_from_any_of_its_files(tmp_path, pairs, monkeypatch):
 
 
 def test_choices_that_make_no_sense_are_refused(tmp_path):
-    for message, choice in [
-        ("Did you mean 'gpt2'", {"kind": "gtp2"}),
-        ("--tokenizer-path", {"kind": "gpt2"}),
-        ("leave it out", {"kind": "bytes", "vocab_size": 300}),
-        ("no files", {"kind": "bytes", "path": tmp_path}),
-        ("neither vocab.json", {"kind": "gpt2", "path": tmp_path}),
-        ("no tokenizer.json", {"kind": "bpe", "path": tmp_path}),
-        ("not a prepared corpus", {"like": tmp_path}),
-    ]:
+    cases = {"Did you mean 'gpt2'": ["gtp2"], "--tokenizer-path": ["gpt2"], "leave it out": ["bytes", None, 300]}
+    cases |= {"no files": ["bytes", tmp_path], "neither vocab.json": ["gpt2", tmp_path]}
+    cases |= {"no tokenizer.json": ["bpe", tmp_path], "not a prepared corpus": [None, None, None, tmp_path]}
+    for message, choice in cases.items():
         with refused(message):
-            TokenizerChoice(**choice).ready()
+            TokenizerChoice(*choice).ready()
     assert TokenizerChoice().ready() is None
 
 
@@ -136,23 +119,15 @@ def test_damaged_tokenizers_are_refused(tmp_path):
     Tokenizer.of_bytes().save(tmp_path)
     path = tmp_path / "tokenizer.json"
     stored = json.loads(path.read_text())
-    for change, message in [
-        ({"normalizer": {"type": "NFC"}}, "not plain byte-level BPE"),
-        ({"pre_tokenizer": {"type": "Whitespace", "add_prefix_space": False}}, "not plain byte-level BPE"),
-        ({"model": {**stored["model"], "vocab": {"a": 0}}}, "all 256 bytes"),
-        ({"model": {**stored["model"], "vocab": {"a": 1}}}, "without gaps"),
-        ({"model": {**stored["model"], "merges": [["a", "b"]]}}, "merge 'a b'"),
-        ({"model": None}, "not a readable tokenizer"),
-    ]:
-        path.write_text(json.dumps({**stored, **change}))
-        with refused(message):
-            Tokenizer.open(tmp_path)
-    path.write_text("{")
-    with refused("not a readable tokenizer"):
-        Tokenizer.open(tmp_path)
-    (tmp_path / "vocab.json").write_text("[]")
+    split = {"type": "Whitespace", "add_prefix_space": False}
+    cases = {"{": "not a readable tokenizer", json.dumps(stored | {"model": None}): "not a readable tokenizer"}
+    for change in ({"normalizer": {"type": "NFC"}}, {"pre_tokenizer": split}):
+        cases[json.dumps(stored | change)] = "not plain byte-level BPE"
+    broken = {"all 256 bytes": {"vocab": {"a": 0}}, "without gaps": {"vocab": {"a": 1}}}
+    for message, change in (broken | {"merge 'a b'": {"merges": [["a", "b"]]}}).items():
+        cases[json.dumps(stored | {"model": stored["model"] | change})] = message
+    all_refused(lambda: Tokenizer.open(tmp_path), path, cases)
     (tmp_path / "merges.txt").write_text("")
-    with refused("not a readable tokenizer"):
-        Tokenizer.open(tmp_path)
+    all_refused(lambda: Tokenizer.open(tmp_path), tmp_path / "vocab.json", {"[]": "not a readable tokenizer"})
     with refused("400 entries, but GPT-2"):
         TokenizerChoice("gpt2", path=gpt2_folder(tmp_path, entries=400)).ready()

@@ -25,23 +25,17 @@ from chiar.errors import InputError, first_line, optional_module, unknown_name
 SPLITS = ("train", "valid", "test")
 # Other people's names for the three splits, in file names.
 SPLIT_ALIASES = {name: name for name in SPLITS} | dict.fromkeys(("validation", "val", "dev"), "valid")
-Fractions = tuple[float, float, float]
-DEFAULT_FRACTIONS: Fractions = (0.9, 0.05, 0.05)
+Fractions = tuple[float, float, float] | None
+DEFAULT_FRACTIONS = (0.9, 0.05, 0.05)
 COMPRESSIONS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 # Columns of tables by their names in lower case; a pair becomes one text with a newline between.
-TEXT_COLUMNS = [names.split("/") for names in ("text", "review", "sentence", "source", "sentence1/sentence2")]
-TEXT_COLUMNS.append(["#1 string", "#2 string"])
+TEXT_COLUMNS = (["text"], ["review"], ["sentence"], ["source"], ["sentence1", "sentence2"], ["#1 string", "#2 string"])
 LABEL_COLUMNS = ("label", "sentiment", "target", "quality")
 # Corpora of two labels: the folder inside the given one, the labels.
-LABELLED = {
-    "imdb": ("aclImdb", ("neg", "pos")),
-    "sst-2": ("SST-2", ("negative", "positive")),
-    "cola": ("CoLA", ("unacceptable", "acceptable")),
-    "mrpc": ("MRPC", ("different", "paraphrase")),
-    "rte": ("RTE", ("entailment", "not_entailment")),
-}
+LABELLED = {"imdb": ("aclImdb", "neg", "pos"), "sst-2": ("SST-2", "negative", "positive")}
+LABELLED |= {"cola": ("CoLA", "unacceptable", "acceptable"), "mrpc": ("MRPC", "different", "paraphrase")}
+LABELLED |= {"rte": ("RTE", "entailment", "not_entailment")}
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text", ".jsonl", ".parquet")
-TOKEN_FILE = re.compile(r"(\w+?)(?:\.(\d+))?\.(?:u16|bin)")
 BLOCK_BYTES = 1 << 22
 DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # What JSON and Python sources can spell and no text file holds: NUL, and halves of characters.
@@ -60,14 +54,14 @@ class Source:
     labels: tuple[str, ...] = ()
 
     def __init__(
-        self, name: str, given: Collection[str] | dict[str, list[Path]], options: dict[str, Any],
-        files: list[Path] | None = None, carve: dict[str, float] | None = None,
+        self, name: str, given: Collection[str], options: dict[str, Any], files: Iterable[Path] = (),
+        carve: dict[str, float] | None = None,
     ) -> None:  # fmt: skip
         self.name, self.carve = name, carve or {}
         self.splits = tuple(split for split in SPLITS if split in given or split in self.carve)
         self.options = options | ({"hash_split": carve} if carve else {})
-        self.paths = given if isinstance(given, dict) else {}
-        self.files = [path for paths in self.paths.values() for path in paths] if files is None else files
+        self.paths: dict[str, list[Path]] = given if isinstance(given, dict) else {}
+        self.files = [*files] or [path for paths in self.paths.values() for path in paths]
 
     def read(self, given: str) -> Iterator[Document]:
         """The documents of one of the splits the corpus comes with, in the same order each time."""
@@ -107,10 +101,9 @@ class Table(Source):
                 if len(row) <= max(*texts, label_at):
                     raise ValueError(f"it has {len(row)} columns, expected {max(*texts, label_at) + 1}")
                 label, text = self.spellings.get(row[label_at].strip().lower()), "\n".join(row[at] for at in texts)
-                if label is None:
-                    raise ValueError(f"label {row[label_at]!r} is none of {', '.join(self.spellings)}")
-                if not text.strip():
-                    raise ValueError("it has a label but no text")
+                if label is None or not text.strip():
+                    unknown = f"label {row[label_at]!r} is none of {', '.join(self.spellings)}"
+                    raise ValueError(unknown if label is None else "it has a label but no text")
                 yield Document(self.checked(text, label), label)
         except InputError:
             raise
@@ -127,7 +120,7 @@ def split_by_hash(text: str, fractions: dict[str, float]) -> str:
     return next((name for name, bound in bounds if share < bound), list(fractions)[-1])
 
 
-def carve_all(fractions: Fractions | None = None) -> dict[str, float]:
+def carve_all(fractions: Fractions = None) -> dict[str, float]:
     """For a corpus that comes as one piece: the share of each split that has one."""
     fractions = fractions or DEFAULT_FRACTIONS
     if min(fractions) < 0.0 or abs(sum(fractions) - 1.0) > 1e-6 or fractions[0] == 0.0:
@@ -135,7 +128,7 @@ def carve_all(fractions: Fractions | None = None) -> dict[str, float]:
     return {name: fraction for name, fraction in zip(SPLITS, fractions, strict=True) if fraction}
 
 
-def carve_valid(given: Collection[str], fractions: Fractions | None = None) -> dict[str, float]:
+def carve_valid(given: Collection[str], fractions: Fractions = None) -> dict[str, float]:
     """For a corpus that may lack a validation set: its share is taken out of train."""
     valid = carve_all(fractions).get("valid")
     return {"train": 1.0 - valid, "valid": valid} if valid and "train" in given and "valid" not in given else {}
@@ -203,12 +196,11 @@ class WikiText(Source):
         return map(Document, articles(read_lines(self.paths[given][0]) if self.paths else self._hub_lines(given)))
 
     def _hub_lines(self, split: str) -> Iterator[str]:
-        """The Hub's rows are the lines of the file, except that it empties blank ones."""
         datasets = optional_module("datasets", "hub", f"{self.name} from the Hub")
         name = "validation" if split == "valid" else split
         try:
             for row in datasets.load_dataset("Salesforce/wikitext", f"{self.name}-v1", split=name, streaming=True):
-                yield row["text"] or " \n"
+                yield row["text"] or " \n"  # rows are the lines of the file, the blank ones emptied
         except Exception as error:  # of many libraries; each means that the text did not come
             raise InputError(f"{self.name} could not be fetched from the Hub: {first_line(error)}") from error
 
@@ -229,15 +221,15 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
 class Labelled(Table):
     """IMDB and GLUE as tables, or IMDB's official folders. GLUE's test sets carry no labels and are not read."""
 
-    def __init__(self, paths: list[Path], name: str, fractions: Fractions | None = None) -> None:
-        inner, self.labels = LABELLED[name]
+    def __init__(self, paths: list[Path], name: str, fractions: Fractions = None) -> None:
+        inner, self.labels = LABELLED[name][0], LABELLED[name][1:]
         self.spellings = {spelling: n for n in (0, 1) for spelling in (str(n), self.labels[n])}
-        self.columns, layout = ([3], 1) if name == "cola" else ([1], 0), "train.tsv and dev.tsv"
-        read: tuple[str, ...] = SPLITS[:2]
+        self.columns = ([3], 1) if name == "cola" else ([1], 0)
         options = {"pair_separator": "\n"} if name in ("mrpc", "rte") else {}
+        layout, read = "train.tsv and dev.tsv", SPLITS[: 3 if name == "imdb" else 2]
         if name == "imdb":
             self.spellings |= {"negative": 0, "positive": 1}
-            layout, read = "train/pos, train/neg, test/pos and test/neg, or train.tsv and test.tsv (.csv)", SPLITS
+            layout = "train/pos, train/neg, test/pos and test/neg, or train.tsv and test.tsv (.csv)"
         folder, files = one_folder(name, paths, layout, inner)
         named = [(split, f"{stem}{end}") for stem, split in SPLIT_ALIASES.items() for end in (".tsv", ".csv")]
         given = {split: [files[file]] for split, file in reversed(named) if file in files and split in read}
@@ -254,8 +246,7 @@ class Labelled(Table):
     def read_file(self, path: Path) -> Iterator[Document]:
         if path.suffix != ".txt":
             return super().read_file(path)
-        text = "".join(read_lines(path))
-        if not text.strip():
+        if not (text := "".join(read_lines(path))).strip():
             raise InputError(f"{path} is empty.")
         return iter([Document(text, self.labels.index(path.parent.name))])
 
@@ -265,7 +256,7 @@ class Text(Source):
 
     def __init__(
         self, paths: list[Path], name: str = "text", unit: str = "paragraphs", field: str = "text",
-        fractions: Fractions | None = None,
+        fractions: Fractions = None,
     ) -> None:  # fmt: skip
         if unit not in (units := ("paragraphs", "lines", "files")):
             raise unknown_name("--documents", unit, units)
@@ -291,16 +282,14 @@ class Text(Source):
 
     def read_file(self, path: Path) -> Iterator[Document]:
         fields = plain_name(path).endswith((".parquet", ".jsonl", ".ndjson"))
-        texts = self._fields(path) if fields else self._plain(path)
-        return (Document(text) for text in texts if text.strip())
+        return (Document(text) for text in (self._fields if fields else self._plain)(path) if text.strip())
 
     def _plain(self, path: Path) -> Iterator[str]:
         """Paragraphs end at blank lines, which are left out, so that memory holds one paragraph at a time."""
         text: list[str] = []
         for line in read_lines(path):
             blank = self.unit == "paragraphs" and line.isspace()
-            if not blank:
-                text.append(line)
+            text += [] if blank else [line]
             if blank or self.unit == "lines":
                 yield "".join(text)
                 text.clear()
@@ -311,11 +300,10 @@ class Text(Source):
             if not isinstance(row, dict) or self.field not in row:
                 names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                 raise InputError(f"{where} has no field {self.field!r} (it has {names}): choose another --field.")
-            text = row[self.field]
-            if not isinstance(text, str):
-                raise InputError(f"{where}, field {self.field!r} is {type(text).__name__}, expected text.")
-            if NO_CHARACTER.search(text):
-                raise InputError(f"{where}, field {self.field!r} holds NUL or half of a surrogate pair: is it binary?")
+            if not isinstance(text := row[self.field], str) or NO_CHARACTER.search(text):
+                binary = "holds NUL or half of a surrogate pair: is it binary?"
+                wrong = binary if isinstance(text, str) else f"is {type(text).__name__}, expected text."
+                raise InputError(f"{where}, field {self.field!r} {wrong}")
             yield text
 
 
@@ -324,10 +312,10 @@ def rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
     if not plain_name(path).endswith(".parquet"):
         for number, line in enumerate(read_lines(path), start=1):
             try:
-                row = None if line.isspace() else json.loads(line)
+                row = json.loads(line) if line.strip() else None
             except ValueError as error:
                 raise InputError(f"{path}, line {number} is not JSON: {error}.") from error
-            if not line.isspace():
+            if line.strip():
                 yield f"{path}, line {number}", row
         return
     parquet = optional_module("pyarrow.parquet", "parquet", str(path))
@@ -346,25 +334,22 @@ class Stdlib(Source):
 
     # Installed packages differ from one environment to the next, and some systems leave the tests out.
     skipped = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-
     folder = Path(sysconfig.get_paths()["stdlib"])
 
-    def __init__(self, paths: Collection[Path] = (), name: str = "stdlib", fractions: Fractions | None = None) -> None:
+    def __init__(self, paths: Collection[Path] = (), name: str = "stdlib", fractions: Fractions = None) -> None:
         if paths:
             raise InputError("stdlib is read from the running Python and takes no files.")
-        folder = self.folder
-        found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
+        found = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob("*.py")}
         files = [found[place] for place in sorted(found) if not self.skipped & set(Path(place).parts)]
         if not files:
-            raise InputError(f"{folder} holds no Python sources to take documentation from: give a text of your own.")
+            raise InputError(f"{self.folder} holds no Python sources to take texts from: give a text of your own.")
         super().__init__(name, ["train"], {"python": platform.python_version()}, files, carve_all(fractions))
 
     def read(self, given: str) -> Iterator[Document]:
         return map(Document, self._texts)
 
-    @cached_property
+    @cached_property  # a few MB, and parsing takes seconds for each of the three splits
     def _texts(self) -> list[str]:
-        """Kept: a few MB, and parsing takes seconds for each of the three splits."""
         texts: list[str] = []
         seen: set[str] = set()
         for path in self.files:
@@ -407,7 +392,7 @@ class TokensFile(Source):
         folder, files = one_folder(name, paths, layout)
         parts: dict[str, list[tuple[int, Path]]] = {}
         for file, path in files.items():
-            match = TOKEN_FILE.fullmatch(file)
+            match = re.fullmatch(r"(\w+?)(?:\.(\d+))?\.(?:u16|bin)", file)
             if match and match[1] in SPLIT_ALIASES:
                 parts.setdefault(SPLIT_ALIASES[match[1]], []).append((int(match[2] or 0), path))
         if not parts:

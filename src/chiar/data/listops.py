@@ -4,7 +4,7 @@ The published data also writes a binary tree in round brackets around it, one pa
 They carry no meaning and are ignored here. The median of two middle values is their mean, rounded down.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -14,15 +14,9 @@ from typing import Any
 from chiar.data.corpora import SPLITS, Document, Fractions, Source, Table, carve_valid, split_of_file
 from chiar.errors import InputError
 
-OPERATORS: dict[str, Callable[[list[int]], int]] = {
-    "[MIN": min,
-    "[MAX": max,
-    "[MED": lambda values: int(median(values)),
-    "[SM": lambda values: sum(values) % 10,
-}
+OPERATORS: dict[str, Any] = {"[MIN": min, "[MAX": max, "[MED": median, "[SM": lambda values: sum(values) % 10}
 NAMES = tuple(OPERATORS)
 DIGITS = tuple("0123456789")
-OPERATOR_SHARE = 0.25  # of places in a tree, as in the original generator
 PATIENCE = 1_000_000  # a shape that almost no tree has would otherwise be searched for ever
 # Of the generator, with what the two published shapes have: first Nangia and Bowman 2018, then the long-range arena,
 # whose readers drop the round brackets. Lengths count tokens without these, both ends included.
@@ -50,8 +44,7 @@ class GeneratedListOps(Source):
             raise InputError(f"--examples counts train (at least 1), valid and test expressions, got {examples}.")
         self.counts = dict(zip(SPLITS, examples, strict=True))
         self._used: dict[str, set[bytes]] = {}
-        splits = [split for split in SPLITS if self.counts[split]]
-        super().__init__(name, splits, shape | {"examples": list(examples)}, [])
+        super().__init__(name, [*filter(self.counts.get, SPLITS)], shape | {"examples": list(examples)})
 
     def read(self, given: str) -> Iterator[Document]:
         """No expression comes twice: train avoids what valid and test hold, valid what test holds."""
@@ -86,9 +79,7 @@ class ListOpsFiles(Table):
     labels = DIGITS
     spellings = {digit: int(digit) for digit in DIGITS}  # noqa: RUF012
 
-    def __init__(
-        self, paths: list[Path], name: str, fractions: Fractions | None = None, brackets: bool | None = None
-    ) -> None:
+    def __init__(self, paths: list[Path], name: str, fractions: Fractions = None, brackets: bool | None = None) -> None:
         self.brackets = brackets
         given: dict[str, list[Path]] = {}
         for file in [file for path in paths for file in (sorted(path.glob("*.tsv*")) if path.is_dir() else [path])]:
@@ -120,7 +111,7 @@ def evaluate(expression: str) -> tuple[int, str]:
             text, values, arguments = stack.pop()
             if not stack or not values:
                 raise ValueError("a ] closes nothing" if not stack else f"{text} has no arguments")
-            value = str(OPERATORS[text](values))
+            value = str(int(OPERATORS[text](values)))
             for argument in (*arguments, token):  # every argument and the closing ] add one pair
                 text = f"( {text} {argument} )"
         elif token not in (*DIGITS, "(", ")"):
@@ -128,11 +119,11 @@ def evaluate(expression: str) -> tuple[int, str]:
         if value in DIGITS:
             stack[-1][1].append(int(value))
             stack[-1][2].append(text)
-    if len(stack) != 1:
-        raise ValueError(f"{stack[-1][0]} is never closed")
-    if len(stack[0][1]) != 1:
-        raise ValueError(f"it holds {len(stack[0][1])} expressions, expected one")
-    return stack[0][1][0], stack[0][2][0]
+    operator, values, texts = stack.pop()
+    if stack or len(values) != 1:
+        wrong = f"{operator} is never closed" if stack else f"it holds {len(values)} expressions, expected one"
+        raise ValueError(wrong)
+    return values[0], texts[0]
 
 
 def generate(rng: Random, depth: int, arguments: int, operator_at_root: bool, max_length: int) -> list[str] | None:
@@ -140,21 +131,18 @@ def generate(rng: Random, depth: int, arguments: int, operator_at_root: bool, ma
     tokens: list[str] = []
     missing: list[int] = []  # arguments still to come, of each open operator
     random = rng.random
-    draw = 0.0 if operator_at_root else random()
     while True:
-        if draw < OPERATOR_SHARE and len(missing) + 1 < depth:
+        operator = (operator_at_root and not tokens) or random() < 0.25  # of places, as in the original generator
+        if operator and len(missing) + 1 < depth:
             tokens.append(NAMES[int(random() * len(NAMES))])
             missing.append(2 + int(random() * (arguments - 1)))
             if len(tokens) + len(missing) > max_length:
                 return None
         else:
             tokens.append(DIGITS[int(random() * 10)])
-            while missing:
-                missing[-1] -= 1
-                if missing[-1]:
-                    break
+            while missing and missing[-1] == 1:
                 missing.pop()
                 tokens.append("]")
-            else:
+            if not missing:
                 return tokens if len(tokens) <= max_length else None
-        draw = random()
+            missing[-1] -= 1

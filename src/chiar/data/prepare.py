@@ -22,7 +22,6 @@ from chiar.data.tokenizers import Tokenizer, TokenizerChoice
 from chiar.errors import InputError
 from chiar.files import check_new, hold, write_whole
 
-SHARD_TOKENS = 1 << 26
 CHECKPOINT_SECONDS = 2.0
 # Some documents' ids in a row, (documents, 2) their lengths and labels, and what they add to the counts.
 Encoded = tuple[np.ndarray, np.ndarray, list[int]]
@@ -35,10 +34,9 @@ class Display:
         from rich import progress as rich
         from rich.console import Console
 
-        columns: list[Any] = ["{task.description}", rich.BarColumn(bar_width=16), rich.DownloadColumn()]
-        columns += [rich.TransferSpeedColumn(), rich.TimeRemainingColumn(), "{task.fields[note]}"]
-        console = Console(stderr=True, quiet=quiet)
-        self.progress = rich.Progress(*columns, console=console, disable=quiet or not sys.stderr.isatty())
+        columns = "{task.description}", rich.BarColumn(16), rich.DownloadColumn(), rich.TransferSpeedColumn()
+        shown: Any = {"console": Console(stderr=True, quiet=quiet), "disable": quiet or not sys.stderr.isatty()}
+        self.progress = rich.Progress(*columns, rich.TimeRemainingColumn(), "{task.fields[note]}", **shown)
         self.tasks: dict[str, Any] = {}
 
     def at(self, task: str, done: int, expected: int | None = None, note: str = "") -> None:
@@ -52,9 +50,8 @@ class Display:
 
 
 def prepare(
-    source: Source, out: Path, tokenizer: TokenizerChoice, *, shard_tokens: int = SHARD_TOKENS,
-    display: Display | None = None,
-) -> Corpus:  # fmt: skip
+    source: Source, out: Path, tokenizer: TokenizerChoice, shard_tokens: int = 1 << 26, display: Display | None = None
+) -> Corpus:
     display, given_ids = display or Display(), isinstance(source, TokensFile)
     check_new(out)
     if shard_tokens < 1:
@@ -77,19 +74,13 @@ def prepare(
             os.replace(folder / "tokenizer.new", saved)
             display.at("tokenizer", 1, 1)
         splits = {split: write_split(folder, split, source, used, shard_tokens, display) for split in source.splits}
-        manifest: dict[str, Any] = {
-            "format": FORMAT,
-            "name": source.name,
-            "kind": source.kind,
-            "labels": list(source.labels),
-            "tokenizer": used.describe(),
-            "dtype": used.dtype.newbyteorder("=").name,
-            "shard_tokens": shard_tokens,
-            "options": source.options,
-            "remarks": [],  # of older corpora: how they differ from the published ones
-            "inputs": {"files": len(files), "bytes": sum(size for _, size, _ in files)},
-            "splits": splits,
-        }
+        manifest: dict[str, Any] = {"format": FORMAT, "name": source.name, "kind": source.kind}
+        manifest |= {"labels": list(source.labels), "tokenizer": used.describe()}
+        manifest |= {"dtype": used.dtype.newbyteorder("=").name, "shard_tokens": shard_tokens}
+        # The remarks of older corpora say how they differ from the published ones.
+        manifest |= {"options": source.options, "remarks": []}
+        manifest["inputs"] = {"files": len(files), "bytes": sum(size for _, size, _ in files)}
+        manifest["splits"] = splits
         manifest["fingerprint"] = fingerprint(manifest)
         write_whole(folder / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
         for path in [*folder.glob("*.part"), *folder.glob("*.progress.json")]:
@@ -99,10 +90,7 @@ def prepare(
 
 @contextmanager
 def partial_folder(out: Path, inputs: str, note: Callable[[str], None]) -> Iterator[Path]:
-    """`.NAME.partial` beside `out`, which becomes `out` when the block ends well.
-
-    Work found there from equal `inputs` is kept; it survives all but an InputError, which leaves nothing behind.
-    """
+    """Becomes `out` when the block ends well. Work of equal `inputs` goes on; only an InputError leaves none behind."""
     out = Path(os.path.abspath(out))
     folder = out.with_name(f".{out.name}.partial")
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,9 +122,7 @@ def write_split(
 ) -> dict[str, Any]:
     """Shards, and a table of document ends and labels; what is synced is noted, and the next run goes on from there."""
     progress, table = folder / f"{split}.progress.json", folder / f"{split}.documents.part"
-    noted: dict[str, Any] = {"counts": [0] * len(COUNTED), "end": 0}
-    if progress.is_file():
-        noted = json.loads(progress.read_text())
+    noted: Any = json.loads(progress.read_text()) if progress.is_file() else {"counts": [0] * len(COUNTED), "end": 0}
     if "entry" in noted:
         return noted["entry"]
     counts, end = np.array(noted["counts"]), noted["end"]
@@ -169,10 +155,11 @@ def write_split(
     for start in range(0, entry["tokens"], shard_tokens):
         path, tokens = folder / f"{split}.{start // shard_tokens:03d}.bin", min(shard_tokens, entry["tokens"] - start)
         entry["shards"].append({"file": path.name, "tokens": tokens, "sha256": file_hash(path)})
-    arrays = {"offsets": ("documents", np.append(0, documents[:, 0]).astype("<u8"))}
-    if source.labels:
-        arrays["labels"] = ("labels", documents[:, 1])
-    for what, (name, array) in arrays.items():
+    arrays = [
+        ("offsets", "documents", np.append(0, documents[:, 0]).astype("<u8")),
+        ("labels", "labels", documents[:, 1]),
+    ]
+    for what, name, array in arrays[: 2 if source.labels else 1]:
         np.save(buffer := io.BytesIO(), array)
         write_at(path := folder / f"{split}.{name}.npy", 0, buffer.getbuffer())
         entry[what] = {"file": path.name, "sha256": file_hash(path)}

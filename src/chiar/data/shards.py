@@ -35,15 +35,14 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def read_npy(path: Path, length: int | None = None) -> np.ndarray:
-    """One row of whole numbers; of so many, mapped into memory, if `length` is given."""
+def map_npy(path: Path, length: int) -> np.ndarray:
+    """So many whole numbers, mapped into memory."""
     try:
-        array = np.load(path, mmap_mode=None if length is None else "r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise InputError(f"{path} is not a readable .npy file: {error}") from error
-    if array.ndim != 1 or array.dtype.kind not in "iu" or length not in (None, len(array)):
-        expected = f"{length or 'one row of'} whole numbers"
-        raise InputError(f"{path} holds {array.dtype} of shape {array.shape}, expected {expected}.")
+    if array.shape != (length,) or array.dtype.kind not in "iu":
+        raise InputError(f"{path} holds {array.dtype} of shape {array.shape}, expected {length} whole numbers.")
     return array
 
 
@@ -58,10 +57,9 @@ class Split:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` ids from `start` on: a read-only view, or a copy where they lie in several shards."""
-        stop = start + count
+        parts, stop = [], start + count
         if start < 0 or count < 0 or stop > self.tokens:
             raise IndexError(f"ids {start} to {stop} of split {self.name!r}, which has {self.tokens}")
-        parts = []
         while start < stop:
             shard, offset = divmod(start, self._shard_tokens)
             parts.append(self._shards[shard][offset : offset + stop - start])
@@ -70,24 +68,21 @@ class Split:
 
     def rows(self, starts: np.ndarray, count: int) -> np.ndarray:
         """(len(starts), count) int64: one row of ids from each start, ready for a model."""
-        rows = np.empty((len(starts), count), np.int64)
-        for row, start in zip(rows, starts.tolist(), strict=True):
-            row[:] = self.read(start, count)
-        return rows
+        parts = [self.read(start, count) for start in starts.tolist()]
+        return np.array(parts, np.int64).reshape(len(starts), count)
 
     @cached_property
     def offsets(self) -> np.ndarray:
         """Where documents begin, and where the last one ends: documents + 1 numbers."""
-        return read_npy(self._folder / self._entry["offsets"]["file"], self.documents + 1)
+        return map_npy(self._folder / self._entry["offsets"]["file"], self.documents + 1)
 
     @cached_property
     def labels(self) -> np.ndarray | None:
         """One label a document, or None in a language corpus."""
         entry = self._entry.get("labels")
-        return None if entry is None else read_npy(self._folder / entry["file"], self.documents)
+        return None if entry is None else map_npy(self._folder / entry["file"], self.documents)
 
     def document(self, index: int) -> np.ndarray:
-        """A document's ids, with its end of text where there is one."""
         if not 0 <= index < self.documents:
             raise IndexError(f"document {index} of split {self.name!r}, which has {self.documents}")
         start, stop = self.offsets[index : index + 2].tolist()
@@ -99,17 +94,12 @@ class Corpus:
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder, self.manifest = folder, manifest
-        self.name: str = manifest["name"]
-        self.kind: str = manifest["kind"]
-        self.fingerprint: str = manifest["fingerprint"]
-        self.labels: list[str] = manifest["labels"]
-        self.remarks: list[str] = manifest["remarks"]
-        self.splits: list[str] = list(manifest["splits"])
+        self.name, self.kind, self.fingerprint = (str(manifest[key]) for key in ("name", "kind", "fingerprint"))
+        self.labels, self.remarks, self.splits = (list[str](manifest[key]) for key in ("labels", "remarks", "splits"))
         self.dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
-        self.tokenizer_kind: str = manifest["tokenizer"]["kind"]
-        self.tokenizer_fingerprint: str = manifest["tokenizer"]["fingerprint"]
-        self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
-        self.end_of_text: int = manifest["tokenizer"]["end_of_text"]
+        tokenizer = manifest["tokenizer"]
+        self.tokenizer_kind, self.tokenizer_fingerprint = str(tokenizer["kind"]), str(tokenizer["fingerprint"])
+        self.vocab_size, self.end_of_text = int(tokenizer["vocab_size"]), int(tokenizer["end_of_text"])
         self._opened: dict[str, Split] = {}
 
     @classmethod
@@ -156,10 +146,9 @@ class Corpus:
         return self._opened[name]
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer the corpus was prepared with; its folder is `self.folder / "tokenizer"`."""
-        tokenizer = Tokenizer.open(self.folder / "tokenizer")
+        tokenizer = Tokenizer.open(folder := self.folder / "tokenizer")
         if tokenizer.fingerprint != self.tokenizer_fingerprint:
-            raise InputError(f"{self.folder / 'tokenizer'} is not the tokenizer this corpus was prepared with.")
+            raise InputError(f"{folder} is not the tokenizer this corpus was prepared with.")
         return tokenizer
 
     def require_same_tokenizer(self, other: "Corpus") -> None:

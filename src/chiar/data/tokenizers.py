@@ -33,7 +33,6 @@ BYTE_OF_CHARACTER = {character: byte for byte, character in CHARACTER_OF_BYTE.it
 # no space. What lies between two such places is encoded on its own, once, and remembered. Rarer kinds of space start
 # no new piece, because Python and the tokenizers library disagree about some of them.
 PIECES = re.compile(r"\s*\S+(?:[^\S \n\t\r]\s*\S*)*|\s+")
-REMEMBERED_PIECES = 400_000
 
 
 class Tokenizer:
@@ -46,8 +45,11 @@ class Tokenizer:
         self.dtype = np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
         # Of what the tokenizer does, not of its files: libraries write the same tokenizer in several ways.
         definition: dict[str, Any] = {"family": "byte-level-bpe", "pattern": None if kind == "bytes" else "gpt2"}
-        definition |= {"vocabulary": self.vocabulary, "merges": self.merges}
-        definition |= {"end_of_text": [END_OF_TEXT, self.end_of_text]}
+        definition |= {
+            "vocabulary": self.vocabulary,
+            "merges": self.merges,
+            "end_of_text": [END_OF_TEXT, self.end_of_text],
+        }
         self.fingerprint = hashlib.sha256(json.dumps(definition, separators=(",", ":")).encode()).hexdigest()
 
     @cached_property
@@ -64,13 +66,8 @@ class Tokenizer:
     @cached_property
     def _ids_of(self) -> Callable[[str], bytes]:
         """Of a piece of text, remembered: text repeats itself, and encoding costs ten times a look there."""
-        model = self._model()
-
-        @lru_cache(REMEMBERED_PIECES)
-        def ids_of(piece: str) -> bytes:
-            return np.array(model.encode(piece, add_special_tokens=False).ids, self.dtype).tobytes()
-
-        return ids_of
+        encode, dtype = self._model().encode, self.dtype
+        return lru_cache(400_000)(lambda piece: np.array(encode(piece, add_special_tokens=False).ids, dtype).tobytes())
 
     def decode_bytes(self, ids: np.ndarray) -> bytes:
         return b"".join(map(self.token_bytes.__getitem__, ids.tolist()))
@@ -79,7 +76,6 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def describe(self) -> dict[str, Any]:
-        """The tokenizer's entry in a manifest."""
         return {name: getattr(self, name) for name in ("kind", "fingerprint", "vocab_size", "end_of_text")}
 
     def save(self, folder: Path) -> None:
@@ -150,19 +146,18 @@ class Tokenizer:
 
     @classmethod
     def of_bytes(cls) -> "Tokenizer":
-        """257 entries: ids are byte values, 256 is the end of text."""
-        return cls("bytes", CHARACTER_OF_BYTE.values(), ())
+        return cls("bytes", CHARACTER_OF_BYTE.values(), ())  # ids are byte values, 256 is the end of text
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """Byte-level BPE with at most `vocab_size` entries; the same texts give the same tokenizer, in any order."""
-        from tokenizers import trainers
+        from tokenizers.trainers import BpeTrainer
 
         if vocab_size < 257:
             raise InputError(f"--vocab-size must be at least 257 (256 bytes and the end of text), got {vocab_size}.")
         model = cls("bpe", (), ())._model()
         settings: Any = {"min_frequency": 2, "show_progress": False, "initial_alphabet": sorted(BYTE_OF_CHARACTER)}
-        model.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size - 1, **settings))
+        model.train_from_iterator(texts, BpeTrainer(vocab_size=vocab_size - 1, **settings))
         trained = json.loads(model.to_str())["model"]
         return cls.checked("bpe", trained["vocab"], trained["merges"], "the trained tokenizer")
 
@@ -179,13 +174,13 @@ class TokenizerChoice:
 
     def ready(self) -> Tokenizer | None:
         """The tokenizer, or None if it has to be trained on the corpus."""
-        if self.kind is not None and self.kind not in KINDS:
-            raise unknown_name("tokenizer", self.kind, KINDS)
-        if self.vocab_size is not None and not self.like and (self.kind in ("gpt2", "bytes") or self.path is not None):
-            raise InputError("--vocab-size is for a BPE trained on the corpus: leave it out here.")
-        if self.kind == "bytes" and self.path is not None:
-            raise InputError("the bytes tokenizer has no files: leave --tokenizer-path out.")
         path = self.path
+        if self.kind not in (None, *KINDS):
+            raise unknown_name("tokenizer", self.kind, KINDS)
+        if self.vocab_size is not None and not self.like and (self.kind in ("gpt2", "bytes") or path is not None):
+            raise InputError("--vocab-size is for a BPE trained on the corpus: leave it out here.")
+        if self.kind == "bytes" and path is not None:
+            raise InputError("the bytes tokenizer has no files: leave --tokenizer-path out.")
         if self.like is not None:
             from chiar.data.shards import Corpus
 
@@ -208,12 +203,10 @@ class TokenizerChoice:
                 _, path = (Path(hf_hub_download("openai-community/gpt2", name)).parent for name in GPT2_FILES[0])
             except Exception as error:  # of many libraries; each means that the files did not come
                 raise InputError(f"gpt2 could not be fetched from the Hub: {first_line(error)}") from error
-        if path is None:
-            return None
-        opened = Tokenizer.open(path)
-        if self.kind == "gpt2" and opened.vocab_size != GPT2_ENTRIES:
-            raise InputError(f"{path} holds {opened.vocab_size} entries, but GPT-2's tokenizer has {GPT2_ENTRIES}.")
-        return opened
+        found = None if path is None else Tokenizer.open(path)
+        if found and self.kind == "gpt2" and found.vocab_size != GPT2_ENTRIES:
+            raise InputError(f"{path} holds {found.vocab_size} entries, but GPT-2's tokenizer has {GPT2_ENTRIES}.")
+        return found
 
 
 def check_tokenizer(folder: str, config: "ChiarConfig", corpus: Any) -> list[str]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from chiar.config import ChiarConfig
-from chiar.data.shards import read_npy
 from chiar.errors import InputError, first_line
 from chiar.files import check_file
 
@@ -62,21 +61,11 @@ def blamed_on(source: Path) -> Iterator[None]:
         raise InputError(f"the tokenizer in {source} cannot be used: {first_line(error)}") from error
 
 
-def encode(
-    text: str, config: ChiarConfig, folder: Path | None, tokenizer: Path | None = None
-) -> tuple[list[int], list[str]]:
+def encode(text: str, config: ChiarConfig, folder: Path | None, tokenizer: Path | None) -> tuple[list[int], list[str]]:
     """Ids and the piece of text each stands for."""
     codec = TextCodec.open(config, folder, tokenizer)
     ids = codec.encode(text)
     return ids, codec.pieces(ids)
-
-
-def read_token_file(path: Path) -> np.ndarray:
-    """Ids from a NumPy file (.npy) or raw little-endian uint16 (anything else)."""
-    check_file(path)
-    if path.suffix != ".npy" and path.stat().st_size % 2:
-        raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")
-    return read_npy(path) if path.suffix == ".npy" else np.fromfile(path, dtype="<u2")
 
 
 def read_text_file(path: Path) -> str:
