@@ -1,6 +1,7 @@
 """OpenAI's own client against a real server: what it writes, refuses and survives, and how it starts and stops."""
 
 import json
+import re
 import signal
 import socket
 import sys
@@ -223,6 +224,9 @@ def test_health_and_metrics(server):
     assert server.metric("completion_tokens_total") == tokens + 7
     assert 0 < server.metric("attention_fraction") < 1
     assert server.metric("generation_seconds_total") > 0
+    told = server.ask("GET", "/metrics")[2].splitlines()
+    helped, typed = ([line.split()[2] for line in told if line.startswith(f"# {word} ")] for word in ("HELP", "TYPE"))
+    assert helped == typed == sorted({re.match(r"\w+", line)[0] for line in told if line.startswith("chiar_")})
 
 
 def test_sigterm_while_texts_are_written(folder):

@@ -28,7 +28,15 @@ COMPLETIONS = "/v1/completions"
 # Seconds of writing before the loop sends what was written (going to and fro for each token takes time too), seconds
 # for last answers to be read when the server is told to stop, and connections beyond the requests that run or wait.
 QUICK, FAREWELL, SPARE = 0.01, 3, 64
-COUNTED = ("prompt_tokens", "completion_tokens", "generation_seconds", "request_seconds", "clients_gone")
+# What /metrics tells: type and help. The first five have no labels and begin at 0.
+METRICS = {
+    **{"prompt_tokens_total": ("counter", "Tokens read."), "completion_tokens_total": ("counter", "Tokens written.")},
+    **{f"{what}_seconds_total": ("counter", f"Seconds spent on {what}s.") for what in ("generation", "request")},
+    **{"clients_gone_total": ("counter", "Clients who left."), "rows_running": ("gauge", "Texts being written.")},
+    **{f"requests_{state}": ("gauge", f"Requests that are {state}.") for state in ("waiting", "running")},
+    **{"requests_total": ("counter", "By status."), "attention_fraction": ("gauge", "Routed tokens to attention.")},
+    "routed_tokens_total": ("counter", "Prompt tokens by operator, of all routed layers."),
+}
 
 
 def stopping() -> Refused:
@@ -49,7 +57,7 @@ class Engine(Writer):
         self.thread = ThreadPoolExecutor(1, "chiar-engine")
         self.task: asyncio.Task[None] | None = None
         # By Prometheus's name with its labels; and the seconds that completions took.
-        self.counts: dict[str, float] = defaultdict(float, {f"{name}_total": 0.0 for name in COUNTED})
+        self.counts: dict[str, float] = defaultdict(float, dict.fromkeys(list(METRICS)[:5], 0.0))
         self.seconds: deque[float] = deque(maxlen=1000)
 
     def submit(self, job: Job) -> None:
@@ -233,6 +241,8 @@ class Service(Site):
         if routed:
             now["attention_fraction"] = routed['routed_tokens_total{operator="attention"}'] / sum(routed.values())
         for name, samples in groupby(sorted({**engine.counts, **now}.items()), lambda sample: sample[0].split("{")[0]):
-            lines.append(f"# TYPE chiar_{name} {'counter' if name.endswith('_total') else 'gauge'}")
+            lines += [
+                f"# {word} chiar_{name} {told}" for word, told in zip(("TYPE", "HELP"), METRICS[name], strict=True)
+            ]
             lines += [f"chiar_{sample} {value:.10g}" for sample, value in samples]
         return PlainTextResponse("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")
