@@ -9,8 +9,7 @@ import torch
 from chiar.data.tokens import TextCodec
 from chiar.generation.writer import SCORED, Piece, Sampling
 from chiar.model.load import load_model
-from chiar.serving.app import Engine, Service, stopping
-from chiar.serving.protocol import Job, Limits
+from chiar.serving.app import Engine, Job, Limits, Service, stopping
 from chiar.web import Refused
 
 BYTES = TextCodec(None, None)

@@ -3,7 +3,7 @@
 import pytest
 
 from chiar.data.tokens import TextCodec
-from chiar.serving.protocol import Limits, parse_request
+from chiar.serving.app import Limits, parse_request
 from chiar.web import Refused
 
 BYTES = TextCodec(None, None)
