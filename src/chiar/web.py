@@ -184,7 +184,6 @@ class Site(uvicorn.Server):
         self.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Every tenth of a second."""
         if self.draining and not self.should_exit:
             await self.drain()
             self.should_exit = True

@@ -91,7 +91,6 @@ def config_table(models: list[LoadedModel]) -> str:
 
 
 def training(models: list[LoadedModel]) -> str:
-    """Curves and settings of those that are training runs."""
     runs = [loaded.path for loaded in models if (loaded.path / METRICS).is_file()]
     if not runs:
         return ""

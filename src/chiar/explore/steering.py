@@ -23,7 +23,6 @@ def ways_to_steer(config: ChiarConfig) -> list[str]:
 
 
 def why_not(config: ChiarConfig) -> str | None:
-    """What to tell somebody who looks for a slider."""
     if not config.routed_layers:
         return "No layer of this model routes: every token takes the same path, so there is nothing to move."
     if config.router == "static":

@@ -71,7 +71,6 @@ class Pieces(Characters):
     """What to show of each token: a character that several tokens make up stands where it is whole."""
 
     def next(self, token: int) -> str:
-        """Safe to show; line breaks and tabs are kept."""
         count, text = self.add(token)
         return (visible(text) or self.codec.pieces([token])[0]) if count else PART
 

@@ -28,8 +28,7 @@ from chiar.model.modeling import ChiarForCausalLM
 from chiar.web import TEXT, Field, Refused, Site
 
 COMPLETIONS = "/v1/completions"
-# Seconds of writing before the loop sends what was written (going to and fro for each token takes time too), seconds
-# for last answers to be read when the server is told to stop, and connections beyond the requests that run or wait.
+# Seconds of writing between sends, seconds for last answers to be read, connections beyond those that run or wait.
 QUICK, FAREWELL, SPARE = 0.01, 3, 64
 # What /metrics tells: type and help. The first five have no labels and begin at 0.
 METRICS = {
@@ -242,7 +241,6 @@ class Engine(Writer):
         return sum(not job.is_over for job in jobs)
 
     async def end(self) -> None:
-        """Tell those still there that it is over."""
         self.closed = True
         if self.task is not None:
             self.task.cancel()
@@ -346,7 +344,6 @@ class Service(Site):
             self.engine.seconds.append(seconds)
 
     async def drain(self) -> None:
-        """Let what runs finish within the grace time."""
         engine, deadline = self.engine, time.monotonic() + self.engine.limits.grace
         engine.closed = True
         while engine.count([*engine.waiting, *engine.running]) and not self.should_exit and time.monotonic() < deadline:
@@ -391,7 +388,6 @@ class Service(Site):
         return web.json_response({"status": state}, 200 if state == "ok" else 503)
 
     async def show_metrics(self, request: Request) -> Response:
-        """As Prometheus reads it."""
         engine, lines = self.engine, []
         routed = {name: count for name, count in engine.counts.items() if name.startswith("routed")}
         now: dict[str, float] = {"rows_running": sum(not row.is_over for row in engine.rows)}
