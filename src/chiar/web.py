@@ -25,13 +25,10 @@ from chiar.visible import HALVES
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-store",
+    **{"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"},
+    **{"cross-origin-resource-policy": "same-origin", "cache-control": "no-store"},
 }
-# A Host header that leads here by localhost, by number or by the name it listens on. Any other name may be a stranger's
-# who let it point here, so that his page could read the answers (DNS rebinding).
+# A Host header with a number or a name of ours. A stranger's name could let his page read answers (DNS rebinding).
 OWN_NAME = r"(localhost|[\d.]+|\[[\da-f:.]+\]|{})(:\d+)?"
 # How many times the allowed size is read of a body before the line is cut, and the seconds a client has to send it.
 READ_ON, BODY_SECONDS = 64, 30.0
@@ -54,20 +51,16 @@ class Refused(Exception):
 
 
 async def refuse(request: Request, error: Exception) -> Response:
-    """Every refusal is one sentence; of a fault of ours the log has the rest."""
+    """One sentence; of a fault of ours the log has the rest."""
     if isinstance(error, HTTPException):
         error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
     elif isinstance(error, InputError):
         error = Refused(getattr(error, "status", 400), str(error))
     elif not isinstance(error, Refused):
-        gone = isinstance(error, ClientDisconnect)
-        error = Refused(499 if gone else 500, "the server failed on this request.", kind="server_error")
+        status = 499 if isinstance(error, ClientDisconnect) else 500
+        error = Refused(status, "the server failed on this request.", kind="server_error")
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     return json_response(error.body(), error.status, headers)
-
-
-def json_response(record: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(to_json(record), status, headers, "application/json")
 
 
 def to_json(record: Mapping[str, Any]) -> bytes:
@@ -75,9 +68,12 @@ def to_json(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, allow_nan=False).encode("ascii")
 
 
+def json_response(record: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(to_json(record), status, headers, "application/json")
+
+
 async def read_json(request: Request, most: int, too_long: str) -> dict[str, Any]:
-    """The body as an object. Of more than `most` bytes nothing more is kept; they are read to their end all the same,
-    or the client would not see why it is refused. A page of another origin cannot send this content type."""
+    """The body as an object. What is beyond `most` bytes is read, not kept: the client must see why it is refused."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refused(415, "send JSON, with content-type: application/json.")
     body, size = bytearray(), 0
@@ -103,7 +99,6 @@ async def read_json(request: Request, most: int, too_long: str) -> dict[str, Any
 # The value where a request says nothing or null, a check, and what the check wants.
 Field = tuple[Any, Callable[[Any], bool], str]
 TEXT: Field = ("", lambda value: isinstance(value, str) and not HALVES.search(value), "text of whole characters")
-
 UNKNOWN: Field = (None, lambda value: False, "left out: it is not supported")
 
 
@@ -118,8 +113,8 @@ def check_fields(asked: Mapping[str, Any], fields: Mapping[str, Field]) -> dict[
     for name, value in asked.items():
         _, fits, meaning = fields.get(name, UNKNOWN)
         if name not in fields or (value is not None and not fits(value)):
-            code = "unsupported_parameter" if meaning == UNKNOWN[2] else None
-            raise Refused(400, f"{name[:100]!r} must be {meaning}.", name, code)
+            unsupported = "unsupported_parameter" if meaning == UNKNOWN[2] else None
+            raise Refused(400, f"{name[:100]!r} must be {meaning}.", name, unsupported)
     return {name: field[0] if asked.get(name) is None else asked[name] for name, field in fields.items()}
 
 
@@ -136,9 +131,8 @@ async def while_there(request: Request, work: Awaitable[Made]) -> Made:
 
 
 class Site(uvicorn.Server):
-    """An application with a check of who asks before every endpoint and headers behind it, and its server. Told to stop
-    it takes nothing new, drains, and goes; told twice, it waits for no client. An endpoint may put what is to happen
-    when its answer is over, however it ends, on the stack scope["over"]."""
+    """An application and its server. Told to stop it takes nothing new, drains, and goes; told twice, it waits for no
+    client. An endpoint may put what is to happen when its answer is over on the stack scope["over"]."""
 
     greeting = "listening on {}"
 
@@ -146,9 +140,9 @@ class Site(uvicorn.Server):
         """`named`: it answers to its own names only. `farewell`: seconds for last answers to be read."""
         kinds = (Refused, InputError, ClientDisconnect, HTTPException, Exception)
         self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, refuse))
-        quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
-        bounds: dict[str, Any] = {"limit_concurrency": connections, "timeout_graceful_shutdown": farewell}
-        super().__init__(uvicorn.Config(self, ws="none", lifespan="off", **quiet, **bounds))
+        quiet: Any = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
+        bounds: Any = {"limit_concurrency": connections, "timeout_graceful_shutdown": farewell}
+        super().__init__(uvicorn.Config(self, ws="none", **quiet, **bounds))
         self.host, self.named, self.draining = host, named, False
 
     def check(self, request: Request) -> None:
@@ -190,7 +184,6 @@ class Site(uvicorn.Server):
         self.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Every tenth of a second."""
         if self.draining and not self.should_exit:
             await self.drain()
             self.should_exit = True

@@ -87,6 +87,10 @@ def test_typed_text_is_shown_token_by_token(page):
     assert len(set(colours)) > 1
     assert panel(page).locator(".cell").count() == 10 * 4 + 2  # and two in the legend
     assert "10 of at most 256 tokens" in page.inner_text("#status")
+    controls = page.locator("button, input, select, textarea, [role=img], [role=grid]")
+    named = "nodes => nodes.map(n => n.labels?.length || n.getAttribute('aria-label') || n.textContent.trim())"
+    assert controls.count() > 20 and all(controls.evaluate_all(named))  # for screen readers
+    assert page.get_attribute("#status", "aria-live") == "polite" and page.get_attribute("html", "lang") == "en"
 
 
 def test_the_slider_reroutes_with_loss_and_flops(page):
@@ -212,14 +216,6 @@ def test_the_theme_is_switched_and_remembered(page):
     page.reload()
     page.wait_for_selector(".cell")
     assert background() != first and page.inner_text("#theme") == "Light theme"
-
-
-def test_names_and_live_regions_for_screen_readers(page):
-    controls = page.locator("button, input, select, textarea, [role=img], [role=grid]")
-    named = "nodes => nodes.map(n => n.labels?.length || n.getAttribute('aria-label') || n.textContent.trim())"
-    assert controls.count() > 20 and all(controls.evaluate_all(named))
-    assert page.get_attribute("#status", "aria-live") == "polite"
-    assert page.get_attribute("html", "lang") == "en"
 
 
 @pytest.mark.parametrize("watched", [{"width": 360, "height": 740, "has_touch": True}], indirect=True)

@@ -143,5 +143,4 @@ def test_the_scripts_have_the_colours_and_names_of_pictures():
         for name, *ends in re.findall(rf"(\w+): \[{numbers}, {numbers}\]", script)
     }
     assert ramps == {"light": LIGHT, **RAMPS}
-    known = [name for name in NAMES if name not in ("skip", "bypass")]
-    assert all(f'{name}: "{NAMES[name]}"' in script for name in known)
+    assert all(f'{name}: "{words}"' in script for name, words in NAMES.items() if name not in ("skip", "bypass"))

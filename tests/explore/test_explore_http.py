@@ -51,14 +51,10 @@ def test_files_come_with_strict_headers_and_name_no_outside_host(served):
         assert "Not Found" in refused(response, 404) and response.headers["x-content-type-options"] == "nosniff"
 
 
-def test_models_are_described(served, folders):
+def test_models_are_described_and_a_view_is_what_trace_says_and_its_loss_the_models(served, folders):
     first, second = served.get("/api/models").json()["models"]
-    assert [first["name"], second["name"]] == folders
-    assert first["steer"] == ["shift", "share"]
+    assert [first["name"], second["name"]] == folders and first["steer"] == ["shift", "share"]
     assert second["steer"] == [] and "No layer" in second["unsteerable"]
-
-
-def test_a_view_is_what_trace_says_and_its_loss_the_models(served, folders):
     view = served.post("/api/route", {"model": 0, "text": TEXT}).json()
     trace = route_text(folders[0], TEXT, None, 0).trace
     assert "".join(token["piece"] for token in view["tokens"]) == TEXT
@@ -108,15 +104,8 @@ def test_characters_of_several_tokens_are_whole():
 
 def test_it_is_shown_and_harmless(served):
     hostile = ["<script>alert(1)</script>", "</textarea><img src=x onerror=alert(1)>", "\x00\x01\x1b[31mred\x07\x7f"]
-    hostile += [
-        "👩‍👩‍👧 emoji 🎨",
-        "\u202eevil\u202c שלום مرحبا",
-        "\u2028\u2029\ufeff",
-        "ends badly \ufffd",
-        " ",
-        "\n\n",
-    ]
-    for text in hostile:
+    hostile += ["👩‍👩‍👧 emoji 🎨", "\u202eevil\u202c שלום مرحبا", "\u2028\u2029\ufeff", "ends badly \ufffd"]
+    for text in (*hostile, " ", "\n\n"):
         response = served.post("/api/route", {"text": text})
         assert response.status_code == 200 and response.headers["content-type"] == "application/json"
         pieces = "".join(token["piece"] for token in response.json()["tokens"])
@@ -133,7 +122,7 @@ def test_limits(served, path):
     assert served.post("/api/route", {"text": "x" * 256}).status_code == 200
 
 
-def test_bodies(served):
+def test_bodies_and_wrong_fields(served):
     nan = b'{"text": "a", "steer": {"kind": "shift", "value": NaN}}'
     headers = {"content-type": "application/json"}
     for body in (b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 20_000, nan, b'{"text": "\\ud800"}'):
@@ -141,9 +130,6 @@ def test_bodies(served):
         assert "JSON" in said or "whole characters" in said
     plain = httpx.post(f"{served.url}/api/route", content=b'{"text": "a"}', headers={"content-type": "text/plain"})
     assert "application/json" in refused(plain, 415)
-
-
-def test_wrong_fields(served):
     steers = [5, {"kind": "up", "value": 1}, {"kind": "share", "value": "x"}, {"kind": "share", "value": 2}]
     wrong = {"text": [5, None], "model": [2, -1, "0", True], "steer": steers, "tokens": [0, 1000], "seed": [-1]}
     for name, values in {**wrong, "temperature": [-1, 10**400], "more": [1]}.items():
@@ -153,10 +139,10 @@ def test_wrong_fields(served):
 
 
 def test_only_own_names_and_pages_are_answered(served):
-    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[bad"):
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example", "", "[::1"):
         for path in ("/", "/api/models"):
             refused(served.get(path, headers={"host": host}), 421)
-    for host in ("localhost", "localhost:99", "127.0.0.1", "[::1]:80", "192.168.0.7"):
+    for host in ("localhost", "LOCALHOST:99", "127.0.0.1", "[::1]:80", "192.168.0.7"):
         assert served.get("/api/models", headers={"host": host}).status_code == 200
     for origin in ("http://evil.example", "null"):
         refused(served.post("/api/route", {"text": "a"}, headers={"origin": origin}), 403)
@@ -259,14 +245,10 @@ def test_who_stops_waiting_is_not_computed_for(served, held):
 
 
 KINDS = {
-    "hard": {"router": "learned", "routing": "hard"},
-    "soft": {"router": "learned", "routing": "soft"},
-    "random": {"router": "random"},
-    "static": {"router": "static"},
-    "target": {"target_fraction": 0.3},
-    "v1": {"preset": "v1-tiny"},
-    "v2": {"preset": "v2-tiny"},
-    "batch-gate": {"gate_pool": "batch"},
+    **{routing: {"router": "learned", "routing": routing} for routing in ("hard", "soft")},
+    **{router: {"router": router} for router in ("random", "static")},
+    **{preset: {"preset": preset} for preset in ("v1-tiny", "v2-tiny")},
+    **{"target": {"target_fraction": 0.3}, "batch-gate": {"gate_pool": "batch"}},
     "temporal": {"operators": ["temporal", "attention"], "layer_types": ["temporal", "routed", "attention"]},
     "sparse": {"norm_position": "pre", "keys": "routed", "execution": "sparse"},
 }

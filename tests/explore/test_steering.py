@@ -15,11 +15,9 @@ SCORED = {
     "soft": {"router": "learned", "routing": "soft"},
     "followed": {"target_fraction": 0.4},
     "followed-learned": {"router": "learned", "routing": "hard", "target_fraction": 0.4},
-    "scaled": {
-        **{"router": "learned", "routing": "hard", "hard_estimator": "selected", "norm_position": "pre"},
-        "router_scale": "probability",
-    },
 }
+SCALED = {"router": "learned", "routing": "hard", "hard_estimator": "selected", "norm_position": "pre"}
+SCORED["scaled"] = {**SCALED, "router_scale": "probability"}
 scored = pytest.mark.parametrize("option", SCORED.values(), ids=SCORED.keys())
 
 
@@ -49,7 +47,7 @@ def test_a_share_is_what_attention_gets_a_higher_cut_means_less_and_the_model_is
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
-def test_a_shift_is_a_model_with_other_thresholds(lively):
+def test_a_shift_is_a_model_with_other_thresholds_or_another_bias(lively):
     model = lively({"thresholds": [0.79, 0.81]})
     steering = Steering("shift", 0.013)
     moved = run(model, steering)
@@ -57,25 +55,12 @@ def test_a_shift_is_a_model_with_other_thresholds(lively):
     expected = run(model)
     assert torch.equal(moved.logits, expected.logits)
     assert [moved.routing.layers[i].thresholds[0] for i in (1, 2)] == pytest.approx([0.803, 0.823], abs=1e-12)
-
-
-def test_a_shift_of_a_scaled_learned_router_is_a_bias(lively):
-    """Weights follow too, not the choice alone."""
-    model = lively(SCORED["scaled"])
+    model = lively(SCORED["scaled"])  # weights follow too, not the choice alone
     moved = run(model, Steering("shift", 0.7)).logits
     with torch.no_grad():
         for layer in model.config.routed_layers:
             model.model.layers[layer].router.score.bias[-1] -= 0.7
     assert torch.equal(moved, run(model).logits)
-
-
-def test_cuts_found_on_a_text_stay(lively):
-    model, steering = lively({"thresholds": 0.8}), Steering("share", 0.5)
-    run(model, steering)
-    found = dict(steering.cuts)
-    with steered(model.model, steering), torch.no_grad():
-        model(IDS[:, :3])
-    assert steering.cuts == found and len(found) == 2
 
 
 def test_a_random_router_takes_a_share(lively):
@@ -95,8 +80,13 @@ def test_what_has_no_cut_says_so(lively, option):
     assert str(error.value) == why_not(model.config)
 
 
-def test_an_error_inside_leaves_the_routers(lively):
-    model = lively({"thresholds": 0.8})
+def test_cuts_found_on_a_text_stay_and_an_error_inside_leaves_the_routers(lively):
+    model, steering = lively({"thresholds": 0.8}), Steering("share", 0.5)
+    run(model, steering)
+    found = dict(steering.cuts)
+    with steered(model.model, steering), torch.no_grad():
+        model(IDS[:, :3])
+    assert steering.cuts == found and len(found) == 2
     before = run(model).logits
     with pytest.raises(InputError), steered(model.model, Steering("shift", 0.1)):
         model(torch.full((1, 3), 10**6))

@@ -73,7 +73,7 @@ def test_sampling_is_seeded_and_keeps_all_tokens_unless_told(folder):
     sampled = expected(folder, max_new_tokens=64, do_sample=True, temperature=1.5, top_k=0)[2]
     assert drawn[0] == visible(sampled) + "\n"
     greedy = generate(folder, "--prompt", PROMPT)[1]
-    for option in (["--top-k", 1], ["--temperature", 0], ["--temperature", 1e-45]):
+    for option in (["--top-k", 1], *(["--temperature", t, "--top-p", 0.9] for t in (0, 1e-320, 1e-45, 1e-6))):
         assert generate(folder, "--prompt", PROMPT, *option)[1] == greedy
 
 
@@ -121,14 +121,11 @@ def test_learned_positions_end(tmp_path):
     assert "shorten it" in generate(folder, "--prompt", "x" * 20)[2]
 
 
-def test_bad_input(folder):
+def test_bad_input_a_run_stands_for_its_best_model_and_a_baseline_has_no_routes(folder, tmp_path):
     wrong = {("--prompt", ""): "the prompt is empty", ("--gate", "open"): "unknown gate", ("--top-p", "0"): "above 0"}
     for arguments, message in {**wrong, ("--device", "tpu"): "unknown device"}.items():
         code, output, said = generate(folder, "--prompt", "a", *arguments)
         assert code != 0 and message in said and not output
-
-
-def test_a_run_stands_for_its_best_model_and_a_baseline_has_no_routes(tmp_path):
     make(tmp_path / "best", preset="baseline-tiny")
     code, _, notes = generate(tmp_path, "--prompt", PROMPT, "--max-new-tokens", 2)
     assert code == 0 and "its best model writes" in notes

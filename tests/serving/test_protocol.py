@@ -3,7 +3,7 @@
 import pytest
 
 from chiar.data.tokens import TextCodec
-from chiar.serving.protocol import Limits, parse_request
+from chiar.serving.app import Limits, parse_request
 from chiar.web import Refused
 
 BYTES = TextCodec(None, None)
@@ -42,23 +42,12 @@ def test_prompts(prompt, ids):
     {
         "prompt": [None, "", [], [[]], ["a", ""], 5, {"a": 1}, [257], [-1], [True], ["a", 97], [97, "a"], "\ud800"],
         "max_tokens": [0, -1, 1.5, "5", True, 10**30],
-        "n": [0, 5, "1", 1.0],
-        "best_of": [2],
+        **{"n": [0, 5, "1", 1.0], "best_of": [2], "top_p": [0, 1.1, "x"], "seed": [1.5, 2**63, "1"]},
         "temperature": [-0.1, 2.1, "1", True, float("inf"), float("nan"), 10**400, [1]],
-        "top_p": [0, 1.1, "x"],
         "stop": ["", ["a"] * 5, [1], "x" * 257, {}],
-        "seed": [1.5, 2**63, "1"],
-        "logprobs": [-1, 6, True],
-        "echo": [1, "yes"],
-        "stream": [0, "true"],
-        "stream_options": [[], {"other": 1}],
-        "include_usage": [True],
-        "suffix": ["b", 5, False],
-        "frequency_penalty": [1, False, "0"],
-        "presence_penalty": [-0.5],
-        "logit_bias": [{"5": 1}],
-        "user": [5],
-        "min_p": [0.1],
+        **{"logprobs": [-1, 6, True], "echo": [1, "yes"], "stream": [0, "true"], "include_usage": [True]},
+        **{"stream_options": [[], {"other": 1}], "suffix": ["b", 5, False], "frequency_penalty": [1, False, "0"]},
+        **{"presence_penalty": [-0.5], "logit_bias": [{"5": 1}], "user": [5], "min_p": [0.1]},
     }.items(),
 )
 def test_what_is_wrong_is_named(field, values):

@@ -25,21 +25,23 @@ POLICY = "default-src 'none'; style-src {}; script-src {} {}; img-src data:; bas
 Columns = dict[str, dict[str, Any]]
 
 
-def write_report(
-    models: list[LoadedModel], prompts: list[str], out: Path, evaluations: list[Path], overwrite: bool = False
-) -> None:
+def write_report(models: list[LoadedModel], prompts: list[str], out: Path, more: list[Path], overwrite: bool) -> None:
+    """`more`: evaluations beside those in the models' own folders."""
     if out.suffix != ".html":
         raise InputError(f"the page is HTML: name the file {out.with_suffix('.html').name}.")
     if not overwrite:
         check_new(out)
     saved = [loaded.path / REPORT for loaded in models if (loaded.path / REPORT).is_file()]
-    measured = [EvaluationReport.read(path) for path in (*evaluations, *saved)]
+    measured = [EvaluationReport.read(path) for path in (*more, *saved)]
     data = [[next(route_text(loaded, prompt)) for loaded in models] for prompt in prompts]
     parts, pair = {}, " pair" if len(models) > 1 else ""
     for number, prompt in enumerate(prompts, start=1):
         place = f'<div class="panels{pair}" id="prompt-{number}"></div>'
         parts[f"Prompt {number}"] = f'<blockquote dir="auto">{shown(prompt, keep=chr(10))}</blockquote>{place}'
-    parts |= {"Models": config_table(models), "Training": training(models), "Evaluation": evaluation(measured)}
+    columns = {(r.run or r.model): dict((*score_rows(r.scores), *cost_rows(r))) for r in measured}
+    where = [f"{r.run or r.model}: on {r.corpus} {r.split}, {r.precision} on {r.device}." for r in measured]
+    evaluation = table(columns, where) if measured else ""
+    parts |= {"Models": config_table(models), "Training": training(models), "Evaluation": evaluation}
     frame, style, first, *rest = ((STATIC / name).read_text(encoding="utf-8") for name in FILES)
     last, views = "".join(rest), json.dumps(data, allow_nan=False)
     for mark in "&<>":  # JSON that cannot end the element it stands in
@@ -82,15 +84,13 @@ def config_table(models: list[LoadedModel]) -> str:
     """What differs from the defaults or between the models."""
     columns: Columns = {loaded.name: {"parameters": f"{loaded.about['parameters']:,}"} for loaded in models}
     for name in ChiarConfig.__annotations__:
-        values = {loaded.name: getattr(loaded.config, name, None) for loaded in models}
-        if any(value != getattr(ChiarConfig(), name, None) for value in values.values()):
-            for column, value in values.items():
-                columns[column][name] = value
+        if any(getattr(loaded.config, name, None) != getattr(ChiarConfig(), name, None) for loaded in models):
+            for loaded in models:
+                columns[loaded.name][name] = getattr(loaded.config, name, None)
     return table(columns, ["Fields not named have their defaults."])
 
 
 def training(models: list[LoadedModel]) -> str:
-    """Curves and settings of those that are training runs."""
     runs = [loaded.path for loaded in models if (loaded.path / METRICS).is_file()]
     if not runs:
         return ""
@@ -102,9 +102,3 @@ def training(models: list[LoadedModel]) -> str:
     picture = base64.b64encode(svg_text(draw_curves(runs)).encode()).decode()
     curves = f'<div class="curves scroll"><img alt="training curves" src="data:image/svg+xml;base64,{picture}"></div>'
     return curves + table(columns, [])
-
-
-def evaluation(measured: list[EvaluationReport]) -> str:
-    columns = {(r.run or r.model): dict((*score_rows(r.scores), *cost_rows(r))) for r in measured}
-    where = [f"{r.run or r.model}: on {r.corpus} {r.split}, {r.precision} on {r.device}." for r in measured]
-    return table(columns, where) if measured else ""

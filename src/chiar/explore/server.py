@@ -18,8 +18,7 @@ from chiar.generation.writer import Sampling
 from chiar.web import TEXT, Field, Refused, Site, between, check_fields, json_response, read_json, to_json, while_there
 
 DEMO = ("runs/demo/v3", "runs/demo/baseline")
-# Of a text as UTF-8, and of a request: JSON may spell a byte in six.
-MOST_BYTES, MOST_BODY = 20_000, 122_000
+MOST_BYTES, MOST_BODY = 20_000, 122_000  # of a text as UTF-8, and of a request: JSON may spell a byte in six
 TOO_LONG = f"the text is longer than {MOST_BYTES:,} bytes, the most here: shorten it."
 # Requests answered, and texts continued, at the same time; and after how many seconds others may come back.
 SEATS, STREAMS = (16, 1), (4, 3)
@@ -43,7 +42,6 @@ FIELDS: dict[str, Field] = {
 
 
 def demo_runs() -> list[str]:
-    """What `make demo` left below the current folder."""
     return [name for name in DEMO if (Path(name) / "best" / "config.json").is_file()]
 
 

@@ -1,5 +1,4 @@
-"""Routers moved while one looks at them: every threshold shifted alike, or a share of the text sent to attention. Each
-is run with a moved parameter of its own, so weights and choices are what such a model would compute."""
+"""Routers run with a moved parameter: thresholds shifted alike, or a share of the text sent to attention."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,6 @@ def ways_to_steer(config: ChiarConfig) -> list[str]:
 
 
 def why_not(config: ChiarConfig) -> str | None:
-    """What to tell somebody who looks for a slider."""
     if not config.routed_layers:
         return "No layer of this model routes: every token takes the same path, so there is nothing to move."
     if config.router == "static":
@@ -36,8 +34,8 @@ def why_not(config: ChiarConfig) -> str | None:
 
 @dataclass
 class Steering:
-    """`shift` is added to every cut. `share` puts each layer's cut where that share of the tokens of the first pass
-    lies above it, and leaves it there, in `cuts`: tokens written later are compared with the same numbers."""
+    """`shift` is added to every cut; `share` puts each layer's where that share of the first pass's tokens lies above
+    it, and leaves it there, in `cuts`, for tokens written later."""
 
     kind: str
     value: float

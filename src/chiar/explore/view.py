@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chiar.config import ChiarConfig
-from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.explore.steering import Steering, steered, ways_to_steer, why_not
 from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind, score_prompt
@@ -19,7 +17,6 @@ from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import Transform
 from chiar.kernels.white_noise import white_noise_entropy
 from chiar.model.load import count_parameters
-from chiar.model.modeling import ChiarForCausalLM
 from chiar.model.trace import LayerTrace, RoutingTrace
 from chiar.routing.flops import compare_flops
 from chiar.visible import HALVES, visible
@@ -38,53 +35,42 @@ class TooLong(InputError):
     status = 413
 
 
-@dataclass
 class LoadedModel:
     """A model to look at. `about`: what the page says of it before any text is routed. `noise`: H of white noise for
     it, its mean and deviation, exact where they are known."""
 
-    path: Path
-    name: str
-    model: ChiarForCausalLM
-    config: ChiarConfig
-    codec: TextCodec
-    about: dict[str, Any]
-    noise: tuple[Tensor, float, float]
+    def __init__(self, name: str, tokenizer: Path | None, seed: int) -> None:
+        notes: list[str] = []
+        self.model, self.codec, found = open_writer(name, "prefill", False, tokenizer, "cpu", notes.append, seed)
+        self.path, self.name, self.config = Path(name), visible(Path(name).as_posix(), keep=""), self.model.config
+        config, width = self.config, self.config.hidden_size
+        if found is not None:
+            notes.append(f"trained on {config.max_position_embeddings:,} tokens in a row: beyond that it guesses.")
+        if config.routing == "soft":
+            notes.append("soft routing: both paths run for every token and are blended; the darker one is marked.")
+        router = ROUTERS.get(str(config.router), "routed by {router}").format(**config.to_dict())
+        self.about: dict[str, Any] = {"name": self.name, "parameters": count_parameters(config), "width": width}
+        self.about |= {"kinds": config.layer_types or [], "router": router if config.routed_layers else "no routing"}
+        self.about |= {"steer": ways_to_steer(config), "unsteerable": why_not(config)}
+        self.about["notes"] = [note[0].upper() + note[1:] for note in notes]
+        # Any orthonormal basis leaves noise white, so no transform is needed.
+        eps, dc_weight = config.entropy_eps, config.entropy_dc_weight
+        noise_ND = torch.randn(NOISE, width, generator=torch.Generator().manual_seed(0))
+        entropy_N = spectral_entropy(noise_ND, Transform(), eps, dc_weight)
+        exact = white_noise_entropy(width) if (eps, dc_weight) == (0.0, 1.0) else None
+        self.noise = entropy_N, *(exact or (float(entropy_N.mean()), float(entropy_N.std())))
 
 
 def open_models(names: list[str], tokenizer: Path | None = None, seed: int = 0) -> list[LoadedModel]:
     if len(set(names)) < len(names):
         raise InputError(f"{names[0]} is named twice: two different models are compared.")
-    return [open_model(name, tokenizer, seed) for name in names]
-
-
-def open_model(name: str, tokenizer: Path | None, seed: int) -> LoadedModel:
-    notes: list[str] = []
-    model, codec, found = open_writer(name, "prefill", False, tokenizer, "cpu", notes.append, seed)
-    config, shown = model.config, visible(Path(name).as_posix(), keep="")
-    if found is not None:
-        notes.append(f"trained on {config.max_position_embeddings:,} tokens in a row: beyond that it guesses.")
-    if config.routing == "soft":
-        notes.append("soft routing: both paths run for every token and are blended; the darker one is marked.")
-    router = ROUTERS.get(str(config.router), "routed by {router}").format(**config.to_dict())
-    about: dict[str, Any] = {"name": shown, "parameters": count_parameters(config), "width": config.hidden_size}
-    about |= {"kinds": list(config.layer_types or []), "router": router if config.routed_layers else "no routing"}
-    about |= {"steer": ways_to_steer(config), "unsteerable": why_not(config)}
-    about["notes"] = [note[0].upper() + note[1:] for note in notes]
-    # Any orthonormal basis leaves noise white, so no transform is needed.
-    width, eps, dc_weight = config.hidden_size, config.entropy_eps, config.entropy_dc_weight
-    noise_ND = torch.randn(NOISE, width, generator=torch.Generator().manual_seed(0))
-    entropy_N = spectral_entropy(noise_ND, Transform(), eps, dc_weight)
-    exact = white_noise_entropy(width) if (eps, dc_weight) == (0.0, 1.0) else None
-    noise = entropy_N, *(exact or (float(entropy_N.mean()), float(entropy_N.std())))
-    return LoadedModel(Path(name), shown, model, config, codec, about, noise)
+    return [LoadedModel(name, tokenizer, seed) for name in names]
 
 
 class Pieces(Characters):
     """What to show of each token: a character that several tokens make up stands where it is whole."""
 
     def next(self, token: int) -> str:
-        """Safe to show; line breaks and tabs are kept."""
         count, text = self.add(token)
         return (visible(text) or self.codec.pieces([token])[0]) if count else PART
 
@@ -92,8 +78,7 @@ class Pieces(Characters):
 def route_text(
     loaded: LoadedModel, text: str, steering: Steering | None = None, most: int = 2**31, then: Sampling | None = None
 ) -> Iterator[dict[str, Any]]:
-    """All the page shows of a text; `then` each token that continues it: itself, its route in every layer, all that was
-    written. Each is one pass of the model, so others get their turn in between."""
+    """All the page shows of a text, `then` of each token that continues it, each in one pass of the model."""
     model, config, codec = loaded.model, loaded.config, loaded.codec
     most = room_behind(config, 0, most)
     if HALVES.search(text):
@@ -126,12 +111,9 @@ def describe_text(loaded: LoadedModel, pieces: list[str], trace: RoutingTrace, n
     every = dict.fromkeys(config.operators or [], 1.0)
     shares = [every if config.routing == "soft" else trace.operator_use(index) for index in trace.routed_layers]
     savings = compare_flops(config, len(pieces), shares)
-    found: dict[str, Any] = {
-        "model": loaded.about,
-        "tokens": describe_tokens(pieces, trace, nats),
-        "layers": describe_layers(trace),
-    }
+    found: dict[str, Any] = {"model": loaded.about, "layers": describe_layers(trace)}
     found |= {"loss": loss, "perplexity": None if loss is None else math.exp(min(loss, 700))}
+    found["tokens"] = describe_tokens(pieces, trace, nats)
     found["flops"] = {"model": savings.chiar.total, "baseline": savings.baseline.total, "saved": savings.total}
     furthest = plain(max(map(reach, trace.layers), default=0.0) or None)
     return {**found, "histogram": describe_histogram(loaded, trace), "reach": furthest}

@@ -12,8 +12,7 @@ Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer folder, if the m
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")]
 
 SHADES = "░▒▓█"
-# From yellow (light) to blue (dark), which either common colour blindness keeps apart; text turns from black to white.
-LIGHT, DARK = (255, 221, 87), (0, 60, 130)
+LIGHT, DARK = (255, 221, 87), (0, 60, 130)  # yellow and blue, which either common colour blindness keeps apart
 
 
 def note(text: str) -> None:

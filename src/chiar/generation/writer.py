@@ -20,18 +20,16 @@ from chiar.model.modeling import ChiarForCausalLM
 from chiar.model.trace import RoutingTrace
 
 GATES = ("prefill", "refuse")
-# A temperature below this is greedy: logits divided by it would leave the numbers there are.
-GREEDY_BELOW = 1e-5
+GREEDY_BELOW = 1e-5  # logits divided by such a temperature would leave the numbers there are
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-# Tokens held back for one character (it has four bytes at most; the rest are tokens that show nothing), and tokens of a
-# prompt whose logits are there at the same time.
+# Tokens held back for one character (of four bytes and what shows nothing), and tokens of a prompt scored together.
 MOST_WAITING, SCORED = 16, 256
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Greedy while temperature, top_k and top_p are None, and at a temperature of 0 or nearly so. Without a seed draws
-    differ each time. `logprobs`: how many likeliest tokens to tell beside each token's own log-probability."""
+    """Greedy while temperature, top_k and top_p are None, and at a temperature of nearly 0. `logprobs`: how many
+    likeliest tokens to tell beside each token's own log-probability."""
 
     max_new_tokens: int = 64
     temperature: float | None = None
@@ -72,20 +70,19 @@ class Piece:
     finish: str | None = None
 
 
-Sink = Callable[[Piece], None]
-Note = Callable[[str], None]
+Sink = Callable[[Piece], None] | None
 
 
+@dataclass
 class Characters:
     """Hands on text as soon as its bytes are whole: a token may be a part of a character."""
 
-    def __init__(self, codec: TextCodec) -> None:
-        self.codec = codec
-        self.waiting: list[int] = []
+    codec: TextCodec
+    waiting: list[int] = field(default_factory=list)
 
     def add(self, token: int) -> tuple[int, str]:
-        """How many of the tokens that wait now have their text, whatever follows, and the text. A character lacks a
-        byte of its up to four, so it began in the last three tokens, at a place where the text falls into two."""
+        """How many of the waiting tokens now have their text, and the text. A character lacks a byte of its up to four,
+        so it began in the last three tokens, at a place where the text falls into two."""
         self.waiting.append(token)
         waiting, decode, text = self.waiting, self.codec.decode, self.codec.decode(self.waiting)
         if not text.endswith(BROKEN) or len(waiting) > MOST_WAITING:
@@ -103,19 +100,16 @@ class Characters:
 
 
 class Row:
-    """One text being written. `send` gets it in pieces: whole characters, and nothing from a stop text on. Draws come
-    from a generator of its own, so neighbours in the batch change nothing. It is also over when its `owner` is."""
+    """One text being written. `send` gets it in pieces: whole characters, and nothing from a stop text on. Its own
+    generator draws, so neighbours change nothing. It is also over when its `owner` is."""
 
-    def __init__(
-        self, codec: TextCodec, sampling: Sampling, device: Any = "cpu", send: Sink | None = None, owner: Any = None
-    ) -> None:
+    def __init__(self, codec: TextCodec, sampling: Sampling, device: Any = "cpu", send: Sink = None, owner: Any = None):
         self.sampling, self.warpers, self.send, self.owner = sampling, sampling.warpers(), send, owner
         self.characters, self.generator = Characters(codec), torch.Generator(device)
         self.generator.seed() if sampling.seed is None else self.generator.manual_seed(sampling.seed)
         self.tokens: list[TokenScore] = []
         self.finished: str | None = None
-        # What was sent, what may still be the beginning of a stop text, how many tokens were sent, and how many the
-        # cache has, which is also the position of the next.
+        # Sent, perhaps the beginning of a stop text, tokens sent, and tokens in the cache (the position of the next).
         self.text, self.held, self.sent, self.stored = "", "", 0, 0
 
     @property
@@ -164,9 +158,8 @@ class Row:
 
 
 class Writer:
-    """Prompts are read one by one, so that a text is the same whoever else is written: the paper's gate is a mean over
-    all rows read together. Rows join behind their prompt and leave when they end; keys are stored by each row's own
-    length. `traced`: after each pass `trace` has its routes. `around`: what each pass runs in."""
+    """Prompts are read one by one, so that neighbours change nothing: the paper's gate is a mean over all rows read
+    together. Rows join behind their prompt. `traced`: after each pass `trace` has its routes; `around` each pass."""
 
     def __init__(self, model: ChiarForCausalLM, traced: bool = False, around: Callable[[], Any] = nullcontext) -> None:
         self.model, self.traced, self.around = model, traced, around
@@ -228,8 +221,7 @@ class Writer:
         return output.logits[:, -1]
 
     def choose(self, rows: list[Row], logits_BV: Tensor) -> None:
-        """The next token of each row; where there is none, that row fails alone. Rows are looked at together: each look
-        waits for the device."""
+        """The next token of each row; where there is none, the row fails alone. One look: each waits for a device."""
         logits_BV = logits_BV.float()
         best_B = logits_BV.argmax(-1)  # NaN counts as the largest
         finite_B = logits_BV.gather(1, best_B[:, None])[:, 0].isfinite()
@@ -259,8 +251,7 @@ class Writer:
         return [row.owner for row in rows]
 
     def follow(self, row: Row) -> Iterator[TokenScore]:
-        """The tokens of the one row that was begun, but no end of text; a traced one after it was read, so that `trace`
-        has its route."""
+        """The tokens of the one row that was begun, without an end of text; traced once `trace` has their route."""
         at = 0
         while at < len(row.tokens) and row.tokens[at].id not in self.ends:
             logits_BV = self.read() if self.traced else None
@@ -289,8 +280,7 @@ def score_prompt(model: ChiarForCausalLM, ids: list[int], read: ChiarModelOutput
 
 
 def darkness(trace: RoutingTrace) -> list[float]:
-    """For each token the weight of attention, averaged over the routed layers; over all layers where none routes. What
-    multiplies a chosen operator's output for its gradient's sake counts as 1."""
+    """For each token attention's weight, a mean over the routed layers (all, where none routes); scales count as 1."""
     layers = [trace.layers[index] for index in trace.routed_layers or range(len(trace.layers))]
     dark = [[float(name == "attention") for name in layer.operators] for layer in layers]
     weights_BTK = [layer.weights_BTK.float().clamp(max=1.0) for layer in layers]
@@ -298,10 +288,10 @@ def darkness(trace: RoutingTrace) -> list[float]:
 
 
 def open_writer(
-    name: str, gate: str, fast: bool | None, tokenizer: Path | None, device: str, note: Note, seed: int = 0
+    name: str, gate: str, fast: bool | None, tokenizer: Path | None, device: str, note: Callable, seed: int = 0
 ) -> tuple[ChiarForCausalLM, TextCodec, Path | None]:
-    """A model that is to write, its tokenizer, and its folder if it has one; `note` is told what a reader should know.
-    `fast`: decode through the fixed step (chiar.model.decoding), None where there is a GPU."""
+    """A model that is to write, its tokenizer and its folder, if any; `note` is told what a reader should know.
+    `fast`: decode by the fixed step (chiar.model.decoding); None: where there is a GPU."""
     if gate not in GATES:
         raise unknown_name("gate", gate, GATES)
     folder, run = resolve_model(name)
@@ -327,8 +317,7 @@ def room_behind(config: ChiarConfig, prompt: int, wanted: int) -> int:
 
 
 def write_text(model: ChiarForCausalLM, codec: TextCodec, prompt: str, sampling: Sampling) -> str:
-    """What the model writes behind a prompt. It may be in the middle of something else, as training: here it has no
-    dropout, and a gate that sees the future is frozen at the prompt."""
+    """What the model, perhaps in training, writes behind a prompt: without dropout, a gate's future view frozen."""
     training, gate, ids = model.training, model.config.gate_generation, codec.encode(prompt)
     room = room_behind(model.config, len(ids), sampling.max_new_tokens)
     writer, row = Writer(model), Row(codec, replace(sampling, max_new_tokens=room), model.device)

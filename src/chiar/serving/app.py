@@ -1,4 +1,5 @@
-"""`chiar serve`: an engine that owns the model and writes all texts token by token, and the endpoints before it."""
+"""`chiar serve`: OpenAI's completions, every field checked and nothing ignored that would change the text; an engine
+that owns the model and writes all texts token by token; and the endpoints before it."""
 
 import asyncio
 import contextlib
@@ -7,50 +8,222 @@ import math
 import sys
 import time
 import traceback
+import uuid
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from chiar import web
 from chiar.data.tokens import TextCodec
-from chiar.generation.writer import Piece, Row, Writer, score_prompt
+from chiar.generation.writer import Piece, Row, Sampling, Writer, score_prompt
 from chiar.model.modeling import ChiarForCausalLM
-from chiar.serving.protocol import Job, Limits, parse_request
-from chiar.web import Refused, Site, json_response, read_json, while_there
+from chiar.web import TEXT, Field, Refused, Site
 
 COMPLETIONS = "/v1/completions"
-# Seconds of writing before the loop sends what was written (going to and fro for each token takes time too), seconds
-# for last answers to be read when the server is told to stop, and connections beyond the requests that run or wait.
+# Seconds of writing between sends, seconds for last answers to be read, connections beyond those that run or wait.
 QUICK, FAREWELL, SPARE = 0.01, 3, 64
-COUNTED = ("prompt_tokens", "completion_tokens", "generation_seconds", "request_seconds", "clients_gone")
+# What /metrics tells: type and help. The first five have no labels and begin at 0.
+METRICS = {
+    **{"prompt_tokens_total": ("counter", "Tokens read."), "completion_tokens_total": ("counter", "Tokens written.")},
+    **{f"{what}_seconds_total": ("counter", f"Seconds spent on {what}s.") for what in ("generation", "request")},
+    **{"clients_gone_total": ("counter", "Clients who left."), "rows_running": ("gauge", "Texts being written.")},
+    **{f"requests_{state}": ("gauge", f"Requests that are {state}.") for state in ("waiting", "running")},
+    **{"requests_total": ("counter", "By status."), "attention_fraction": ("gauge", "Routed tokens to attention.")},
+    "routed_tokens_total": ("counter", "Prompt tokens by operator, of all routed layers."),
+}
+stopping = partial(Refused, 503, "the server is stopping: ask another, or later.", kind="server_error", retry_after=5)
 
 
-def stopping() -> Refused:
-    return Refused(503, "the server is stopping: ask another one, or later.", kind="server_error", retry_after=5)
+@dataclass(frozen=True)
+class Limits:
+    """`length`, in tokens, has the prompt in it; `rows` are texts at a time, and of one request; `body` is in bytes."""
+
+    length: int
+    rows: int = 16
+    waiting: int = 64
+    body: int = 1 << 20
+    grace: float = 30.0
+
+
+@dataclass
+class Job:
+    """One request on its way, with `n` choices for each prompt (ids and text), and its answer."""
+
+    model: str
+    codec: TextCodec
+    prompts: list[tuple[list[int], str]]
+    sampling: Sampling
+    n: int = 1
+    echo: bool = False
+    stream: bool = False
+    include_usage: bool = False
+
+    def __post_init__(self) -> None:
+        name, now = f"cmpl-{uuid.uuid4().hex}", int(time.time())
+        self.head = {"id": name, "object": "text_completion", "created": now, "model": self.model}
+        self.rows: list[Row] = []
+        self.begun = 0  # prompts that were read
+        # Choices that are not finished. Cancelled: nobody reads any more; the writer drops it before its next step.
+        self.left, self.failed, self.cancelled = len(self.prompts) * self.n, False, False
+        self.offsets = [0] * self.left  # characters of each choice that went out
+        # The model's thread appends; whoever has it do so tells the loop.
+        self.unsent: deque[tuple[int, Piece] | Refused] = deque()
+        self.news = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self.failed or self.cancelled or not self.left
+
+    def put(self, choice: int, piece: Piece) -> None:
+        self.left -= piece.finish is not None
+        self.unsent.append((choice, piece))
+
+    def fail(self, error: Refused) -> None:
+        if not self.is_over:
+            self.failed = True
+            self.unsent.append(error)
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """With the number of their choice, until every choice has ended."""
+        open_choices = len(self.offsets)
+        while open_choices:
+            while not self.unsent:
+                self.news.clear()
+                await self.news.wait()
+            item = self.unsent.popleft()
+            if isinstance(item, Refused):
+                raise item
+            open_choices -= item[1].finish is not None
+            yield item
+
+    async def whole(self) -> dict[str, Any]:
+        pieces: list[list[Piece]] = [[] for _ in self.offsets]
+        async for number, piece in self.pieces():
+            pieces[number].append(piece)
+        choices = []
+        for number, own in enumerate(pieces):
+            text, tokens = "".join(piece.text for piece in own), [token for piece in own for token in piece.tokens]
+            choices.append(self.choice(number, Piece(text, tokens, own[-1].finish)))
+        return {**self.head, "choices": choices, "usage": self.usage()}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events, as OpenAI's: a chunk for every piece of text, then [DONE]; a failure is an event too."""
+        try:
+            async for number, piece in self.pieces():
+                yield b"data: %b\n\n" % web.to_json({**self.head, "choices": [self.choice(number, piece)]})
+            if self.include_usage:
+                yield b"data: %b\n\n" % web.to_json({**self.head, "choices": [], "usage": self.usage()})
+            yield b"data: [DONE]\n\n"
+        except Refused as error:
+            yield b"data: %b\n\n" % web.to_json(error.body())
+
+    def choice(self, number: int, piece: Piece) -> dict[str, Any]:
+        logprobs = None
+        if self.sampling.logprobs is not None:
+            texts, offsets = self.codec.pieces([token.id for token in piece.tokens]), []
+            for text in texts:
+                offsets.append(self.offsets[number])
+                self.offsets[number] += len(text)
+            # By text, as OpenAI's; of several tokens that look alike the likeliest, which is the first.
+            by_text = [zip(self.codec.pieces(list(t.top)), t.top.values(), strict=True) for t in piece.tokens]
+            own, top = [token.logprob for token in piece.tokens], [dict([*falling][::-1]) for falling in by_text]
+            top_or_none = [None if p is None else best for p, best in zip(own, top, strict=True)]
+            logprobs = {"tokens": texts, "token_logprobs": own, "top_logprobs": top_or_none, "text_offset": offsets}
+        return {"index": number, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
+
+    def usage(self) -> dict[str, int]:
+        read, written = sum(len(ids) for ids, _ in self.prompts), sum(len(row.tokens) for row in self.rows)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+def is_stop(given: Any) -> bool:
+    stops = [given] if isinstance(given, str) else given
+    return isinstance(stops, list) and len(stops) <= 4 and all(isinstance(s, str) and 0 < len(s) <= 256 for s in stops)
+
+
+def is_prompt(given: Any) -> bool:
+    def is_one(value: Any) -> bool:
+        return TEXT[1](value) or (isinstance(value, list) and all(type(token) is int for token in value))
+
+    return is_one(given) or (isinstance(given, list) and all(map(is_one, given)))
+
+
+def unsupported(neutral: Any) -> Field:
+    """Anything but what asks for nothing would change the text."""
+    return None, lambda value: not isinstance(value, bool) and value == neutral, web.UNKNOWN[2]
+
+
+FLAG: Field = (False, lambda value: isinstance(value, bool), "true or false")
+FIELDS: dict[str, Field] = {
+    "model": TEXT,
+    "prompt": ("", is_prompt, "text or token ids, or a list of one of these"),
+    "n": web.between(1, 2**31, 1),
+    "max_tokens": web.between(0, 2**31, None),
+    "temperature": web.between(0, 2, 1.0, int | float),
+    "top_p": web.between(1e-9, 1, 1.0, int | float),
+    "stop": ([], is_stop, "text or up to 4 texts, none of them empty or longer than 256 characters"),
+    "seed": web.between(-(2**63), 2**63 - 1, None),
+    "logprobs": web.between(0, 5, None),
+    **dict.fromkeys(("echo", "stream"), FLAG),
+    "stream_options": ({}, lambda v: isinstance(v, dict) and set(v) <= {"include_usage"}, "include_usage alone"),
+    "user": TEXT,
+    **{"best_of": unsupported(1), "suffix": unsupported(""), "logit_bias": unsupported({})},
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), unsupported(0)),
+}
+
+
+def parse_request(asked: dict[str, Any], model: str, codec: TextCodec, vocabulary: int, limits: Limits) -> Job:
+    """The request in `asked`, or Refused with the field that is wrong."""
+    found = web.check_fields(asked, FIELDS)
+    given, n, stop, wanted, echo = (found[name] for name in ("prompt", "n", "stop", "max_tokens", "echo"))
+    if found["model"] not in ("", model):
+        raise Refused(404, f"there is no model of this name here, only {model!r}.", "model", "model_not_found")
+    given = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+    if len(given) * n > limits.rows:  # before they are encoded, which takes time
+        sentence = f"{len(given)} prompts × n = {n} are more than the {limits.rows} texts a request may ask for."
+        raise Refused(400, sentence, "n" if n > limits.rows else "prompt")
+    if any(not 0 <= token < vocabulary for one in given if isinstance(one, list) for token in one):
+        raise Refused(400, f"token ids must lie web.between 0 and {vocabulary - 1}.", "prompt")
+    prompts = [(codec.encode(one), one) if isinstance(one, str) else (one, codec.decode(one)) for one in given]
+    if not all(ids for ids, _ in prompts):
+        raise Refused(400, "the prompt is empty: give it at least a word to continue.", "prompt")
+    longest = max(len(ids) for ids, _ in prompts)
+    room = limits.length - longest
+    if room < 1:
+        sentence = f"the prompt has {longest} tokens; with its continuation {limits.length} are the most: shorten it."
+        raise Refused(413, sentence, "prompt", "context_length_exceeded")
+    if wanted == 0 and not echo:
+        raise Refused(400, "max_tokens must be above 0, unless the prompt is echoed.", "max_tokens")
+    if wanted is not None and wanted > room:
+        sentence = f"behind {longest} tokens of prompt there is room for {room}: ask for at most {room}."
+        raise Refused(400, sentence, "max_tokens", "context_length_exceeded")
+    tokens, stops = min(16, room) if wanted is None else wanted, [stop] if isinstance(stop, str) else stop
+    how = {name: found[name] for name in ("temperature", "top_p", "seed", "logprobs")}
+    options = web.check_fields(found["stream_options"], {"include_usage": FLAG})
+    return Job(model, codec, prompts, Sampling(tokens, stops=tuple(stops), **how), n, echo, found["stream"], **options)
 
 
 class Engine(Writer):
-    """Requests wait in their order until there are rows for them. One thread has the model, prompts are read there one
-    at a time."""
+    """Requests wait in their order until there are rows for them. One thread has the model."""
 
     def __init__(self, model: ChiarForCausalLM, codec: TextCodec, limits: Limits) -> None:
         super().__init__(model)
         self.codec, self.limits = codec, limits
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
-        # Closed: takes nothing new; what waits and runs goes on.
-        self.closed, self.something = False, asyncio.Event()
+        self.closed, self.something = False, asyncio.Event()  # closed: takes nothing new; what waits and runs goes on
         self.thread = ThreadPoolExecutor(1, "chiar-engine")
         self.task: asyncio.Task[None] | None = None
-        # By Prometheus's name with its labels; and the seconds that completions took.
-        self.counts: dict[str, float] = defaultdict(float, {f"{name}_total": 0.0 for name in COUNTED})
-        self.seconds: deque[float] = deque(maxlen=1000)
+        self.counts: dict[str, float] = defaultdict(float, dict.fromkeys(list(METRICS)[:5], 0.0))
+        self.seconds: deque[float] = deque(maxlen=1000)  # that completions took
 
     def submit(self, job: Job) -> None:
         """Refused where there is no room or no time left."""
@@ -58,8 +231,7 @@ class Engine(Writer):
             raise stopping()
         if self.count(self.waiting) >= self.limits.waiting:
             sentence = f"{self.limits.waiting} requests are waiting already: come back later."
-            typical = math.ceil(sum(self.seconds) / max(1, len(self.seconds)))
-            after = min(60, max(1, typical))
+            after = min(60, max(1, math.ceil(sum(self.seconds) / max(1, len(self.seconds)))))
             raise Refused(429, sentence, None, "rate_limit_exceeded", "rate_limit_error", after)
         self.waiting.append(job)
         self.something.set()
@@ -69,7 +241,6 @@ class Engine(Writer):
         return sum(not job.is_over for job in jobs)
 
     async def end(self) -> None:
-        """Tell those still there that it is over."""
         self.closed = True
         if self.task is not None:
             self.task.cancel()
@@ -79,7 +250,12 @@ class Engine(Writer):
     async def work(self) -> None:
         try:
             while True:
-                self.admit()
+                self.running = [job for job in self.running if not job.is_over]
+                taken = sum(job.left for job in self.running)
+                while self.waiting and (self.waiting[0].is_over or taken + self.waiting[0].left <= self.limits.rows):
+                    job = self.waiting.popleft()
+                    taken += 0 if job.is_over else job.left
+                    self.running += [] if job.is_over else [job]
                 if not (self.running or self.rows):
                     self.something.clear()
                     await self.something.wait()
@@ -95,19 +271,8 @@ class Engine(Writer):
                 job.fail(stopping())
                 job.news.set()
 
-    def admit(self) -> None:
-        """Let in who fits."""
-        self.running = [job for job in self.running if not job.is_over]
-        taken = sum(job.left for job in self.running)
-        while self.waiting and (self.waiting[0].is_over or taken + self.waiting[0].left <= self.limits.rows):
-            job = self.waiting.popleft()
-            if not job.is_over:
-                taken += job.left
-                self.running.append(job)
-
     def advance(self) -> None:
-        """Read one prompt, so that long ones do not hold up those who write, then add a token to every text; quick
-        models do so several times."""
+        """Read one prompt, no more, or writers would be held up, then add a token to every text; quickly, several."""
         began = time.monotonic()
         while time.monotonic() - began < QUICK:
             unread = [job for job in self.running if job.begun < len(job.prompts) and not job.is_over]
@@ -124,7 +289,7 @@ class Engine(Writer):
                 self.fail(self.clear(), error)
 
     def begin_prompt(self, job: Job) -> None:
-        """Read a request's next prompt and write the first token of its choices, i of them with the seed + i."""
+        """Read a request's next prompt and write the first token of its choices; choice i has the seed + i."""
         number, sampling, rows = job.begun, job.sampling, []
         job.begun, (ids, text) = number + 1, job.prompts[number]
         read, operators = self.read_prompt(ids), self.model.config.operators or []
@@ -155,16 +320,14 @@ class Engine(Writer):
 class Service(Site):
     def __init__(self, name: str, engine: Engine, key: str = "", host: str = "127.0.0.1", named: bool = True) -> None:
         posts = {COMPLETIONS: self.complete, "/v1/chat/completions": self.refuse_chat}
-        gets = {"/v1/models": self.models, "/v1/models/{name:path}": self.models, "/health": self.health}
-        gets["/metrics"] = self.show_metrics
+        gets = {**dict.fromkeys(("/v1/models", "/v1/models/{name:path}"), self.models), "/health": self.health}
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
-        routes += [Route(path, endpoint) for path, endpoint in gets.items()]
+        routes += [Route(path, endpoint) for path, endpoint in {**gets, "/metrics": self.show_metrics}.items()]
         super().__init__(host, named, routes, FAREWELL, engine.limits.rows + engine.limits.waiting + SPARE)
         self.name, self.engine, self.key = name, engine, key
         self.greeting = f"serving {name} on {{}}/v1, until Ctrl-C"
         self.entry = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "chiar"}
-        # Long texts are encoded aside, so that the others' streams go on.
-        self.reader = ThreadPoolExecutor(1)
+        self.reader = ThreadPoolExecutor(1)  # long texts are encoded aside, so that the others' streams go on
 
     def check(self, request: Request) -> None:
         """/health and /metrics need no key: they are for those who look after the process."""
@@ -181,7 +344,6 @@ class Service(Site):
             self.engine.seconds.append(seconds)
 
     async def drain(self) -> None:
-        """Let what runs finish within the grace time."""
         engine, deadline = self.engine, time.monotonic() + self.engine.limits.grace
         engine.closed = True
         while engine.count([*engine.waiting, *engine.running]) and not self.should_exit and time.monotonic() < deadline:
@@ -190,7 +352,8 @@ class Service(Site):
 
     async def complete(self, request: Request) -> Response:
         engine, limits = self.engine, self.engine.limits
-        fields = await read_json(request, limits.body, f"the request is longer than {limits.body} bytes: shorten it.")
+        too_long = f"the request is longer than {limits.body} bytes: shorten it."
+        fields = await web.read_json(request, limits.body, too_long)
         given = fields, self.name, engine.codec, engine.model.config.vocab_size, limits
         job = await asyncio.get_running_loop().run_in_executor(self.reader, parse_request, *given)
         engine.closed |= self.draining
@@ -198,7 +361,7 @@ class Service(Site):
         request.scope["over"].callback(self.settle, job)
         if job.stream:
             return StreamingResponse(job.events(), media_type="text/event-stream")
-        return json_response(await while_there(request, job.whole()))
+        return web.json_response(await web.while_there(request, job.whole()))
 
     def settle(self, job: Job) -> None:
         """Nobody reads this answer any more: what is not finished was left."""
@@ -216,16 +379,15 @@ class Service(Site):
         name = request.path_params.get("name")
         if name not in (None, self.name):
             raise Refused(404, f"the only model here is {self.name!r}.", "model", "model_not_found")
-        return json_response({"object": "list", "data": [self.entry]} if name is None else self.entry)
+        return web.json_response({"object": "list", "data": [self.entry]} if name is None else self.entry)
 
     async def health(self, request: Request) -> Response:
         """503 while stopping and after the engine died, so that nobody is sent here any more."""
         failed = self.engine.task is not None and self.engine.task.done()
         state = "failed" if failed else "stopping" if self.draining or self.engine.closed else "ok"
-        return json_response({"status": state}, 200 if state == "ok" else 503)
+        return web.json_response({"status": state}, 200 if state == "ok" else 503)
 
     async def show_metrics(self, request: Request) -> Response:
-        """As Prometheus reads it."""
         engine, lines = self.engine, []
         routed = {name: count for name, count in engine.counts.items() if name.startswith("routed")}
         now: dict[str, float] = {"rows_running": sum(not row.is_over for row in engine.rows)}
@@ -233,6 +395,6 @@ class Service(Site):
         if routed:
             now["attention_fraction"] = routed['routed_tokens_total{operator="attention"}'] / sum(routed.values())
         for name, samples in groupby(sorted({**engine.counts, **now}.items()), lambda sample: sample[0].split("{")[0]):
-            lines.append(f"# TYPE chiar_{name} {'counter' if name.endswith('_total') else 'gauge'}")
+            lines += [f"# HELP chiar_{name} {METRICS[name][1]}", f"# TYPE chiar_{name} {METRICS[name][0]}"]
             lines += [f"chiar_{sample} {value:.10g}" for sample, value in samples]
         return PlainTextResponse("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")

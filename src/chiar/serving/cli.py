@@ -26,15 +26,12 @@ def serve(
     device: Device = "auto",
 ) -> None:
     """Serve a model over HTTP as OpenAI's completions, with streaming, limits, /health and /metrics."""
-    from chiar.errors import optional_module
+    from chiar.errors import InputError, optional_module
 
     for package in ("starlette", "uvicorn"):
         optional_module(package, "serve", "chiar serve")
-
-    from chiar.errors import InputError
     from chiar.generation.writer import open_writer
-    from chiar.serving.app import Engine, Service
-    from chiar.serving.protocol import Limits
+    from chiar.serving.app import Engine, Limits, Service
 
     opened, codec, _ = open_writer(model, gate, fast, tokenizer, device, note)
     trained = opened.config.max_position_embeddings
