@@ -103,7 +103,9 @@ class Row:
     """One text being written. `send` gets it in pieces: whole characters, and nothing from a stop text on. Its own
     generator draws, so neighbours change nothing. It is also over when its `owner` is."""
 
-    def __init__(self, codec: TextCodec, sampling: Sampling, device: Any = "cpu", send: Sink = None, owner: Any = None):
+    def __init__(
+        self, codec: TextCodec, sampling: Sampling, device: Any = "cpu", send: Sink = None, owner: Any = None
+    ) -> None:
         self.sampling, self.warpers, self.send, self.owner = sampling, sampling.warpers(), send, owner
         self.characters, self.generator = Characters(codec), torch.Generator(device)
         self.generator.seed() if sampling.seed is None else self.generator.manual_seed(sampling.seed)
