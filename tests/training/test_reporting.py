@@ -15,8 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from chiar import presets
 from chiar.errors import InputError
 from chiar.routing.flops import count_dense_execution, count_flops, operator_shares
+from chiar.training import reporting
 from chiar.training.distributed import Processes
-from chiar.training.reporting import known_peak, training_flops, utilisation
+from chiar.training.reporting import Display, known_peak, training_flops, utilisation
 from chiar.training.run_folder import RunFolder
 
 CPU = torch.device("cpu")
@@ -58,6 +59,16 @@ def test_a_terminal_shows_bar_time_left_and_records(go, monkeypatch):
     # The bar is gone at the end, and the cursor back.
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
     assert "━" not in shown[shown.rindex("\x1b[?25h") :]
+
+
+def test_a_plain_line_shows_the_time_left_from_the_steps_of_this_process(monkeypatch, capsys):
+    shown = Display(steps=100, first=90)
+    for step, now in ((91, 1000.0), (93, 1004.0)):  # resuming and compiling took the first 1,000 seconds
+        monkeypatch.setattr(reporting.time, "perf_counter", lambda now=now: now)
+        shown.advance(step)
+        shown.record({"step": step, "loss": 1.0, "rate": 1e-3})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "left" not in first and second.endswith("  0:00:14 left")
 
 
 def scalars(out):

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,7 @@ class Display:
 
     def __init__(self, steps: int, first: int, quiet: bool = False) -> None:
         self.steps, self.quiet = steps, quiet
+        self.began: tuple[int, float] | None = None  # after the first step here: resuming and compiling do not count
         self.bar: Any = None
         if not quiet and sys.stderr.isatty():
             from rich.console import Console
@@ -47,6 +50,7 @@ class Display:
             self.bar.start()
 
     def advance(self, step: int) -> None:
+        self.began = self.began or (step, time.perf_counter())
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
 
@@ -64,6 +68,9 @@ class Display:
             found = values.get(key, {})
             named = found if isinstance(found, dict) else {"": found}
             parts += [shown.format(value, name=name) for name, value in named.items()]
+        if self.bar is None and self.began is not None and record["step"] > self.began[0]:
+            each = (time.perf_counter() - self.began[1]) / (record["step"] - self.began[0])
+            parts.append(f"{timedelta(seconds=round(each * (self.steps - record['step'])))} left")
         self.say("  ".join(parts))
         if "sample" in record:
             self.say(f"  sample: {record['sample']!r}")
