@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chiar.data import Corpus
-from chiar.training.batches import Prefetch, Rows, Schedule
+from chiar.training.tasks import Prefetch, Rows, Schedule
 
 
 @pytest.fixture

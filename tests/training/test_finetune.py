@@ -18,11 +18,10 @@ from chiar.errors import InputError
 from chiar.evaluation.harness import evaluate
 from chiar.model.heads import HEADS
 from chiar.model.modeling import ChiarForSequenceClassification
-from chiar.training.batches import Rows
 from chiar.training.loop import train
 from chiar.training.run_folder import RunFolder
 from chiar.training.settings import finetune_settings
-from chiar.training.tasks import build
+from chiar.training.tasks import Rows, build
 from commands import run
 
 SMALL = ["--no-compile", "--set", "precision=fp32", "--set", "log_every=1", "--device", "cpu"]
