@@ -5,6 +5,7 @@ import torch
 from runs import assert_same_run, final_state, metrics
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import CppCompileError
 
 from chiar import presets
 from chiar.errors import InputError
@@ -23,15 +24,11 @@ def compile_with(monkeypatch):
     """Make torch.compile use a backend of the test's."""
     real = torch.compile
     torch.compiler.reset()
-    return lambda backend: monkeypatch.setattr(
-        torch, "compile", lambda call, **more: real(call, backend=backend, **more)
-    )
 
+    def use(backend):
+        monkeypatch.setattr(torch, "compile", lambda call, **more: real(call, backend=backend, **more))
 
-def cpp_error():
-    from torch._inductor.exc import CppCompileError
-
-    return CppCompileError(["c++"], "no space")
+    return use
 
 
 class Broken(nn.Module):
@@ -71,7 +68,7 @@ def test_a_step_is_run_again_from_its_beginning(layers, config, go, tmp_path, co
         def run(*values):
             calls.append(len(values))
             if len(calls) == (6 if layers else 2):
-                raise cpp_error()
+                raise CppCompileError(["c++"], "no space")
             return graph(*values)
 
         return run
@@ -99,14 +96,11 @@ def test_layers_are_compiled_one_by_one_and_alike_ones_once(config, go, tmp_path
 
 
 def test_what_would_be_compiled_wrongly_is_not_compiled():
-    cpu = torch.device("cpu")
-    why = miscompiled(presets.get("v1-tiny"), cpu, "bf16")
-    assert "NaN" in why
+    why = miscompiled(presets.get("v1-tiny"), torch.device("cpu"), "bf16")
     forward = Forward(Broken(ValueError()), compile=True, obstacle=why)
-    assert not forward.compiled and forward.failure == why
-    assert miscompiled(presets.get("v1-tiny"), cpu, "fp32") == ""
-    assert miscompiled(presets.get("v1-tiny"), torch.device("cuda"), "bf16") == ""
-    assert miscompiled(presets.get("v3-tiny"), cpu, "bf16") == ""
+    assert "NaN" in why and not forward.compiled and forward.failure == why
+    for preset, device, precision in (("v1", "cpu", "fp32"), ("v1", "cuda", "bf16"), ("v3", "cpu", "bf16")):
+        assert miscompiled(presets.get(f"{preset}-tiny"), torch.device(device), precision) == ""
 
 
 @pytest.fixture
@@ -115,18 +109,12 @@ def here(monkeypatch):
     return lambda **capabilities: monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
 
 
-@pytest.mark.parametrize(
-    ("asked", "capabilities", "expected"),
-    [
-        ("auto", {}, "fp32"),
-        ("auto", {"avx512_bf16": False}, "fp32"),
-        ("auto", {"amx_bf16": True}, "bf16"),
-        ("auto", {"bf16": True}, "bf16"),
-        ("fp32", {"amx_bf16": True}, "fp32"),
-    ],
-)
-def test_auto_takes_what_the_device_multiplies(settings, here, asked, capabilities, expected, tmp_path):
-    here(**capabilities)
+WAYS = [("auto", "none", "fp32"), ("auto", "amx_bf16", "bf16"), ("auto", "bf16", "bf16"), ("fp32", "bf16", "fp32")]
+
+
+@pytest.mark.parametrize(("asked", "capability", "expected"), WAYS)
+def test_auto_takes_what_the_device_multiplies(settings, here, asked, capability, expected, tmp_path):
+    here(**{"avx512_bf16": False, capability: True})
     chosen = settings(precision=asked)
     assert settle(chosen, ALONE, None).precision == expected
     words = train_arguments("v3-tiny", {}, chosen, tmp_path)

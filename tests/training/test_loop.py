@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from runs import assert_same_run, command, final_state, full_disk, interrupted, metrics, run, start
+from runs import assert_same_run, command, final_state, full_disk, interrupted, metrics, run, start, wait_for
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -53,12 +53,6 @@ def test_thresholds_follow_a_run_and_its_end_is_exported(config, go, tmp_path):
     use = torch.tensor([record["use"] for record in metrics(tmp_path / "run")[4:]])[..., 1].mean(0)
     # 64 tokens a step, eight steps, thresholds that are a few passes behind.
     assert use.tolist() == pytest.approx([0.25, 0.25], abs=0.1)
-
-
-def wait_for(path):
-    deadline = time.monotonic() + 120
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.002)
 
 
 def test_kill_9_at_a_random_moment_changes_nothing(corpus, tmp_path):

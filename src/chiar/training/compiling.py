@@ -80,7 +80,7 @@ class Forward:
 class GraphedPasses:
     """Calls `run(*tensors)`, a forward and perhaps a backward pass that adds to the parameters' gradients. What it
     starts depends on shapes alone, so it is recorded for each and replayed: small kernels do not wait for Python.
-    The last plain pass is watched: waiting for the device would break a recording. `failure`: why it goes on plainly."""
+    The last plain pass is watched: waiting for the device breaks a recording. `failure`: why it goes on plainly."""
 
     def __init__(self, run: Callable[..., tuple[Tensor, ...]], parameters: Iterable[nn.Parameter] = ()) -> None:
         self.run, self.parameters = run, list(parameters)
