@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from chiar.data import Corpus
 from chiar.training.cli import OPTIONS, SETTINGS, Launch, parse
 from chiar.training.settings import TrainSettings, train_arguments
-from chiar.training.tasks import Prefetch, Rows, Schedule, build
+from chiar.training.tasks import Prefetch, Rows, Schedule, materialise, outline
 from commands import run
 
 
@@ -113,7 +113,7 @@ def test_an_error_while_making_a_batch_is_raised_where_it_is_needed(settings, ro
 
 
 def test_validation_is_without_the_regulariser(config):
-    model = build(config(routing="soft", collapse_regulariser=0.5, dropout=0.0), {}, seed=0)
+    model = materialise(outline(config(routing="soft", collapse_regulariser=0.5, dropout=0.0), {}), seed=0)
     ids = torch.arange(24).view(2, 12)
     targets = ids + 1
     logits = model.language(ids).logits
@@ -125,7 +125,7 @@ def test_validation_is_without_the_regulariser(config):
 
 
 def test_a_head_reads_the_last_real_token_and_every_head_stays_in_the_graph(config):
-    model = build(config(dropout=0.0), {"first": 3, "second": 2}, seed=0)
+    model = materialise(outline(config(dropout=0.0), {"first": 3, "second": 2}), seed=0)
     ids, mask = torch.arange(24).view(2, 12), torch.ones(2, 12, dtype=torch.long)
     mask[1, 7:] = 0
     targets = torch.tensor([2, 0])

@@ -32,6 +32,8 @@ from chiar.training.run_folder import RUN, RunFolder, describe, told
 from chiar.training.settings import TrainSettings
 from chiar.training.tasks import Batch, Prefetch, Rows, Schedule, TaskResult, materialise, outline, seed_of, whole
 
+SHARD_FROM = 600_000_000  # parameters, where `parallel` is auto
+
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C; the message says how to go on."""
@@ -177,7 +179,8 @@ class Trainer:
         self.slots = [turn * processes.count + processes.rank for turn in range(self.accumulation)]
         self.prefetch = Prefetch(self.schedule, self.slots, processes.device)
         self.model = outline(config, {c.name: len(c.labels) for c in corpora if c.kind == "classification"})
-        self.sharded = settings.shards(sum(p.numel() for p in self.model.parameters()), processes.count)
+        big = processes.count > 1 and sum(p.numel() for p in self.model.parameters()) >= SHARD_FROM
+        self.sharded = settings.parallel == "fsdp" or (settings.parallel == "auto" and big)
         if self.sharded:
             shard(self.model, processes)
         materialise(self.model, settings.seed, processes.device, settings.initial)

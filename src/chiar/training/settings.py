@@ -13,7 +13,6 @@ LEAST = dict.fromkeys(("batch", "micro_batch", "steps", "evaluate_every", "save_
 LEAST |= dict.fromkeys(("learning_rate", "final_learning_rate", "weight_decay", "clip", "warmup", "added_share"), 0)
 LEAST |= dict.fromkeys(("recalibrate_every", "evaluate_rows", "peak_tflops", "ema"), 0)
 LEAST["length"] = 2  # a row needs a token to predict
-SHARD_FROM = 600_000_000  # parameters, for `auto`
 
 
 @dataclass
@@ -88,10 +87,6 @@ class TrainSettings:
             rows = f"a batch of {self.batch} rows does not divide into micro-batches of {size}"
             raise InputError(f"{rows} on {processes} process(es): {way}.")
         return each // size
-
-    def shards(self, parameters: int, processes: int) -> bool:
-        """Whether a model of this size is split over the processes."""
-        return self.parallel == "fsdp" or (self.parallel == "auto" and processes > 1 and parameters >= SHARD_FROM)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "TrainSettings":

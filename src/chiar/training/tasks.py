@@ -184,14 +184,8 @@ def outline(config: ChiarConfig, labels: dict[str, int]) -> TaskModel:
         return TaskModel(config, labels)
 
 
-def build(config: ChiarConfig, labels: dict[str, int], seed: int, device: str = "cpu", initial: str = "") -> TaskModel:
-    model = outline(config, labels)
-    materialise(model, seed, torch.device(device), initial)
-    return model
-
-
 @torch.no_grad()
-def materialise(model: TaskModel, seed: int, device: torch.device, initial: str = "") -> None:
+def materialise(model: TaskModel, seed: int, device: torch.device | str = "cpu", initial: str = "") -> TaskModel:
     """Give an outline memory and the weights of `seed`, the same whether whole or sharded: each module is drawn on the
     CPU from a seed of its own. With `initial`, a folder, the language model has its weights instead."""
     model.to_empty(device=device)
@@ -214,6 +208,7 @@ def materialise(model: TaskModel, seed: int, device: torch.device, initial: str 
             value = stored.get(f"{prefix}.{name}".removeprefix("language."), getattr(module, name))
             rows.copy_(value[start : start + len(rows)] if value.ndim else value)
         module.to_empty(device="meta", recurse=False)
+    return model
 
 
 def whole(model: TaskModel, wanted: bool) -> TaskModel | None:
