@@ -3,7 +3,6 @@
 import pytest
 import torch
 from runs import assert_same_run, final_state, metrics
-from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import CppCompileError
 
@@ -31,24 +30,18 @@ def compile_with(monkeypatch):
     return use
 
 
-class Broken(nn.Module):
-    def __init__(self, error):
-        super().__init__()
-        self.weight, self.error = nn.Parameter(torch.ones(3)), error
-
+def broken(error):
     @torch.compiler.disable
-    def fail(self):
-        raise self.error
+    def fail(x):
+        raise error
 
-    def forward(self, x):
-        self.fail()
-        return self.weight * x
+    return lambda x: fail(x) + 1
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), InputError("wrong"), ValueError("bug")], ids=repr)
 def test_other_errors_are_not_swallowed(error, compile_with):
     compile_with("eager")
-    forward = Forward(Broken(error), compile=True)
+    forward = Forward(broken(error), compile=True)
     with pytest.raises(type(error)) as raised:
         forward(torch.ones(3))
     assert not forward.fall_back(raised.value)
@@ -81,9 +74,8 @@ def test_a_step_is_run_again_from_its_beginning(layers, config, go, tmp_path, co
 
 def test_layers_are_compiled_one_by_one_and_alike_ones_once(config, go, tmp_path, compile_with):
     """Three routed layers and one of attention make two graphs."""
-    graphs = []
+    graphs, model = [], config(meta_router=False, layer_types=["routed"] * 3 + ["attention"])
     compile_with(lambda graph, inputs: graphs.append(graph) or graph)
-    model = config(meta_router=False, layer_types=["routed"] * 3 + ["attention"])
     go("plain", model, steps=2, micro_batch=4)
     assert not graphs
     go("layers", model, steps=2, micro_batch=4, compile=True, compile_layers=True)
@@ -97,7 +89,7 @@ def test_layers_are_compiled_one_by_one_and_alike_ones_once(config, go, tmp_path
 
 def test_what_would_be_compiled_wrongly_is_not_compiled():
     why = miscompiled(presets.get("v1-tiny"), torch.device("cpu"), "bf16")
-    forward = Forward(Broken(ValueError()), compile=True, obstacle=why)
+    forward = Forward(broken(ValueError()), compile=True, obstacle=why)
     assert "NaN" in why and not forward.compiled and forward.failure == why
     for preset, device, precision in (("v1", "cpu", "fp32"), ("v1", "cuda", "bf16"), ("v3", "cpu", "bf16")):
         assert miscompiled(presets.get(f"{preset}-tiny"), torch.device(device), precision) == ""

@@ -8,9 +8,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,8 +28,7 @@ class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says why and what is kept."""
 
 
-@dataclass
-class Found:
+class Found(NamedTuple):
     """A checkpoint that passed its check, and what was said about newer ones that did not."""
 
     folder: Path

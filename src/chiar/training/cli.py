@@ -26,8 +26,6 @@ SETTINGS = {field.name: field for field in fields(TrainSettings)}
 
 @dataclass
 class Launch:
-    """Where a run is kept and computed."""
-
     out: Annotated[Path, "Run folder."]
     resume: Annotated[bool, "Continue the run in RUN."] = False
     set: Annotated[list[str] | None, "Any training setting or configuration field."] = None

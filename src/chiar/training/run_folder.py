@@ -32,8 +32,8 @@ MAY_CHANGE |= {"tensorboard", "peak_tflops", "transformers_version"}
 
 def versions() -> dict[str, str]:
     found = {module.__name__: module.__version__ for module in (chiar, torch, transformers)}
-    found |= {"python": platform.python_version(), "system": platform.platform()}
-    return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+    found |= {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return found | {"python": platform.python_version(), "system": platform.platform()}
 
 
 def commit() -> str | None:
@@ -132,8 +132,8 @@ class RunFolder:
         found = checkpoint.find(self.checkpoints)
         now = {part: record[part] for part in ("command", "launch", "versions", "commit", "processes")}
         now["settings"] = {key: value for key, value in record["settings"].items() if key in MAY_CHANGE}
-        resumed = {"step": found.state["step"] if found else 0, **now}
-        self.write({**stored, "launch": record["launch"], "resumed": [*stored.get("resumed", []), resumed]})
+        resumed = [*stored.get("resumed", []), {"step": found.state["step"] if found else 0, **now}]
+        self.write({**stored, "launch": record["launch"], "resumed": resumed})
         return found
 
     def export(self, model: TaskModel, corpus: Corpus, link: Path, step: int) -> None:
