@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from chiar.training import loop
-from chiar.training.batches import Batch
 from chiar.training.cli import configuration
 from chiar.training.loop import Trainer
 from chiar.training.settings import TrainSettings
+from chiar.training.tasks import Batch
 from timing import Times, hardware, parser, time_turn
 
 WARM_UP = 2

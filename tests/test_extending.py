@@ -176,7 +176,7 @@ def test_the_page_shows_them_and_has_nothing_to_move(files):
 def test_training_begins_with_the_weights_it_sets_and_loading_brings_back_others(files, tmp_path):
     registry.add_plugins(["scale.py"])
     config = presets.get("v3-tiny", vocab_size=61, dropout=0.0, operators=["scale", "attention"], gate_pool="causal")
-    model = tasks.build(config, {}, 0).language
+    model = tasks.materialise(tasks.outline(config, {}), 0).language
     scales = [layer.operators["scale"].weight for layer in model.model.layers if "scale" in layer.operators]
     assert len(scales) == 2 and all(torch.equal(w, torch.full_like(w, 0.5)) for w in scales)
     with torch.no_grad():

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from chiar import presets
 from chiar.training.compiling import GraphedPasses
-from chiar.training.tasks import TaskModel, build
+from chiar.training.tasks import TaskModel, materialise, outline
 
 sys.path.append(str(Path(__file__).parents[1]))
 from timing import interleave, parser, passed, say
@@ -74,7 +74,7 @@ class Run:
 
 
 def make(name: str, changes: dict[str, Any]) -> TaskModel:
-    return build(presets.get(name.split(",")[0], dropout=0.0, **changes), {}, 0, "cuda")
+    return materialise(outline(presets.get(name.split(",")[0], dropout=0.0, **changes), {}), 0, "cuda")
 
 
 def parity() -> bool:

@@ -4,8 +4,10 @@ import json
 import os
 import resource
 import sys
+import time
 from contextlib import contextmanager
 from multiprocessing import get_context
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -71,20 +73,20 @@ def run(arguments, log, count=1):
     return logs[0].read_text()
 
 
-def interrupted(monkeypatch, step):
+def wait_for(path):
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+class Killed(BaseException):
+    pass
+
+
+def interrupted(monkeypatch, step, stop=None):
     """Make the run stop dead before the optimiser step numbered `step`, as a kill would."""
-
-    class Killed(BaseException):
-        pass
-
-    real = Trainer.train_step
-
-    def train_step(self):
-        if self.step == step:
-            raise Killed
-        return real(self)
-
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+    real, stop = Trainer.train_step, stop or Mock(side_effect=Killed)
+    monkeypatch.setattr(Trainer, "train_step", lambda self: stop() if self.step == step else real(self))
     return Killed
 
 

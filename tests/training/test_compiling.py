@@ -3,8 +3,8 @@
 import pytest
 import torch
 from runs import assert_same_run, final_state, metrics
-from torch import nn
 from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import CppCompileError
 
 from chiar import presets
 from chiar.errors import InputError
@@ -23,35 +23,25 @@ def compile_with(monkeypatch):
     """Make torch.compile use a backend of the test's."""
     real = torch.compile
     torch.compiler.reset()
-    return lambda backend: monkeypatch.setattr(
-        torch, "compile", lambda call, **more: real(call, backend=backend, **more)
-    )
+
+    def use(backend):
+        monkeypatch.setattr(torch, "compile", lambda call, **more: real(call, backend=backend, **more))
+
+    return use
 
 
-def cpp_error():
-    from torch._inductor.exc import CppCompileError
-
-    return CppCompileError(["c++"], "no space")
-
-
-class Broken(nn.Module):
-    def __init__(self, error):
-        super().__init__()
-        self.weight, self.error = nn.Parameter(torch.ones(3)), error
-
+def broken(error):
     @torch.compiler.disable
-    def fail(self):
-        raise self.error
+    def fail(x):
+        raise error
 
-    def forward(self, x):
-        self.fail()
-        return self.weight * x
+    return lambda x: fail(x) + 1
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), InputError("wrong"), ValueError("bug")], ids=repr)
 def test_other_errors_are_not_swallowed(error, compile_with):
     compile_with("eager")
-    forward = Forward(Broken(error), compile=True)
+    forward = Forward(broken(error), compile=True)
     with pytest.raises(type(error)) as raised:
         forward(torch.ones(3))
     assert not forward.fall_back(raised.value)
@@ -71,7 +61,7 @@ def test_a_step_is_run_again_from_its_beginning(layers, config, go, tmp_path, co
         def run(*values):
             calls.append(len(values))
             if len(calls) == (6 if layers else 2):
-                raise cpp_error()
+                raise CppCompileError(["c++"], "no space")
             return graph(*values)
 
         return run
@@ -84,9 +74,8 @@ def test_a_step_is_run_again_from_its_beginning(layers, config, go, tmp_path, co
 
 def test_layers_are_compiled_one_by_one_and_alike_ones_once(config, go, tmp_path, compile_with):
     """Three routed layers and one of attention make two graphs."""
-    graphs = []
+    graphs, model = [], config(meta_router=False, layer_types=["routed"] * 3 + ["attention"])
     compile_with(lambda graph, inputs: graphs.append(graph) or graph)
-    model = config(meta_router=False, layer_types=["routed"] * 3 + ["attention"])
     go("plain", model, steps=2, micro_batch=4)
     assert not graphs
     go("layers", model, steps=2, micro_batch=4, compile=True, compile_layers=True)
@@ -99,14 +88,11 @@ def test_layers_are_compiled_one_by_one_and_alike_ones_once(config, go, tmp_path
 
 
 def test_what_would_be_compiled_wrongly_is_not_compiled():
-    cpu = torch.device("cpu")
-    why = miscompiled(presets.get("v1-tiny"), cpu, "bf16")
-    assert "NaN" in why
-    forward = Forward(Broken(ValueError()), compile=True, obstacle=why)
-    assert not forward.compiled and forward.failure == why
-    assert miscompiled(presets.get("v1-tiny"), cpu, "fp32") == ""
-    assert miscompiled(presets.get("v1-tiny"), torch.device("cuda"), "bf16") == ""
-    assert miscompiled(presets.get("v3-tiny"), cpu, "bf16") == ""
+    why = miscompiled(presets.get("v1-tiny"), torch.device("cpu"), "bf16")
+    forward = Forward(broken(ValueError()), compile=True, obstacle=why)
+    assert "NaN" in why and not forward.compiled and forward.failure == why
+    for preset, device, precision in (("v1", "cpu", "fp32"), ("v1", "cuda", "bf16"), ("v3", "cpu", "bf16")):
+        assert miscompiled(presets.get(f"{preset}-tiny"), torch.device(device), precision) == ""
 
 
 @pytest.fixture
@@ -115,18 +101,12 @@ def here(monkeypatch):
     return lambda **capabilities: monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
 
 
-@pytest.mark.parametrize(
-    ("asked", "capabilities", "expected"),
-    [
-        ("auto", {}, "fp32"),
-        ("auto", {"avx512_bf16": False}, "fp32"),
-        ("auto", {"amx_bf16": True}, "bf16"),
-        ("auto", {"bf16": True}, "bf16"),
-        ("fp32", {"amx_bf16": True}, "fp32"),
-    ],
-)
-def test_auto_takes_what_the_device_multiplies(settings, here, asked, capabilities, expected, tmp_path):
-    here(**capabilities)
+WAYS = [("auto", "none", "fp32"), ("auto", "amx_bf16", "bf16"), ("auto", "bf16", "bf16"), ("fp32", "bf16", "fp32")]
+
+
+@pytest.mark.parametrize(("asked", "capability", "expected"), WAYS)
+def test_auto_takes_what_the_device_multiplies(settings, here, asked, capability, expected, tmp_path):
+    here(**{"avx512_bf16": False, capability: True})
     chosen = settings(precision=asked)
     assert settle(chosen, ALONE, None).precision == expected
     words = train_arguments("v3-tiny", {}, chosen, tmp_path)

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from chiar import ChiarForCausalLM
-from chiar.data import Corpus
 from chiar.data.catalog import build_source
 from chiar.data.prepare import prepare
 from chiar.data.tokenizers import TokenizerChoice
@@ -18,11 +17,9 @@ from chiar.errors import InputError
 from chiar.evaluation.harness import evaluate
 from chiar.model.heads import HEADS
 from chiar.model.modeling import ChiarForSequenceClassification
-from chiar.training.batches import Rows
 from chiar.training.loop import train
 from chiar.training.run_folder import RunFolder
 from chiar.training.settings import finetune_settings
-from chiar.training.tasks import build
 from commands import run
 
 SMALL = ["--no-compile", "--set", "precision=fp32", "--set", "log_every=1", "--device", "cpu"]
@@ -46,24 +43,27 @@ def sentiment(tmp_path_factory, corpus):
 
 
 @pytest.fixture(scope="session")
-def language(tmp_path_factory, corpus):
-    """A short language run; its best model is what fine-tuning starts from."""
-    out = tmp_path_factory.mktemp("language") / "run"
-    sizes = ["--steps", 4, "--batch", 4, "--micro-batch", 4, "--length", 32]
-    code, output = run("train", "v3-tiny", "--data", corpus, "--out", out, *sizes, *SMALL, *CAUSAL)
-    assert code == 0, output
-    return out
+def finished(tmp_path_factory):
+    def make(command, *options):
+        out = tmp_path_factory.mktemp("finished") / "run"
+        code, output = run(command, "v3-tiny", "--out", out, *options, *SMALL, *CAUSAL)
+        assert code == 0 and (command == "train" or "accuracy(sst-2) " in output), output
+        return out
+
+    return make
 
 
 @pytest.fixture(scope="session")
-def classifier(tmp_path_factory, sentiment):
+def language(finished, corpus):
+    """A short language run; its best model is what fine-tuning starts from."""
+    return finished("train", "--data", corpus, "--steps", 4, "--batch", 4, "--micro-batch", 4, "--length", 32)
+
+
+@pytest.fixture(scope="session")
+def classifier(finished, sentiment):
     """A run from scratch on the easy task."""
-    out = tmp_path_factory.mktemp("classifier") / "run"
-    options = ["--epochs", 8, "--batch", 8, "--learning-rate", "5e-3", "--length", 48]
-    code, output = run("finetune", "v3-tiny", "--data", sentiment, "--out", out, *options, *SMALL, *CAUSAL)
-    assert code == 0, output
-    assert "accuracy(sst-2) " in output
-    return out
+    options = ["--epochs", 8, "--batch", 8, "--learning-rate", "5e-3", "--length", 48, "--set", "ema=0.5"]
+    return finished("finetune", "--data", sentiment, *options, "--set", "classifier_pool=mean")
 
 
 def best_record(out):
@@ -77,27 +77,27 @@ def test_an_easy_task_is_learned_from_scratch(classifier):
     assert len([r for r in records if "accuracy" in r]) == 8  # every epoch, all rows
     assert records[-1]["loss"] < 0.3 * records[0]["loss"]
     best = max(r["accuracy"]["sst-2"] for r in records if "accuracy" in r)
-    assert best > 0.95  # chance is 0.5
-    assert best_record(classifier)["accuracy"]["sst-2"] == best
+    assert best_record(classifier)["accuracy"]["sst-2"] == best > 0.95  # chance is 0.5
 
 
-def test_the_export_is_a_classifier_with_names_and_tokenizer(classifier, sentiment):
+def test_the_export_is_a_classifier_with_names_tokenizer_and_averaged_weights(classifier):
     folder = classifier / "best"
     model, info = ChiarForSequenceClassification.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert model.config.id2label == {0: "negative", 1: "positive"}
-    assert model.config.max_position_embeddings == 48
+    assert model.config.id2label == {0: "negative", 1: "positive"} and model.config.max_position_embeddings == 48
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for word, label in (("awful", "negative"), ("great", "positive")):
         logits = model.eval()(torch.tensor([tokenizer(f"dark token {word}")["input_ids"]])).logits
         assert model.config.id2label[int(logits.argmax())] == label
     assert not (folder / HEADS).exists()
+    state, final = final_state(classifier), load_file(classifier / "final" / "model.safetensors")
+    assert torch.equal(final["score.weight"], state["average.heads.sst-2.weight"])
+    assert not torch.equal(final["score.weight"], state["model.heads.sst-2.weight"])
 
 
 def test_evaluation_reports_what_training_measured(classifier, sentiment):
     code, output = run("eval", classifier, "--data", sentiment)
-    assert code == 0
-    assert "F1 of positive" in output and "note: sst-2 has no test split: measured on valid" in output
+    assert code == 0 and "F1 of positive" in output and "note: sst-2 has no test split: measured on valid" in output
     report = evaluate(str(classifier), sentiment)
     assert (report.split, report.length, report.scores.documents) == ("valid", 48, 40)
     record = best_record(classifier)
@@ -106,27 +106,8 @@ def test_evaluation_reports_what_training_measured(classifier, sentiment):
     assert report.scores.loss == pytest.approx(record["validation"]["sst-2"], abs=1e-5)
 
 
-def test_the_export_gives_the_logits_of_training(config, settings, labelled, tmp_path):
-    chosen = settings(data=[str(labelled)], length=32, steps=6, evaluate_every=6, ema=0.5)
-    model = config(classifier_pool="mean", gate_pool="causal")
-    train(model, chosen, tmp_path / "run", device="cpu", quiet=True)
-    task = build(model, {"listops": 10}, seed=1)
-    state = final_state(tmp_path / "run")
-    average = {name.removeprefix("average."): value for name, value in state.items() if name.startswith("average.")}
-    task.load_state_dict(average, strict=False)
-    exported = ChiarForSequenceClassification.from_pretrained(tmp_path / "run" / "best").eval()
-    batch = Rows(Corpus.open(labelled), "test", 32).batch(0, list(range(8)))
-    with torch.no_grad():
-        output = exported(batch.ids, attention_mask=batch.mask, labels=batch.targets)
-        result = task.eval()(batch.ids, batch.targets, batch.mask, "listops")
-    torch.testing.assert_close(output.loss, result.loss, atol=1e-5, rtol=0)  # fp32 through another class
-    assert int(result.correct) == int((output.logits.argmax(-1) == batch.targets).sum())
-    assert torch.equal(exported.score.weight, average["heads.listops.weight"])
-    assert not torch.equal(exported.score.weight, state["model.heads.listops.weight"])
-
-
-@pytest.mark.parametrize("start", ["language", "classifier"])
-def test_a_run_starts_from_the_weights_of_a_model(start, labelled, tmp_path, request):
+@pytest.mark.parametrize(("start", "length"), [("language", 32), ("classifier", 48)])
+def test_a_run_starts_from_the_weights_of_a_model(start, length, labelled, tmp_path, request):
     """With a learning rate of 0 nothing moves, so the export holds the model's weights, and a new head."""
     start, options = request.getfixturevalue(start), ["--steps", 2, "--learning-rate", 0.0]
     code, output = run("finetune", start, "--data", labelled, "--out", tmp_path / "run", *options, *SMALL)
@@ -137,7 +118,6 @@ def test_a_run_starts_from_the_weights_of_a_model(start, labelled, tmp_path, req
     assert len(decoder) > 20 and all(torch.equal(before[name], after[name]) for name in decoder)
     settings = RunFolder(tmp_path / "run").read()["settings"]
     assert settings["initial"] == str(start / "best")
-    length = 32 if start.parent.name.startswith("language") else 48
     assert (settings["length"], settings["evaluate_rows"], settings["evaluate_every"]) == (length, 0, 2)
 
 
@@ -160,18 +140,9 @@ def test_a_resumed_run_is_the_same_run(language, labelled, settings, tmp_path, m
         go("resumed", resume=True)
 
 
-@pytest.fixture(scope="session")
-def mixed(tmp_path_factory, corpus, labelled):
-    """A language run with a head for ListOps."""
-    out = tmp_path_factory.mktemp("mixed") / "run"
+def test_a_head_beside_a_language_model_is_evaluated(finished, labelled, sentiment, corpus):
     sizes = ["--steps", 6, "--batch", 8, "--micro-batch", 4, "--length", 32, "--set", "evaluate_rows=0"]
-    options = ["--set", "max_position_embeddings=32", *SMALL, *CAUSAL]
-    code, output = run("train", "v3-tiny", "--data", corpus, "--data", labelled, "--out", out, *sizes, *options)
-    assert code == 0, output
-    return out
-
-
-def test_a_head_beside_a_language_model_is_evaluated(mixed, labelled, sentiment, corpus):
+    mixed = finished("train", "--data", corpus, "--data", labelled, *sizes)
     report = evaluate(str(mixed), labelled, "valid")
     record = best_record(mixed)
     assert record["accuracy"].keys() == {"listops"}
@@ -191,17 +162,22 @@ def test_defaults_follow_the_corpus_and_give_way():
     assert tuned.learning_rate < settings.learning_rate
 
 
-@pytest.fixture(scope="session")
-def without_valid(tmp_path_factory, corpus):
-    folder = tmp_path_factory.mktemp("without")
+@pytest.fixture
+def without_valid(tmp_path, corpus):
     source = build_source(["listops"], depth=3, arguments=3, examples=(20, 0, 5))
-    prepare(source, folder / "prepared", TokenizerChoice(like=corpus))
-    return folder / "prepared"
+    prepare(source, tmp_path / "prepared", TokenizerChoice(like=corpus))
+    return tmp_path / "prepared"
 
 
-@pytest.fixture(scope="session")
-def other_tokenizer(tmp_path_factory):
-    return opinions(tmp_path_factory.mktemp("bpe"), TokenizerChoice("bpe", vocab_size=260))
+@pytest.fixture
+def other_tokenizer(tmp_path):
+    return opinions(tmp_path, TokenizerChoice("bpe", vocab_size=260))
+
+
+@pytest.fixture
+def wide(finished, corpus):
+    sizes = ["--steps", 1, "--batch", 2, "--micro-batch", 2, "--length", 16, "--set", "vocab_size=300"]
+    return finished("train", "--data", corpus, *sizes)
 
 
 @pytest.mark.parametrize(
@@ -222,16 +198,8 @@ def other_tokenizer(tmp_path_factory):
     ],
     ids=str,
 )
-def test_bad_input(model, data, options, sentence, request, language, corpus, tmp_path):
-    if model == "language":
-        model = language
-    elif model == "wide":
-        train_wide = ["--steps", 1, "--batch", 2, "--micro-batch", 2, "--length", 16, "--set", "vocab_size=300"]
-        run("train", "v3-tiny", "--data", corpus, "--out", tmp_path / "wide", *train_wide, *SMALL, *CAUSAL)
-        model = tmp_path / "wide"
-    out = tmp_path / "run"
-    data = request.getfixturevalue(data)
+def test_bad_input(model, data, options, sentence, request, tmp_path):
+    model = model if model == "v3-tinny" else request.getfixturevalue(model)
+    data, out = request.getfixturevalue(data), tmp_path / "run"
     code, output = run("finetune", model, "--data", data, "--out", out, *options, "--device", "cpu")
-    assert code == 2, output
-    assert re.search(sentence, output), output
-    assert not out.exists()
+    assert code == 2 and re.search(sentence, output) and not out.exists(), output

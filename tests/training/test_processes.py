@@ -4,12 +4,11 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from runs import assert_same_run, command, final_state, metrics, run, sets, torchrun
+from runs import assert_same_run, command, final_state, metrics, run, sets, torchrun, wait_for
 
 from chiar import ChiarForCausalLM
 from chiar.training import checkpoint
@@ -23,19 +22,17 @@ def arguments(corpus, out, parallel, *more):
     return command(corpus, out, "--steps", "6", "--batch", "12", *sets(*CHANGES, f"parallel={parallel}"), *more)
 
 
-@pytest.fixture(scope="module")
-def alone(corpus, tmp_path_factory):
-    """The run in one process that the others must repeat."""
-    out = tmp_path_factory.mktemp("runs") / "alone"
-    run(arguments(corpus, out, "ddp"), out)
+def finished(parallel, count):
+    @pytest.fixture(scope="module")
+    def out(corpus, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("runs") / "run"
+        run(arguments(corpus, folder, parallel), folder, count)
+        return folder
+
     return out
 
 
-@pytest.fixture(scope="module")
-def sharded(corpus, tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "sharded"
-    run(arguments(corpus, out, "fsdp"), out, 2)
-    return out
+alone, replicated, sharded = finished("ddp", 1), finished("ddp", 2), finished("fsdp", 2)
 
 
 def assert_close(first, second):
@@ -50,30 +47,17 @@ def assert_close(first, second):
         torch.testing.assert_close(ours[name], theirs[name], atol=2e-4, rtol=0, msg=name)
 
 
-def assert_same_export(first, second):
-    ours, theirs = (ChiarForCausalLM.from_pretrained(folder / "best").eval() for folder in (first, second))
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_two_processes_compute_what_one_does(kind, alone, request):
+    out = request.getfixturevalue(kind)
+    assert_close(alone, out)
+    ours, theirs = (ChiarForCausalLM.from_pretrained(folder / "best").eval() for folder in (alone, out))
     ids = torch.arange(20)[None]
     # Weights agree to 2e-4 as above.
     torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=1e-3, rtol=0)
-
-
-def tensor_files(out):
-    return sorted(path.name for path in (out / "checkpoints" / "latest").glob("*.safetensors"))
-
-
-def test_replicated_processes_compute_what_one_does(alone, corpus, tmp_path):
-    run(arguments(corpus, tmp_path / "two", "ddp"), tmp_path / "log", 2)
-    assert_close(alone, tmp_path / "two")
-    assert_same_export(alone, tmp_path / "two")
-    assert tensor_files(tmp_path / "two") == ["tensors-0.safetensors"]
-
-
-def test_sharded_processes_compute_what_one_does(alone, sharded):
-    assert_close(alone, sharded)
-    assert_same_export(alone, sharded)
-    assert tensor_files(sharded) == ["tensors-0.safetensors", "tensors-1.safetensors"]
-    sizes = [(sharded / "checkpoints" / "latest" / name).stat().st_size for name in tensor_files(sharded)]
-    assert sizes[1] > 0.8 * sizes[0], "each holds about half"
+    sizes = {path.name: path.stat().st_size for path in (out / "checkpoints" / "latest").glob("*.safetensors")}
+    assert sizes.keys() == {f"tensors-{rank}.safetensors" for rank in range(1 + (kind == "sharded"))}
+    assert min(sizes.values()) > 0.8 * max(sizes.values()), "each holds about half"
 
 
 @pytest.mark.parametrize(("start", "parallel", "count"), [("sharded", "ddp", 1), ("alone", "fsdp", 3)])
@@ -125,9 +109,7 @@ def test_a_killed_process_is_started_again_and_nothing_changes(corpus, tmp_path)
     out = tmp_path / "killed"
     command_line = torchrun(2, 1, arguments(corpus, out, "ddp", "--steps", "40"))
     launcher = subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (out / "checkpoints" / "latest").exists() and time.monotonic() < deadline:
-        time.sleep(0.002)
+    wait_for(out / "checkpoints" / "latest")
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()  # Linux
     os.kill(max(map(int, children)), signal.SIGKILL)
     output, _ = launcher.communicate(timeout=120)

@@ -15,8 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from chiar import presets
 from chiar.errors import InputError
 from chiar.routing.flops import count_dense_execution, count_flops, operator_shares
+from chiar.training import reporting
 from chiar.training.distributed import Processes
-from chiar.training.reporting import known_peak, training_flops, utilisation
+from chiar.training.reporting import Display, known_peak, training_flops, utilisation
 from chiar.training.run_folder import RunFolder
 
 CPU = torch.device("cpu")
@@ -49,15 +50,23 @@ def in_a_terminal(monkeypatch, call):
 
 def test_a_terminal_shows_bar_time_left_and_records(go, monkeypatch):
     shown = in_a_terminal(monkeypatch, lambda: go("run", quiet=False, steps=30, log_every=15))
-    assert "━" in shown
-    assert re.search(r"\b\d+/30", shown)
-    assert re.search(r"\d:\d\d:\d\d", shown)
+    assert "━" in shown and re.search(r"\b\d+/30", shown) and re.search(r"\d:\d\d:\d\d", shown)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
     for step in (1, 15, 30):
         assert re.search(rf"step {step}/30  loss \d+\.\d{{4}}", plain)
     # The bar is gone at the end, and the cursor back.
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
     assert "━" not in shown[shown.rindex("\x1b[?25h") :]
+
+
+def test_a_plain_line_shows_the_time_left_from_the_steps_of_this_process(monkeypatch, capsys):
+    shown = Display(steps=100, first=90)
+    for step, now in ((91, 1000.0), (93, 1004.0)):  # resuming and compiling took the first 1,000 seconds
+        monkeypatch.setattr(reporting.time, "perf_counter", lambda now=now: now)
+        shown.advance(step)
+        shown.record({"step": step, "loss": 1.0, "rate": 1e-3})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "left" not in first and second.endswith("  0:00:14 left")
 
 
 def scalars(out):
@@ -86,19 +95,11 @@ def test_without_the_package_nothing_is_begun(go, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-PEAKS = {
-    "NVIDIA H200": 989,
-    "NVIDIA H100 PCIe": 756,
-    "NVIDIA A100-SXM4-80GB": 312,
-    "NVIDIA GeForce RTX 4090": 165,
-    "NVIDIA GeForce RTX 4090 D": None,
-    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
-    "NVIDIA H2000": None,
-}
-
-
 def test_peaks_by_name():
-    assert {name: known_peak(name) for name in PEAKS} == PEAKS
+    names = ("H200", "H100 PCIe", "A100-SXM4-80GB", "GeForce RTX 4090")
+    assert [known_peak(f"NVIDIA {name}") for name in names] == [989, 756, 312, 165]
+    for name in ("GeForce RTX 4090 D", "A100-SXM4-40GB MIG 1g.5gb", "H2000"):
+        assert known_peak(f"NVIDIA {name}") is None
 
 
 def test_training_takes_three_times_the_forward_pass_and_the_entropy_router_has_no_backward_one():
@@ -124,29 +125,29 @@ def test_mfu_is_in_the_metrics_where_the_peak_is_known(config, go, tmp_path, cap
         go("other", peak_tflops=-1.0)
 
 
-def mfu_of(config, settings, rate, use, corpora=None, count=1):
-    corpora = corpora or [SimpleNamespace(kind="language")]
-    run = SimpleNamespace(config=config, settings=settings, corpora=corpora, processes=Processes(0, count, CPU))
-    return utilisation(run, rate, use)
+@pytest.fixture
+def mfu(config, settings):
+    """At ten million tokens a second of a device of 1 TFLOP/s."""
+
+    def find(*kinds, count=1, mixing="weights", use=(), **fields):
+        run = SimpleNamespace(config=config(**fields), settings=settings(peak_tflops=1.0, mixing=mixing))
+        run.corpora, run.processes = [SimpleNamespace(kind=kind) for kind in kinds], Processes(0, count, CPU)
+        return utilisation(run, 1e7, use)
+
+    return find
 
 
-def test_more_devices_have_a_higher_peak_and_uncounted_tokens_no_mfu(config, settings):
-    def mfu(*kinds, count=1, mixing="weights"):
-        corpora, chosen = [SimpleNamespace(kind=kind) for kind in kinds], settings(peak_tflops=1.0, mixing=mixing)
-        return mfu_of(config(), chosen, 1e7, [], corpora, count)
-
-    assert mfu("language") == pytest.approx(2 * mfu("language", count=2), abs=1e-4)
-    assert mfu("language") > 0
+def test_more_devices_have_a_higher_peak_and_uncounted_tokens_no_mfu(mfu):
+    assert mfu("language") == pytest.approx(2 * mfu("language", count=2), abs=1e-4) != 0
     assert mfu("language", "classification") is None
     assert mfu("language", "language", mixing="added") is None
 
 
-def test_sparse_execution_counts_what_was_chosen(config, settings):
-    chosen = settings(peak_tflops=1.0)
+def test_sparse_execution_counts_what_was_chosen(config, mfu):
     model = config(dropout=0.0, execution="sparse", keys="routed")
     shares = operator_shares(model, 0.25)
     use = [[row[name] for name in model.operators] for row in shares]
-    found = mfu_of(model, chosen, 1e6, use)
-    count = count_flops(model, chosen.length, shares)
-    assert found == round(1e6 * (3 * count.total - 2 * count.part("router")) / 1e12, 4)
-    assert found < mfu_of(config(dropout=0.0, keys="routed"), chosen, 1e6, use)
+    found = mfu("language", use=use, dropout=0.0, execution="sparse", keys="routed")
+    count = count_flops(model, 16, shares)
+    assert found == round(1e7 * (3 * count.total - 2 * count.part("router")) / 1e12, 4)
+    assert found < mfu("language", use=use, dropout=0.0, keys="routed")

@@ -1,9 +1,6 @@
-"""A format of our own, since torch's distributed one pickles its index and has no hashes to tell what is damaged.
-
-A checkpoint is a folder with `state.json` (plain values), a `tensors-R.safetensors` for each process that holds a part
-(sharded tensors are split by rows, so any number of processes can read what any other number wrote) and
-`manifest.json` (the SHA-256 of all, written last). It is written aside and switched by a rename.
-"""
+"""A format of our own, since torch's distributed one pickles its index and has no hashes to tell what is damaged:
+a folder with `state.json` (plain values), a `tensors-R.safetensors` for each process that holds a part (split by rows,
+so any number of processes can read it) and `manifest.json` (the SHA-256 of all), written aside and renamed."""
 
 import hashlib
 import json
@@ -11,9 +8,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,16 +21,14 @@ from chiar.errors import InputError
 from chiar.training.distributed import Processes, local_rows
 
 MANIFEST, STATE = "manifest.json", "state.json"
-GONE = {f"model.language.model.router_state.{name}" for name in ("spread_L", "progress")}
-"""Buffers that models had in older checkpoints."""
+GONE = {f"model.language.model.router_state.{name}" for name in ("spread_L", "progress")}  # in older checkpoints
 
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says why and what is kept."""
 
 
-@dataclass
-class Found:
+class Found(NamedTuple):
     """A checkpoint that passed its check, and what was said about newer ones that did not."""
 
     folder: Path
@@ -76,8 +70,7 @@ def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], proces
                 synced_hash(aside / MANIFEST)
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(aside, folder)
-                handle = os.open(folder.parent, os.O_RDONLY)
-                os.fsync(handle)
+                os.fsync(handle := os.open(folder.parent, os.O_RDONLY))
                 os.close(handle)
     except TrainingStopped:
         if processes.main:

@@ -1,8 +1,4 @@
-"""`chiar train`, also as `torchrun -m chiar.train`, and `chiar finetune`. Heavy imports happen inside.
-
-Both have the options of `Launch` and of the training settings named in OPTIONS; `--set` reaches every other setting
-and the configuration.
-"""
+"""`chiar train`, also as `torchrun -m chiar.train`, and `chiar finetune`. Heavy imports happen inside."""
 
 import inspect
 import json
@@ -22,6 +18,7 @@ from chiar.training.settings import TrainSettings, finetune_settings
 if TYPE_CHECKING:
     from chiar.config import ChiarConfig
 
+# What has an option of its own, besides the fields of Launch; --set reaches all else.
 OPTIONS = ("data", "steps", "batch", "micro_batch", "length", "learning_rate", "seed", "compile", "deterministic")
 METAVARS = {"data": "CORPUS", "out": "RUN", "set": "NAME=VALUE", "device": "auto|cpu|cuda"}
 SETTINGS = {field.name: field for field in fields(TrainSettings)}
@@ -29,8 +26,6 @@ SETTINGS = {field.name: field for field in fields(TrainSettings)}
 
 @dataclass
 class Launch:
-    """Where a run is kept and computed."""
-
     out: Annotated[Path, "Run folder."]
     resume: Annotated[bool, "Continue the run in RUN."] = False
     set: Annotated[list[str] | None, "Any training setting or configuration field."] = None
@@ -47,8 +42,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             flag += f"/--no-{flag[2:]}"
         default = Parameter.empty if field.default is MISSING else field.default if own else None
         option = typer.Option(flag, metavar=METAVARS.get(field.name), help=text)
-        wanted: Any = kind | None if default is None else kind
-        wanted = Annotated[wanted, option]
+        wanted: Any = Annotated[kind | None if default is None else kind, option]
         shared.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=wanted))
     model, *more, _ = signature.parameters.values()
     command.__signature__ = signature.replace(parameters=[model, *shared, *more])  # type: ignore[attr-defined]
@@ -65,14 +59,13 @@ def train(
     """Train a model on prepared corpora; killed at any moment, --resume continues exactly where it was saved."""
     launch, chosen, changes = sort_options(given)
     settings = TrainSettings.from_dict({"precision": "auto", **chosen})
-    config = configuration(model, changes, Path(settings.data[0]))
+    config = configuration(model, changes, corpus := Path(settings.data[0]))
     if thresholds is not None:
         from chiar.routing.calibration import read_thresholds
 
         if "thresholds" in changes:
             raise InputError("--thresholds and --set thresholds say the same thing twice: give one of them.")
-        changes["thresholds"] = read_thresholds(thresholds, config)
-        config = configuration(model, changes, Path(settings.data[0]))
+        config = configuration(model, {**changes, "thresholds": read_thresholds(thresholds, config)}, corpus)
     run(config, settings, launch)
 
 
@@ -91,13 +84,11 @@ def finetune(
     launch, chosen, changes = sort_options(given)
     if "initial" in chosen:
         raise InputError("the weights to start from are MODEL's: leave --set initial out.")
-    folder = model if model in presets.NAMES else resolve_model(model)[0]
-    config = configuration(folder, changes, Path(chosen["data"][0]))
-    chosen["initial"] = "" if model in presets.NAMES else folder
+    chosen["initial"] = "" if model in presets.NAMES else resolve_model(model)[0]
+    config = configuration(chosen["initial"] or model, changes, Path(chosen["data"][0]))
     corpora = [Corpus.open(path) for path in chosen["data"]]
-    for corpus in corpora:
-        if corpus.kind != "classification":
-            raise InputError(f"{corpus.folder} is a {corpus.kind} corpus without labels: train on it with chiar train.")
+    for text in (corpus.folder for corpus in corpora if corpus.kind != "classification"):
+        raise InputError(f"{text} is a language corpus without labels: train on it with chiar train.")
     documents = sum(corpus.split("train").documents for corpus in corpora)
     run(config, finetune_settings(chosen, config.max_position_embeddings, documents, epochs), launch)
 
@@ -129,8 +120,7 @@ def configuration(model: str, changes: dict[str, Any], corpus: Path) -> "ChiarCo
     from chiar.model.load import load_config
 
     for name in changes.keys() - ChiarConfig.__annotations__.keys():
-        known = [*SETTINGS, *ChiarConfig.__annotations__]
-        raise unknown_name("training setting or configuration field", name, known)
+        raise unknown_name("training setting or configuration field", name, [*SETTINGS, *ChiarConfig.__annotations__])
     if model not in presets.NAMES:
         return ChiarConfig(**{**load_config(model).to_dict(), **changes})
     opened = Corpus.open(corpus)

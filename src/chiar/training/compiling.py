@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, first_line
 
-PLAIN = 4
-"""Passes of a shape before it is recorded: compiling and first allocations happen in them."""
+PLAIN = 4  # passes of a shape before it is recorded: compiling and first allocations happen in them
 
 
 def computes_bf16(device: torch.device) -> bool:
@@ -40,9 +39,8 @@ def clear_device() -> None:
 
 
 class Forward:
-    """Calls the model. Compiling happens inside the first calls and first backward passes, so that is where it fails.
-    A sharded model is compiled in `parts`, its layers, so that gathering weights stays outside; `obstacle` says why it
-    would be wrong to compile, where it would."""
+    """Calls the model; compiling happens, and fails, in the first calls and backward passes. A sharded model compiles
+    in `parts`, its layers, so that gathering weights stays outside; `obstacle` says why compiling would be wrong."""
 
     def __init__(
         self, model: Any, compile: bool, parts: Sequence[nn.Module] = (), sharded: bool = False, obstacle: str = ""
@@ -73,25 +71,22 @@ class Forward:
             return False
         if self.sharded:  # other processes may be in the middle of the same step: it cannot be begun again
             raise InputError(f"torch.compile failed ({first_line(inner)}): add --no-compile.") from error
-        for part in self.parts:
-            part._compiled_call_impl = None  # torch has no call that undoes Module.compile
+        for part in self.parts:  # torch has no call that undoes Module.compile
+            part._compiled_call_impl = None
         self.call, self.compiled, self.failure = self.model, False, first_line(inner)
         return True
 
 
 class GraphedPasses:
-    """Calls `run(*tensors)`, a forward and perhaps a backward pass that adds to the parameters' gradients.
-
-    What a pass of ours launches depends on shapes alone (sparse execution too, with fast grouped products), so it is
-    recorded once for each shape and replayed: small kernels no longer wait for Python. The last plain pass is watched:
-    one that waits for the device would break its recording. `failure` says why passes go on plainly.
-    """
+    """Calls `run(*tensors)`, a forward and perhaps a backward pass that adds to the parameters' gradients. What it
+    starts depends on shapes alone, so it is recorded for each and replayed: small kernels do not wait for Python.
+    The last plain pass is watched: waiting for the device breaks a recording. `failure`: why it goes on plainly."""
 
     def __init__(self, run: Callable[..., tuple[Tensor, ...]], parameters: Iterable[nn.Parameter] = ()) -> None:
         self.run, self.parameters = run, list(parameters)
         self.passes: dict[Any, int] = {}
+        # By shape: the graph, where it reads its inputs, and where it leaves results and gradients.
         self.records: dict[Any, tuple[Any, list[Tensor], tuple[Tensor, ...], list[Tensor | None]]] = {}
-        """By shape: the graph, where it reads its inputs, and where it leaves results and gradients."""
         self.stream: Any = None
         self.failure: str | None = None
 

@@ -23,8 +23,6 @@ BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 @dataclass
 class Processes:
-    """This process among the others."""
-
     rank: int
     count: int
     device: torch.device
@@ -48,11 +46,10 @@ class Processes:
     def from_main(self, work: Callable[[], T]) -> T:
         """What `work` gives in the main process, in all of them; an InputError too."""
         result, complaint = None, None
-        if self.main:
-            try:
-                result = work()
-            except InputError as error:
-                complaint = str(error)
+        try:
+            result = work() if self.main else None
+        except InputError as error:
+            complaint = str(error)
         result, complaint = self.all((result, complaint))[0]
         if complaint is not None:
             raise InputError(complaint)
@@ -71,9 +68,9 @@ def start(device: str) -> Processes:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in BACKENDS:
         raise InputError(f"device must be auto, cpu or cuda, got {device!r}.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("device cuda was asked for, but torch sees no GPU: use --device cpu or auto.")
     if device == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError("device cuda was asked for, but torch sees no GPU: use --device cpu or auto.")
         torch.cuda.set_device(local)
     if count > 1:
         # torchrun may keep its store when it starts the processes again: without a prefix they find dead addresses.

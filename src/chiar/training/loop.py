@@ -24,14 +24,15 @@ from chiar.errors import InputError, optional_module
 from chiar.generation.writer import Sampling, write_text
 from chiar.routing.calibration import calibrate
 from chiar.training import checkpoint
-from chiar.training.batches import Batch, Prefetch, Rows, Schedule, seed_of
 from chiar.training.checkpoint import TrainingStopped as TrainingStopped
 from chiar.training.compiling import Forward, GraphedPasses, computes_bf16, miscompiled
 from chiar.training.distributed import Processes, replicate, shard, start
 from chiar.training.reporting import Display, Metrics, utilisation
 from chiar.training.run_folder import RUN, RunFolder, describe, told
 from chiar.training.settings import TrainSettings
-from chiar.training.tasks import TaskResult, materialise, outline, whole
+from chiar.training.tasks import Batch, Prefetch, Rows, Schedule, TaskResult, materialise, outline, seed_of, whole
+
+SHARD_FROM = 600_000_000  # parameters, where `parallel` is auto
 
 
 class Interrupted(KeyboardInterrupt):
@@ -141,16 +142,14 @@ def train_among(
 
 def make_optimizer(model: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.AdamW:
     """Matrices and embeddings decay; biases, norms and the filters, spectral and temporal, do not."""
-    decaying: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
-        decays = parameter.ndim >= 2 and not name.endswith("coefficients_KD")
-        (decaying if decays else others).append(parameter)
-    groups = [{"params": decaying, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        by_decay[parameter.ndim >= 2 and not name.endswith("coefficients_KD")].append(parameter)
+    groups = [{"params": those, "weight_decay": settings.weight_decay * decay} for decay, those in by_decay.items()]
     fused, betas = device.type == "cuda", (settings.beta1, settings.beta2)
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, fused=fused or None)
     # AdamW makes its state on the first step; made now, so that a checkpoint can be read into it.
-    for parameter in (*decaying, *others):
+    for parameter in model.parameters():
         step = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": step, **moments}
@@ -180,7 +179,8 @@ class Trainer:
         self.slots = [turn * processes.count + processes.rank for turn in range(self.accumulation)]
         self.prefetch = Prefetch(self.schedule, self.slots, processes.device)
         self.model = outline(config, {c.name: len(c.labels) for c in corpora if c.kind == "classification"})
-        self.sharded = settings.shards(sum(p.numel() for p in self.model.parameters()), processes.count)
+        big = processes.count > 1 and sum(p.numel() for p in self.model.parameters()) >= SHARD_FROM
+        self.sharded = settings.parallel == "fsdp" or (settings.parallel == "auto" and big)
         if self.sharded:
             shard(self.model, processes)
         materialise(self.model, settings.seed, processes.device, settings.initial)
@@ -272,8 +272,7 @@ class Trainer:
         return result
 
     def autocast(self) -> Any:
-        enabled = self.settings.precision == "bf16"
-        return torch.autocast(self.processes.device.type, torch.bfloat16, enabled=enabled)
+        return torch.autocast(self.processes.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
 
     def summary(self, measured: dict[str, Any]) -> dict[str, Any]:
         """A step's measurements over all processes as plain numbers. This waits for the device."""
@@ -282,11 +281,9 @@ class Trainer:
             table_C3[corpus] += torch.stack([result.loss.double(), result.gate.double(), table_C3.new_ones(())])
         losses, gates, counts = self.processes.total(table_C3).T.tolist()
         use = self.processes.total(torch.stack([result.use_LK for _, result in measured["done"]]).mean(0))
-        record: dict[str, Any] = {
-            **{"step": self.step, "loss": sum(losses) / sum(counts), "rate": measured["rate"]},
-            "gradient_norm": float(measured["norm"]),
-            "use": [[round(value, 6) for value in row] for row in (use / self.processes.count).tolist()],
-        }
+        record: dict[str, Any] = {"step": self.step, "loss": sum(losses) / sum(counts), "rate": measured["rate"]}
+        record["gradient_norm"] = float(measured["norm"])
+        record["use"] = [[round(value, 6) for value in row] for row in (use / self.processes.count).tolist()]
         read = [(name, i) for i, name in enumerate(self.names) if counts[i]]
         if len(self.corpora) > 1:
             record["loss_by_corpus"] = {name: losses[i] / counts[i] for name, i in read}
@@ -303,8 +300,7 @@ class Trainer:
         with self.averaged(), self.language():
             for number, corpus in enumerate(self.corpora):
                 rows = Rows(corpus, "valid", self.settings.length)
-                wanted = rows.evaluated(self.settings.evaluate_rows)
-                firsts = range(0, len(wanted), size)
+                firsts = range(0, len(wanted := rows.evaluated(self.settings.evaluate_rows)), size)
                 total = torch.zeros(3, device=self.processes.device, dtype=torch.float64)
                 for turn in range(0, len(firsts), world):
                     mine = turn + rank < len(firsts)  # a process without rows keeps the others company
@@ -382,8 +378,7 @@ class Run(Trainer):
     metrics: Metrics | None = None
 
     def go(self) -> dict[str, Any] | None:
-        settings, record = self.settings, None
-        warned: set[str] = set()
+        settings, record, warned = self.settings, None, set[str]()
         self.marked_step, self.marked_time = self.step, time.perf_counter()
         while self.step < settings.steps:
             measured = self.train_step()
@@ -443,8 +438,8 @@ class Run(Trainer):
         self.check_finite(0.0)
         target = self.folder.checkpoints / checkpoint.step_name(self.step)
         written = self.metrics.bytes if self.metrics is not None else 0
-        state = {"step": self.step, "best": self.best, "metrics_bytes": written}
-        state["thresholds"] = self.model.language.config.thresholds
+        learned = {"best": self.best, "thresholds": self.model.language.config.thresholds}
+        state = {"step": self.step, "metrics_bytes": written, **learned}
         checkpoint.save(target, self.tensors(), state, self.processes)
         if self.processes.main:
             checkpoint.point(self.folder.checkpoints / "latest", target)
@@ -464,8 +459,7 @@ class Run(Trainer):
             return
         step = step if step >= 0 else self.step - 1
         path = self.folder.path / f"not-finite-{checkpoint.step_name(step + 1)}.safetensors"
-        kept = f"its batches are in {path.name}"
-        tensors: dict[str, torch.Tensor] = {}
+        kept, tensors = f"its batches are in {path.name}", dict[str, Tensor]()
         for slot in range(self.schedule.slots):
             for batch in self.schedule.batches(step, slot):
                 parts = {"ids": batch.ids, "targets": batch.targets, "mask": batch.mask}

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +23,7 @@ PEAKS = {
     "H100 PCIe": 756.0, "A100": 312.0, "A30": 165.0, "A10": 125.0, "A10G": 70.0, "L40S": 362.0, "L40": 181.0,
     "L4": 121.0, "RTX 6000 Ada": 364.0, "RTX A6000": 155.0, "RTX 5090": 210.0, "RTX 4090": 165.0, "RTX 3090": 71.0,
 }  # fmt: skip
-# A part of a GPU, or one with another power limit than the data sheet's.
-UNKNOWN = ("MIG", "Laptop", "Max Q", "RTX 4090 D")
+UNKNOWN = ("MIG", "Laptop", "Max Q", "RTX 4090 D")  # parts of a GPU, or with another power limit
 # What a line shows of a record, by name: a number, or one for each corpus.
 SHOWN = {
     "loss": "loss {:.4f}", "rate": "rate {:.2e}", "tokens_per_second": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}",
@@ -36,6 +37,7 @@ class Display:
 
     def __init__(self, steps: int, first: int, quiet: bool = False) -> None:
         self.steps, self.quiet = steps, quiet
+        self.began: tuple[int, float] | None = None  # after the first step here: resuming and compiling do not count
         self.bar: Any = None
         if not quiet and sys.stderr.isatty():
             from rich.console import Console
@@ -47,6 +49,7 @@ class Display:
             self.bar.start()
 
     def advance(self, step: int) -> None:
+        self.began = self.began or (step, time.perf_counter())
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
 
@@ -64,6 +67,9 @@ class Display:
             found = values.get(key, {})
             named = found if isinstance(found, dict) else {"": found}
             parts += [shown.format(value, name=name) for name, value in named.items()]
+        if self.bar is None and self.began is not None and record["step"] > self.began[0]:
+            each = (time.perf_counter() - self.began[1]) / (record["step"] - self.began[0])
+            parts.append(f"{timedelta(seconds=round(each * (self.steps - record['step'])))} left")
         self.say("  ".join(parts))
         if "sample" in record:
             self.say(f"  sample: {record['sample']!r}")
@@ -91,20 +97,17 @@ class Metrics:
         self.file.flush()
         if self.events is None:
             return
-        numbers: dict[str, float] = {}
-        for name, value in record.items():
-            if name == "use":
-                for layer, shares in enumerate(value, start=1):
-                    named = zip(self.operators or (), shares, strict=True)
-                    numbers |= {f"use/routed {layer} {operator}": share for operator, share in named}
-            elif isinstance(value, dict):
-                numbers |= {f"{name}/{corpus}": number for corpus, number in value.items()}
-            elif isinstance(value, int | float) and name != "step":
-                numbers[name] = float(value)
-        for name, number in numbers.items():
-            self.events.add_scalar(name, number, record["step"])
+        step, operators = record["step"], list(enumerate(self.operators or ()))
+        use = {f"routed {n} {name}": row[k] for n, row in enumerate(record["use"], start=1) for k, name in operators}
+        for name, value in {**record, "use": use}.items():
+            numbers = (
+                {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+            )
+            for tag, number in numbers.items():
+                if isinstance(number, int | float) and tag != "step":
+                    self.events.add_scalar(tag, float(number), step)
         if "sample" in record:
-            self.events.add_text("sample", record["sample"], record["step"])
+            self.events.add_text("sample", record["sample"], step)
         self.events.flush()
 
     @property
@@ -127,16 +130,15 @@ def known_peak(name: str) -> float | None:
 
 
 def training_flops(config: ChiarConfig, length: int, shares: Shares | None = None) -> float:
-    """FLOPs of a token's forward and backward pass as MFU counts them: all operators on all tokens when dense, with
-    `shares` what each operator got; layers computed twice count once. The backward pass costs twice the forward pass,
-    but for the spectrum of the entropy router, which has none."""
+    """FLOPs of a token's forward and backward pass as MFU counts them: dense, or with `shares` what each operator got;
+    layers computed twice count once. A backward pass costs two forward ones; the entropy router's spectrum has none."""
     count = count_dense_execution(config, length) if shares is None else count_flops(config, length, shares)
     return 3.0 * count.total - 2.0 * (count.part("router") if config.router == "entropy" else 0.0)
 
 
 def utilisation(run: "Trainer", tokens_per_second: float, use: list[list[float]]) -> float | None:
-    """MFU; None where the peak is not known, or not all tokens are counted: documents differ in length, and added
-    batches are not among the tokens a second. `use`: the share of tokens each operator of each routed layer got."""
+    """MFU; None where the peak is not known or the tokens a second are not: documents vary, added batches are left out.
+    `use`: the share of tokens each operator of each routed layer got."""
     config, settings, device = run.config, run.settings, run.processes.device
     peak = settings.peak_tflops or None
     if not peak and device.type == "cuda" and settings.precision == "bf16":

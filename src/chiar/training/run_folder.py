@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,18 +32,17 @@ MAY_CHANGE |= {"tensorboard", "peak_tflops", "transformers_version"}
 
 def versions() -> dict[str, str]:
     found = {module.__name__: module.__version__ for module in (chiar, torch, transformers)}
-    found |= {"python": platform.python_version(), "system": platform.platform()}
-    return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+    found |= {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return found | {"python": platform.python_version(), "system": platform.platform()}
 
 
 def commit() -> str | None:
     """The commit of the source tree chiar runs from, with a + if it was changed; None outside a repository."""
-    words = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    words, here = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"], Path(__file__).parent
     try:
-        found = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+        return subprocess.run(words, cwd=here, capture_output=True, text=True, timeout=10).stdout.strip() or None
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
 
 
 def launch() -> str | None:
@@ -52,10 +52,9 @@ def launch() -> str | None:
 
 
 def describe(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus], processes: int) -> dict[str, Any]:
-    """What run.json says."""
     return {
         **{"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "launch": launch(), "processes": processes},
-        **{"config": config.to_dict(), "settings": settings.to_dict(), "versions": versions(), "commit": commit()},
+        **{"config": config.to_dict(), "settings": asdict(settings), "versions": versions(), "commit": commit()},
         "data": {corpus.name: corpus.fingerprint for corpus in corpora},
         "remarks": {corpus.name: corpus.remarks for corpus in corpora},
     }
@@ -63,8 +62,8 @@ def describe(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus]
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics file; a run that goes on may be in the middle of its last line."""
-    lines, records = path.read_text(encoding="utf-8").splitlines(), []
-    for number, line in enumerate(lines, start=1):
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines := path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             records.append(dict(json.loads(line)))
         except (ValueError, TypeError) as error:
@@ -74,7 +73,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def told(run: dict[str, Any], part: str, name: str) -> Any:
-    """A part of what run.json says."""
     if part not in run:
         raise InputError(f"run.json of {name} says nothing of its {part}: it is incomplete.")
     return run[part]
@@ -123,7 +121,7 @@ class RunFolder:
         before = {part: told(stored, part, self.path.name) for part in ("config", "settings", "data")}
         # A run may be older than a field, which then had its default, or younger than one that is gone.
         before["config"] = ChiarConfig.from_dict(before["config"]).to_dict()
-        before["settings"] = TrainSettings().to_dict() | before["settings"]
+        before["settings"] = asdict(TrainSettings()) | before["settings"]
         for part in before:
             was, asked = (json.loads(json.dumps(fields[part])) for fields in (before, record))
             for key in sorted((was.keys() | asked.keys()) - MAY_CHANGE):
@@ -134,13 +132,12 @@ class RunFolder:
         found = checkpoint.find(self.checkpoints)
         now = {part: record[part] for part in ("command", "launch", "versions", "commit", "processes")}
         now["settings"] = {key: value for key, value in record["settings"].items() if key in MAY_CHANGE}
-        resumed = {"step": found.state["step"] if found else 0, **now}
-        self.write({**stored, "launch": record["launch"], "resumed": [*stored.get("resumed", []), resumed]})
+        resumed = [*stored.get("resumed", []), {"step": found.state["step"] if found else 0, **now}]
+        self.write({**stored, "launch": record["launch"], "resumed": resumed})
         return found
 
     def export(self, model: TaskModel, corpus: Corpus, link: Path, step: int) -> None:
-        """The weights as a folder from_pretrained opens, with tokenizer and thresholds; `link`, best or final, moves
-        when all is written."""
+        """What from_pretrained opens, tokenizer and thresholds too; `link`, best or final, moves when all is there."""
         name = f"{link.name}-{checkpoint.step_name(step)}"
         aside = self.exports / f".{name}.partial"
         shutil.rmtree(aside, ignore_errors=True)

@@ -9,13 +9,10 @@ from typing import Annotated, Any
 from chiar.errors import InputError, unknown_name
 
 CHOICES = {"precision": ("auto", "bf16", "fp32"), "mixing": ("weights", "added"), "parallel": ("auto", "ddp", "fsdp")}
-LEAST = {
-    **dict.fromkeys(("batch", "micro_batch", "steps", "evaluate_every", "save_every", "log_every", "keep"), 1),
-    **dict.fromkeys(("learning_rate", "final_learning_rate", "weight_decay", "clip", "warmup", "recalibrate_every"), 0),
-    **dict.fromkeys(("evaluate_rows", "peak_tflops", "ema", "added_share"), 0),
-    "length": 2,  # a row needs a token to predict
-}
-SHARD_FROM = 600_000_000  # parameters, for `auto`
+LEAST = dict.fromkeys(("batch", "micro_batch", "steps", "evaluate_every", "save_every", "log_every", "keep"), 1)
+LEAST |= dict.fromkeys(("learning_rate", "final_learning_rate", "weight_decay", "clip", "warmup", "added_share"), 0)
+LEAST |= dict.fromkeys(("recalibrate_every", "evaluate_rows", "peak_tflops", "ema"), 0)
+LEAST["length"] = 2  # a row needs a token to predict
 
 
 @dataclass
@@ -24,10 +21,9 @@ class TrainSettings:
 
     data: Annotated[list[str], "Prepared corpus; several mix."] = field(default_factory=list)
     initial: Annotated[str, "Model folder whose weights the run starts from; empty: the seed's. Heads start anew."] = ""
-    # The paper's mixed training is `added`.
-    mixing: Annotated[str, "A micro-batch of one corpus drawn by weights, or of the first with another added."] = (
-        "weights"
-    )
+    mixing: Annotated[
+        str, "weights draw a micro-batch's corpus; added (the paper's): the first, some with another."
+    ] = "weights"
     weights: Annotated[list[float] | None, "One a corpus; equal when not given."] = None
     added_share: Annotated[float, "Probability of a micro-batch beside the first corpus' one (mixing=added)."] = 0.25
     length: Annotated[int, "Tokens a row."] = 256
@@ -72,16 +68,13 @@ class TrainSettings:
             if name in LEAST and not LEAST[name] <= value < math.inf:
                 limit = f"be at least {LEAST[name]}" if LEAST[name] else "not be negative or nan"
                 raise InputError(f"{name} must {limit}, got {value}.")
-        weights = [1.0] if self.weights is None else self.weights
+        count, weights = len(self.data), [1.0] if self.weights is None else self.weights
         for wrong, sentence in (
             (self.ema >= 1.0, f"ema must be less than 1, got {self.ema}."),
             (self.added_share > 1.0, f"added_share must be at most 1, got {self.added_share}."),
             (not self.data, "no data: name at least one prepared corpus."),
-            (len(self.weights or self.data) != len(self.data), f"{len(weights)} weights for {len(self.data)} corpora."),
-            (
-                min(weights, default=0) < 0 or not sum(weights),
-                f"weights must be positive, some of them, got {weights}.",
-            ),
+            (len(self.weights or self.data) != count, f"{len(weights)} weights for {count} corpora."),
+            (min(weights, default=0) < 0 or not sum(weights), f"weights must be positive, some, got {weights}."),
         ):
             if wrong:
                 raise InputError(sentence)
@@ -95,18 +88,11 @@ class TrainSettings:
             raise InputError(f"{rows} on {processes} process(es): {way}.")
         return each // size
 
-    def shards(self, parameters: int, processes: int) -> bool:
-        """Whether a model of this size is split over the processes."""
-        return self.parallel == "fsdp" or (self.parallel == "auto" and processes > 1 and parameters >= SHARD_FROM)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "TrainSettings":
-        for name in data:
-            if name not in (names := [f.name for f in fields(cls)]):
-                raise unknown_name("training setting", name, names)
+        names = [setting.name for setting in fields(cls)]
+        for name in data.keys() - set(names):
+            raise unknown_name("training setting", name, names)
         return cls(**data)
 
 
@@ -128,8 +114,8 @@ def finetune_settings(chosen: dict[str, Any], length: int, documents: int, epoch
 
 def train_arguments(model: str, changes: dict[str, Any], settings: TrainSettings, out: Path) -> list[str]:
     """A run as the command that trains it, `train MODEL …`: what differs from its defaults and from MODEL."""
-    default = TrainSettings(data=settings.data, precision="auto").to_dict()  # as the command has it
-    changed = {name: value for name, value in settings.to_dict().items() if value != default[name]} | changes
+    default = asdict(TrainSettings(data=settings.data, precision="auto"))  # as the command has it
+    changed = {name: value for name, value in asdict(settings).items() if value != default[name]} | changes
     parts = ["train", model, *(word for path in settings.data for word in ("--data", path))]
     for name, value in changed.items():
         parts += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
