@@ -26,8 +26,10 @@ def test_language_report(tmp_path, corpus, language):
     config = tiny_model().config
     assert report.flops == count_flops(config, LENGTH, [layer.use for layer in report.routing.layers]).total
     assert report.baseline_flops == count_flops(baseline_of(config), LENGTH).total
-    text = " ".join(evaluate(language, corpus.folder, length=24, rows=3).remarks)
-    assert "longer than the 16 tokens" in text and "only 3 rows" in text
+    slid = evaluate(language, corpus.folder, length=24, stride=8, rows=3)
+    text = " ".join(slid.remarks)
+    assert "longer than the 16 tokens" in text and "only 3 rows" in text and "compute each 3 times" in text
+    assert (slid.stride, slid.scores.tokens) == (8, 24 + 2 * 8)
     assert written(tmp_path / "report.json", report) == report
     bf16 = evaluate(language, corpus.folder, precision="bf16").scores.nll
     assert bf16 != report.scores.nll and bf16 == pytest.approx(report.scores.nll, rel=0.02)  # bf16 keeps 8 bits
@@ -106,6 +108,8 @@ def test_what_does_not_fit(tmp_path, corpus, classes, language, classifier):
         (language, corpus, {"precision": "fp16"}, "unknown precision"),
         (language, corpus, {"device": "tpu"}, "unknown device"),
         (learned, corpus, {"length": 17}, "16 learned positions"),
+        (language, corpus, {"stride": 17}, "stride must lie between 1 and the length 16"),
+        (classifier, classes, {"stride": 4}, "--stride is for language corpora"),
         (str(tmp_path / "none"), corpus, {}, "no folder"),
     ):
         with pytest.raises(InputError, match=sentence):
@@ -145,9 +149,9 @@ def test_models_and_reports_side_by_side(tmp_path, corpus, language):
     assert float(gap[0]) == 0 and float(gap[1]) == pytest.approx(
         ours["scores"]["nll"] - dense["scores"]["nll"], abs=1e-4
     )
-    run("eval", language, "--data", corpus.folder, "--length", 8, "--json", tmp_path / "short.json")
-    both = ["eval", tmp_path / "report.json", tmp_path / "short.json"]
+    run("eval", language, "--data", corpus.folder, "--stride", 4, "--json", tmp_path / "slid.json")
+    both = ["eval", tmp_path / "report.json", tmp_path / "slid.json"]
     code, output = run(*both)
-    assert code == 2 and "another length than report" in output
+    assert code == 2 and "another stride than report" in output
     code, output = run(*both, "--anyway")
-    assert code == 0 and "≠ length" in output
+    assert code == 0 and "≠ stride" in output and "stride 4," in run("eval", tmp_path / "slid.json")[1]

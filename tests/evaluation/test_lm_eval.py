@@ -51,6 +51,7 @@ metric_list: [{metric: exact_match}]
         ([], "give --data or --harness"),
         (["--data", "x", "--harness", "y"], "--data CORPUS, or --harness TASKS"),
         (["--data", "x", "--few-shot", "1"], "are for --harness"),
+        (["--harness", "y", "--stride", "4"], "--stride is for --data"),
         (["--harness", "arc_easy"], "pip install 'chiar[harness]'"),
     ],
 )

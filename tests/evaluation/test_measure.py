@@ -24,29 +24,33 @@ from chiar.evaluation.report import ClassScores
 from chiar.model.modeling import ChiarForSequenceClassification
 
 
-def naive_losses(model, ids: list[int]) -> list[float]:
-    """Each id from the ids of its block before it."""
+def naive_losses(model, ids: list[int], stride: int) -> list[float]:
+    """Each id from the ids before it in the first window that reaches it."""
     losses = []
     for target in range(1, len(ids)):
-        start = (target - 1) // LENGTH * LENGTH
+        start = max(0, math.ceil((target - LENGTH) / stride)) * stride
         with torch.no_grad():
             logits = model(torch.tensor([ids[start:target]])).logits[0, -1]
         losses.append(-float(logits.double().log_softmax(-1)[ids[target]]))
     return losses
 
 
-@pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"])
-def test_equals_a_loop_over_tokens(corpus, split, preset):
+PRESETS = ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"]
+
+
+@pytest.mark.parametrize(("preset", "stride"), [*((preset, None) for preset in PRESETS), ("v3-tiny", 5)])
+def test_equals_a_loop_over_tokens(corpus, split, preset, stride):
     model = tiny_model(preset)
     ids = split.read(0, split.tokens).tolist()
     assert (len(ids) - 1) % LENGTH, "the last block should be a partial one"
-    losses = naive_losses(model, ids)
+    losses = naive_losses(model, ids, stride or LENGTH)
     for batch_size in (1, 3):
-        scores, routing, seen = measure_perplexity(model, corpus, split, Reading(LENGTH, batch_size=batch_size))
+        scores, routing, seen = measure_perplexity(model, corpus, split, Reading(LENGTH, stride, batch_size=batch_size))
         assert scores.tokens == len(ids) - 1 and seen == LENGTH
         # fp32 logits of rows of different lengths differ in the last bits.
         assert scores.nll == pytest.approx(sum(losses) / len(losses), abs=1e-5)
         assert [layer.layer for layer in routing.layers] == model.config.routed_layers
+        assert all(sum(layer.use.values()) == pytest.approx(1) for layer in routing.layers)
 
 
 def test_routing_is_the_trace_over_predicted_tokens(corpus, split):

@@ -19,6 +19,7 @@ def evaluate(
     data: Annotated[Path | None, Option(metavar="DIR", help="A prepared corpus.")] = None,
     split: Annotated[str | None, Option(help="Split of the corpus; test, or valid where there is none.")] = None,
     length: Annotated[int | None, Option(min=1, help="Tokens a row; the model's trained length.")] = None,
+    stride: Annotated[int | None, Option(help="Slide windows by so many tokens, predicting only the new ones.")] = None,
     rows: Annotated[int | None, Option(min=1, help="Read at most so many blocks or documents.")] = None,
     batch: Annotated[int, Option(min=1, help="Rows at a time.")] = 16,
     precision: Annotated[str, Option(metavar="fp32|bf16", help="Of the matrix products.")] = "fp32",
@@ -43,9 +44,17 @@ def evaluate(
         raise InputError("say what to measure on: --data CORPUS, or --harness TASKS.")
     if harness is None and (harness_path or harness_download or few_shot is not None):
         raise InputError("--harness-path, --harness-download and --few-shot are for --harness: leave them out.")
+    if harness is not None and stride is not None:
+        raise InputError("--stride is for --data: a task decides itself how it reads a text.")
     if json is not None and str(json) != "-":
         check_new(json)
-    how: dict[str, Any] = {"length": length, "rows": rows, "batch_size": batch, "precision": precision}
+    how: dict[str, Any] = {
+        "length": length,
+        "stride": stride,
+        "rows": rows,
+        "batch_size": batch,
+        "precision": precision,
+    }
     if harness is not None:
         prepare_harness(harness_download)
         optional_module("lm_eval.models.huggingface", "harness", "chiar eval --harness")

@@ -116,7 +116,8 @@ def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
     title = f"baseline {first.name} (FLOPs counted, tokens/s measured in training)"
     notes = ["losses are those of training's own evaluations, not of a test."]
     if shared:
-        title = f"{shared.corpus} {shared.split}, T = {shared.length}, {title}"
+        how = f"T = {shared.length}" + (f", stride {shared.stride}" if shared.stride else "")
+        title = f"{shared.corpus} {shared.split}, {how}, {title}"
         notes = list(dict.fromkeys(remark for entry in entries if entry.report for remark in entry.report.remarks))
     if strange is not None:
         for name, fields in differing.items():
