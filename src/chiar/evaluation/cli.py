@@ -48,13 +48,7 @@ def evaluate(
         raise InputError("--stride is for --data: a task decides itself how it reads a text.")
     if json is not None and str(json) != "-":
         check_new(json)
-    how: dict[str, Any] = {
-        "length": length,
-        "stride": stride,
-        "rows": rows,
-        "batch_size": batch,
-        "precision": precision,
-    }
+    how: dict[str, Any] = {"length": length, "rows": rows, "batch_size": batch, "precision": precision}
     if harness is not None:
         prepare_harness(harness_download)
         optional_module("lm_eval.models.huggingface", "harness", "chiar eval --harness")
@@ -67,9 +61,10 @@ def evaluate(
         from chiar.evaluation.compare import compare, is_report, read_entry, short_names
         from chiar.evaluation.harness import evaluate as measure
 
+        how |= {"device": device, "stride": stride}
         entries, paths = [], [Path(model) for model in models]
         for path, name, model in zip(paths, short_names(paths), models, strict=True):
-            fresh = None if data is None or is_report(path) else measure(model, data, split, device=device, **how)
+            fresh = None if data is None or is_report(path) else measure(model, data, split, **how)
             entries.append(read_entry(path, name, fresh))
         parts = compare(entries, anyway)
         reports = [entry.report.to_dict() for entry in entries if entry.report is not None]

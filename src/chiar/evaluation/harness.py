@@ -28,7 +28,6 @@ from chiar.routing.flops import Shares, baseline_of, count_flops, operator_share
 
 LOGIT_ROWS = 1024  # logits of a whole batch over GPT-2's vocabulary would take gigabytes
 COUNTED_AT_ONCE = 1 << 22
-PRECISIONS = ("fp32", "bf16")
 with_bar = partial(track, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
@@ -54,21 +53,18 @@ class Reading:
             )
         if reading.stride is not None and not 1 <= reading.stride <= reading.length:
             raise InputError(f"the stride must lie between 1 and the length {reading.length}, got {reading.stride}.")
-        if reading.precision not in PRECISIONS:
-            raise unknown_name("precision", reading.precision, PRECISIONS)
+        if reading.precision not in ("fp32", "bf16"):
+            raise unknown_name("precision", reading.precision, ("fp32", "bf16"))
         return reading
 
 
 def evaluate(
     model: str, data: Path | str, split: str | None = None, *, device: str = "auto", **how: Any
 ) -> EvaluationReport:
-    """Perplexity on a language corpus, accuracy on a classification corpus.
-
-    `model` is a model folder, a training run (its best model is taken) or a preset. `split` is test by default, or
-    valid with a remark where a corpus has no test split (GLUE's are without labels); `how` has fields of `Reading`.
-    """
-    target = choose_device(device)
-    folder, run = resolve_model(model)
+    """Perplexity on a language corpus, accuracy on a classification corpus, of a model folder, a training run (its best
+    model is taken) or a preset. `split` is test by default, or valid with a remark where a corpus has no test split
+    (GLUE's are without labels); `how` has fields of `Reading`."""
+    target, (folder, run) = choose_device(device), resolve_model(model)
     corpus, config = Corpus.open(data), load_config(folder)
     reading = Reading.of(config, **how)
     remarks = [*corpus.remarks, *check_tokenizer(folder, config, corpus)]
