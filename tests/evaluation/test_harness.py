@@ -46,16 +46,12 @@ def test_classification_report(tmp_path, classes, classifier):
     assert json.loads(report.to_json())["scores"]["accuracy"] == report.scores.accuracy
 
 
-@pytest.mark.parametrize(
-    ("changes", "remark"),
-    [
-        ({"gate_pool": "batch"}, "all 4 rows of a batch"),
-        ({"gate_pool": "sequence"}, "mean over the whole row"),
-        ({"router": "learned", "routing": "soft"}, "soft routing runs every operator"),
-        ({"preset": "v1-tiny", "router": "static", "routing": "threshold"}, ""),
-        ({"preset": "baseline-tiny"}, ""),
-    ],
-)
+KINDS = [({"gate_pool": "batch"}, "all 4 rows of a batch"), ({"gate_pool": "sequence"}, "mean over the whole row")]
+KINDS += [({"router": "learned", "routing": "soft"}, "soft routing runs every operator")]
+KINDS += [({"preset": "v1-tiny", "router": "static", "routing": "threshold"}, ""), ({"preset": "baseline-tiny"}, "")]
+
+
+@pytest.mark.parametrize(("changes", "remark"), KINDS)
 def test_every_kind_of_model(tmp_path, corpus, changes, remark):
     model = str(save(tiny_model(**changes), tmp_path / "model", corpus))
     report = evaluate(model, corpus.folder, batch_size=4)
@@ -146,12 +142,9 @@ def test_models_and_reports_side_by_side(tmp_path, corpus, language):
     dense, ours, before = json.loads((tmp_path / "all.json").read_text())
     assert ours["scores"]["nll"] == pytest.approx(before["scores"]["nll"], abs=1e-6)  # other batches round otherwise
     gap = next(line.split()[-3:] for line in output.splitlines() if line.strip().startswith("gap to the baseline"))
-    assert float(gap[0]) == 0 and float(gap[1]) == pytest.approx(
-        ours["scores"]["nll"] - dense["scores"]["nll"], abs=1e-4
-    )
+    difference = ours["scores"]["nll"] - dense["scores"]["nll"]
+    assert float(gap[0]) == 0 and float(gap[1]) == pytest.approx(difference, abs=1e-4)
     run("eval", language, "--data", corpus.folder, "--stride", 4, "--json", tmp_path / "slid.json")
     both = ["eval", tmp_path / "report.json", tmp_path / "slid.json"]
-    code, output = run(*both)
-    assert code == 2 and "another stride than report" in output
-    code, output = run(*both, "--anyway")
-    assert code == 0 and "≠ stride" in output and "stride 4," in run("eval", tmp_path / "slid.json")[1]
+    assert "another stride than report" in run(*both)[1] and "≠ stride" in run(*both, "--anyway")[1]
+    assert "stride 4," in run("eval", tmp_path / "slid.json")[1]
