@@ -14,7 +14,6 @@ from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.evaluation.cli import OFFLINE, prepare_harness
 from chiar.evaluation.harness import Reading
-from chiar.generation.writer import Sampling
 from commands import run
 
 END = 256
@@ -116,8 +115,7 @@ def evaluated(folder, tasks, tmp_path, names, *options):
 
 def written(model, prompt, new, stop="\n"):
     """What the model writes behind a prompt, up to a line's end."""
-    settings = Sampling().configuration(model, new)
-    ids = model.generate(torch.tensor([list(prompt)]), generation_config=settings)[0, len(prompt) :].tolist()
+    ids = model.generate(torch.tensor([list(prompt)]), max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()
     return BYTES.decode(ids[: ids.index(END)] if END in ids else ids).split(stop)[0]
 
 
