@@ -25,8 +25,7 @@ TEXT = "The overwhelming consensus of many scientists is that carbon matters. " 
 
 def refused(*arguments):
     code, output = run(*arguments)
-    assert code == 2, output
-    assert "Traceback" not in output
+    assert code == 2 and "Traceback" not in output, output
     return output
 
 
@@ -38,9 +37,8 @@ def accepted(*arguments):
 
 @pytest.fixture
 def text_file(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
 
 
 def test_help_imports_nothing_heavy():
@@ -60,10 +58,8 @@ def test_every_command_has_help_and_the_version_is_told():
 
 def test_errors_reach_the_shell_as_one_sentence_and_code_2(tmp_path):
     done = subprocess.run([CHIAR, "flops", "v3-40m"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
     assert done.stderr.startswith("error: unknown preset or folder 'v3-40m'. Did you mean 'v3-400m'?")
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert not done.stdout
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not done.stdout
 
 
 def test_operating_system_errors_are_sentences_too(monkeypatch, capsys, tmp_path):
@@ -71,24 +67,20 @@ def test_operating_system_errors_are_sentences_too(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(sys, "argv", ["chiar", "flops", "v3-tiny", "--json", str(tmp_path / "file" / "x.json")])
     with pytest.raises(SystemExit) as stopped:
         main()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    assert stopped.value.code == 2 and capsys.readouterr().err.startswith("error: ")
 
 
 def test_a_terminal_without_unicode_is_served():
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    command = [CHIAR, "trace", "v3-tiny", "--prompt", "abc"]
+    command, environment = [CHIAR, "trace", "v3-tiny", "--prompt", "abc"], {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "layer 1" in done.stdout
+    assert done.returncode == 0 and "layer 1" in done.stdout, done.stderr
 
 
 def test_models_prints_the_exact_counts_on_narrow_terminals_too(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     output = accepted("models")
-    for count in ("404,159,488", "400,043,009", "16,025,344", "15,764,225", "15,829,504", "15,898,124"):
-        assert count in output
-    assert "baseline-400m" in output
+    counts = ("404,159,488", "400,043,009", "16,025,344", "15,764,225", "15,829,504", "15,898,124")
+    assert all(shown in output for shown in (*counts, "baseline-400m"))
 
 
 def test_flops_prints_both_models_the_ratio_and_the_claim(tmp_path):
@@ -179,17 +171,15 @@ def test_calibrate_writes_a_model(text_file, tmp_path, monkeypatch):
     paper = ["calibrate", "baseline-tiny", *stream, "--rule", "embeddings"]
     assert "no routed layers" in refused(*paper, "--out", tmp_path / "x")
     assert not (tmp_path / "x").exists()
+    for data, message in {
+        b"": "fewer than one row",
+        b"short": "fewer than one row",
+        b"\xff\xfe\x00": "not UTF-8",
+    }.items():
+        (tmp_path / "bad").write_bytes(data)
+        assert message in refused("calibrate", "v3-tiny", "--text-file", tmp_path / "bad", "--length", 64)
     monkeypatch.setattr("chiar.model.load.load_model", lambda *_: pytest.fail("worked first"))
     assert "exists already" in refused("calibrate", "v3-tiny", *stream, "--out", tmp_path / "v3")
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [(b"", "fewer than one row"), (b"short", "fewer than one row"), (b"\xff\xfe\x00\x81", "not UTF-8")],
-)
-def test_streams_that_cannot_be_used(data, message, tmp_path):
-    (tmp_path / "text").write_bytes(data)
-    assert message in refused("calibrate", "v3-tiny", "--text-file", tmp_path / "text", "--length", 64)
 
 
 def test_a_calibrated_model_keeps_the_tokenizer_it_was_given(text_file, tmp_path):

@@ -67,35 +67,32 @@ def test_gap_and_ratio(two):
     assert (routed["accuracy"], routed["gap to the baseline, nats"]) == ("70.00%", "+0.2500")
 
 
+def assert_refused_or_marked(paths, field):
+    """The last of three was evaluated with another `field` than the others."""
+    with pytest.raises(InputError, match=f"other was evaluated with another {field} than {paths[0].stem}"):
+        compared(paths)
+    text, columns = compared(paths, True)
+    assert columns["other"]["evaluated"] == f"≠ {field}" and columns[paths[1].stem]["evaluated"] == "alike"
+    assert "mean little" in text
+
+
 @pytest.mark.parametrize("changes", [{"fingerprint": "x"}, {"split": "valid"}, {"length": 8}, {"stride": 4}])
 def test_what_differs_is_refused_or_marked(tmp_path, two, changes):
-    field = next(iter(changes)).replace("fingerprint", "corpus")
     other = write(tmp_path / "other.json", dataclasses.replace(ROUTED, **changes))
-    with pytest.raises(InputError, match=f"other was evaluated with another {field} than base"):
-        compared([*two, other])
-    columns = compared([*two, other], True)[1]
-    assert columns["other"]["evaluated"] == f"≠ {field}" and columns["routed"]["evaluated"] == "alike"
+    assert_refused_or_marked([*two, other], next(iter(changes)).replace("fingerprint", "corpus"))
 
 
 def test_runs_show_what_training_measured(tmp_path):
     runs = [run_folder(tmp_path / "a", {"text": 2.0}), run_folder(tmp_path / "b", {"text": 2.5}, tail='{"step": 1')]
     text, columns = compared(runs)
-    assert list(columns["b"].values()) == ["2.5000", "+0.5000", "100"]
-    assert "training's own evaluations" in text
-    code, output = run("eval", *runs)
-    assert code == 0 and "+0.5000" in output
+    assert list(columns["b"].values()) == ["2.5000", "+0.5000", "100"] and "training's own evaluations" in text
+    assert "+0.5000" in run("eval", *runs)[1]
 
 
 @pytest.mark.parametrize("changes", [{"data": {"text": "xyz"}}, {"length": 8}, {"evaluate_rows": 5}])
 def test_runs_validated_otherwise_are_refused_or_marked(tmp_path, changes):
-    field = next(iter(changes))
     runs = [run_folder(tmp_path / "a", {"text": 2.0}), run_folder(tmp_path / "b", {"text": 2.5})]
-    runs.append(run_folder(tmp_path / "other", {"text": 2.5}, **changes))
-    with pytest.raises(InputError, match=f"other was evaluated with another {field} than a: "):
-        compared(runs)
-    text, columns = compared(runs, True)
-    assert columns["other"]["evaluated"] == f"≠ {field}" and columns["b"]["evaluated"] == "alike"
-    assert "mean little" in text
+    assert_refused_or_marked([*runs, run_folder(tmp_path / "other", {"text": 2.5}, **changes)], next(iter(changes)))
 
 
 def test_a_run_that_does_not_say_its_data(tmp_path):

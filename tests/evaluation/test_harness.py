@@ -26,8 +26,10 @@ def test_language_report(tmp_path, corpus, language):
     config = tiny_model().config
     assert report.flops == count_flops(config, LENGTH, [layer.use for layer in report.routing.layers]).total
     assert report.baseline_flops == count_flops(baseline_of(config), LENGTH).total
-    text = " ".join(evaluate(language, corpus.folder, length=24, rows=3).remarks)
-    assert "longer than the 16 tokens" in text and "only 3 rows" in text
+    slid = evaluate(language, corpus.folder, length=24, stride=8, rows=3)
+    text = " ".join(slid.remarks)
+    assert "longer than the 16 tokens" in text and "only 3 rows" in text and "compute each 3 times" in text
+    assert (slid.stride, slid.scores.tokens) == (8, 24 + 2 * 8)
     assert written(tmp_path / "report.json", report) == report
     bf16 = evaluate(language, corpus.folder, precision="bf16").scores.nll
     assert bf16 != report.scores.nll and bf16 == pytest.approx(report.scores.nll, rel=0.02)  # bf16 keeps 8 bits
@@ -44,16 +46,12 @@ def test_classification_report(tmp_path, classes, classifier):
     assert json.loads(report.to_json())["scores"]["accuracy"] == report.scores.accuracy
 
 
-@pytest.mark.parametrize(
-    ("changes", "remark"),
-    [
-        ({"gate_pool": "batch"}, "all 4 rows of a batch"),
-        ({"gate_pool": "sequence"}, "mean over the whole row"),
-        ({"router": "learned", "routing": "soft"}, "soft routing runs every operator"),
-        ({"preset": "v1-tiny", "router": "static", "routing": "threshold"}, ""),
-        ({"preset": "baseline-tiny"}, ""),
-    ],
-)
+KINDS = [({"gate_pool": "batch"}, "all 4 rows of a batch"), ({"gate_pool": "sequence"}, "mean over the whole row")]
+KINDS += [({"router": "learned", "routing": "soft"}, "soft routing runs every operator")]
+KINDS += [({"preset": "v1-tiny", "router": "static", "routing": "threshold"}, ""), ({"preset": "baseline-tiny"}, "")]
+
+
+@pytest.mark.parametrize(("changes", "remark"), KINDS)
 def test_every_kind_of_model(tmp_path, corpus, changes, remark):
     model = str(save(tiny_model(**changes), tmp_path / "model", corpus))
     report = evaluate(model, corpus.folder, batch_size=4)
@@ -106,6 +104,8 @@ def test_what_does_not_fit(tmp_path, corpus, classes, language, classifier):
         (language, corpus, {"precision": "fp16"}, "unknown precision"),
         (language, corpus, {"device": "tpu"}, "unknown device"),
         (learned, corpus, {"length": 17}, "16 learned positions"),
+        (language, corpus, {"stride": 17}, "stride must lie between 1 and the length 16"),
+        (classifier, classes, {"stride": 4}, "--stride is for language corpora"),
         (str(tmp_path / "none"), corpus, {}, "no folder"),
     ):
         with pytest.raises(InputError, match=sentence):
@@ -142,12 +142,9 @@ def test_models_and_reports_side_by_side(tmp_path, corpus, language):
     dense, ours, before = json.loads((tmp_path / "all.json").read_text())
     assert ours["scores"]["nll"] == pytest.approx(before["scores"]["nll"], abs=1e-6)  # other batches round otherwise
     gap = next(line.split()[-3:] for line in output.splitlines() if line.strip().startswith("gap to the baseline"))
-    assert float(gap[0]) == 0 and float(gap[1]) == pytest.approx(
-        ours["scores"]["nll"] - dense["scores"]["nll"], abs=1e-4
-    )
-    run("eval", language, "--data", corpus.folder, "--length", 8, "--json", tmp_path / "short.json")
-    both = ["eval", tmp_path / "report.json", tmp_path / "short.json"]
-    code, output = run(*both)
-    assert code == 2 and "another length than report" in output
-    code, output = run(*both, "--anyway")
-    assert code == 0 and "≠ length" in output
+    difference = ours["scores"]["nll"] - dense["scores"]["nll"]
+    assert float(gap[0]) == 0 and float(gap[1]) == pytest.approx(difference, abs=1e-4)
+    run("eval", language, "--data", corpus.folder, "--stride", 4, "--json", tmp_path / "slid.json")
+    both = ["eval", tmp_path / "report.json", tmp_path / "slid.json"]
+    assert "another stride than report" in run(*both)[1] and "≠ stride" in run(*both, "--anyway")[1]
+    assert "stride 4," in run("eval", tmp_path / "slid.json")[1]

@@ -14,7 +14,6 @@ from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.evaluation.cli import OFFLINE, prepare_harness
 from chiar.evaluation.harness import Reading
-from chiar.generation.writer import Sampling
 from commands import run
 
 END = 256
@@ -45,19 +44,17 @@ metric_list: [{metric: exact_match}]
 """
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_cannot_be_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for options, message in (
         ([], "give --data or --harness"),
         (["--data", "x", "--harness", "y"], "--data CORPUS, or --harness TASKS"),
         (["--data", "x", "--few-shot", "1"], "are for --harness"),
+        (["--harness", "y", "--stride", "4"], "--stride is for --data"),
         (["--harness", "arc_easy"], "pip install 'chiar[harness]'"),
-    ],
-)
-def test_what_cannot_be_asked_for(options, message, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    code, output = run("eval", "v3-tiny", *options)
-    assert code == 2 and message in output
+    ):
+        code, output = run("eval", "v3-tiny", *options)
+        assert code == 2 and message in output
 
 
 def test_nothing_is_downloaded_though_the_libraries_were_imported_before(monkeypatch):
@@ -118,8 +115,7 @@ def evaluated(folder, tasks, tmp_path, names, *options):
 
 def written(model, prompt, new, stop="\n"):
     """What the model writes behind a prompt, up to a line's end."""
-    settings = Sampling().configuration(model, new)
-    ids = model.generate(torch.tensor([list(prompt)]), generation_config=settings)[0, len(prompt) :].tolist()
+    ids = model.generate(torch.tensor([list(prompt)]), max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()
     return BYTES.decode(ids[: ids.index(END)] if END in ids else ids).split(stop)[0]
 
 
@@ -161,9 +157,7 @@ def test_text_of_any_length(folder, tasks, tmp_path, model):
             seen = max(0, stop - LENGTH)
             total += nats(model, ids[seen : stop + 1], start - seen + 1)[0]
     assert figures["mine_text", "bits_per_byte"] == pytest.approx(-total / size / math.log(2), rel=1e-5)
-    assert report["format"] == "chiar-downstream/1"
-    assert report["remarks"] == []
-    assert "bits_per_byte" in output
+    assert report["format"] == "chiar-downstream/1" and report["remarks"] == [] and "bits_per_byte" in output
 
 
 def test_choices_and_writing_of_several_models(folder, tasks, tmp_path, model, corpus):
@@ -174,9 +168,8 @@ def test_choices_and_writing_of_several_models(folder, tasks, tmp_path, model, c
         scores = [nats(model, [*context, *b" ", *choice.encode()], len(context)) for choice in question["choices"]]
         right += scores.index(max(scores)) == question["answer"]
     assert figures["mine_choice", "acc"] == pytest.approx(right / len(QUESTIONS))
-    assert report["scores"][0]["documents"] == len(QUESTIONS)
+    assert report["scores"][0]["documents"] == len(QUESTIONS) and report["remarks"] == []
     assert figures["mine_writing", "exact_match"] == pytest.approx(1 / len(QUESTIONS))
-    assert report["remarks"] == []
     bpe = language_corpus(tmp_path / "bpe", TokenizerChoice("bpe", vocab_size=270))
     other = tiny_model(vocab_size=280, max_position_embeddings=LENGTH, eos_token_id=bpe.end_of_text, gate_pool="batch")
     models = [folder, save(other, tmp_path / "other", bpe)]
@@ -204,16 +197,13 @@ def test_a_prompt_keeps_what_it_can(downstream, model, length, wanted, rooms, cu
     assert lm.cut == cut
 
 
-@pytest.mark.parametrize(
-    ("names", "options", "message"),
-    [
+def test_tasks_that_cannot_run(folder, tasks):
+    for names, options, message in (
         ("mine_texd", [], "Did you mean 'mine_text'?"),
         ("lost", [], "a task's data cannot be read"),
         ("wrong", [], "a task cannot be put together"),
         ("mine_writing", ["--length", 1], "no room behind a prompt"),
         ("x", ["--harness-path", "nowhere"], "there is no folder"),
-    ],
-)
-def test_tasks_that_cannot_run(folder, tasks, names, options, message):
-    code, output = run("eval", folder, "--harness", names, "--harness-path", tasks, *options)
-    assert code == 2 and message in output
+    ):
+        code, output = run("eval", folder, "--harness", names, "--harness-path", tasks, *options)
+        assert code == 2 and message in output

@@ -13,40 +13,38 @@ from chiar.data.prepare import prepare
 from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.evaluation import harness
-from chiar.evaluation.harness import (
-    Reading,
-    choose_documents,
-    measure_classification,
-    measure_perplexity,
-    unigram_entropy,
-)
+from chiar.evaluation.harness import Reading, choose_documents, measure_classification, measure_perplexity
 from chiar.evaluation.report import ClassScores
 from chiar.model.modeling import ChiarForSequenceClassification
 
 
-def naive_losses(model, ids: list[int]) -> list[float]:
-    """Each id from the ids of its block before it."""
+def naive_losses(model, ids: list[int], stride: int) -> list[float]:
+    """Each id from the ids before it in the first window that reaches it."""
     losses = []
     for target in range(1, len(ids)):
-        start = (target - 1) // LENGTH * LENGTH
+        start = max(0, math.ceil((target - LENGTH) / stride)) * stride
         with torch.no_grad():
             logits = model(torch.tensor([ids[start:target]])).logits[0, -1]
         losses.append(-float(logits.double().log_softmax(-1)[ids[target]]))
     return losses
 
 
-@pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"])
-def test_equals_a_loop_over_tokens(corpus, split, preset):
+PRESETS = [(preset, None) for preset in ("baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny")]
+
+
+@pytest.mark.parametrize(("preset", "stride"), [*PRESETS, ("v3-tiny", 5)])
+def test_equals_a_loop_over_tokens(corpus, split, preset, stride):
     model = tiny_model(preset)
     ids = split.read(0, split.tokens).tolist()
     assert (len(ids) - 1) % LENGTH, "the last block should be a partial one"
-    losses = naive_losses(model, ids)
+    losses = naive_losses(model, ids, stride or LENGTH)
     for batch_size in (1, 3):
-        scores, routing, seen = measure_perplexity(model, corpus, split, Reading(LENGTH, batch_size=batch_size))
+        scores, routing, seen = measure_perplexity(model, corpus, split, Reading(LENGTH, stride, batch_size=batch_size))
         assert scores.tokens == len(ids) - 1 and seen == LENGTH
         # fp32 logits of rows of different lengths differ in the last bits.
         assert scores.nll == pytest.approx(sum(losses) / len(losses), abs=1e-5)
         assert [layer.layer for layer in routing.layers] == model.config.routed_layers
+        assert all(sum(layer.use.values()) == pytest.approx(1) for layer in routing.layers)
 
 
 def test_routing_is_the_trace_over_predicted_tokens(corpus, split):
@@ -70,12 +68,8 @@ def test_figures_by_word_and_byte_also_of_a_part(corpus, split):
     scores = measure_perplexity(tiny_model(), corpus, split, Reading(LENGTH, rows=2))[0]
     ids = split.read(1, 2 * LENGTH)
     text = corpus.tokenizer().decode(ids)
-    assert scores.tokens == 2 * LENGTH
-    assert scores.words == len(text.split()) and scores.lines == text.count("\n")
+    assert (scores.tokens, scores.words, scores.lines) == (2 * LENGTH, len(text.split()), text.count("\n"))
     assert scores.bytes == 2 * LENGTH - (ids == corpus.end_of_text).sum()
-
-
-def test_damaged_weights(corpus, split):
     model = tiny_model("baseline-tiny")
     with torch.no_grad():
         model.model.embed_tokens.weight[0] = math.nan
@@ -92,13 +86,14 @@ def test_unigram_entropy_also_in_pieces_over_several_shards(tmp_path, corpus, mo
         split = corpus.split(name)
         targets = split.read(1, split.tokens - 1).tolist()
         # Sums of a few dozen float64 terms.
-        assert unigram_entropy(split, corpus.vocab_size) == pytest.approx(entropy_by_hand(targets), rel=1e-12)
-        assert unigram_entropy(split, corpus.vocab_size, 9) == pytest.approx(entropy_by_hand(targets[:9]), rel=1e-12)
-    whole = unigram_entropy(corpus.split("train"), corpus.vocab_size)
+        for count in (len(targets), 9):
+            found = harness.unigram_entropy(split, corpus.vocab_size, count)
+            assert found == pytest.approx(entropy_by_hand(targets[:count]), rel=1e-12)
+    whole = harness.unigram_entropy(corpus.split("train"), corpus.vocab_size)
     prepare(Text([corpus.folder.parent]), tmp_path / "shards", BYTES, shard_tokens=100)
     monkeypatch.setattr(harness, "COUNTED_AT_ONCE", 37)
     sharded = Corpus.open(tmp_path / "shards").split("train")
-    assert unigram_entropy(sharded, corpus.vocab_size) == pytest.approx(whole, rel=1e-12)
+    assert harness.unigram_entropy(sharded, corpus.vocab_size) == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 100])
@@ -113,9 +108,8 @@ def test_equals_one_document_at_a_time(classes, batch_size):
         confusion[label][int(logits.argmax())] += 1
         tokens.append(ids.shape[1])
     scores, routing, seen = measure_classification(model, classes, split, Reading(LENGTH, batch_size=batch_size))
-    assert scores.confusion == confusion
+    assert scores.confusion == confusion and scores.tokens == sum(tokens)
     assert scores.loss == pytest.approx(sum(losses) / len(losses), abs=1e-5)  # padded rows round otherwise
-    assert scores.tokens == sum(tokens)
     assert scores.cut == sum(len(split.document(i)) > LENGTH for i in range(split.documents)) > 0
     assert seen == round(sum(t * t for t in tokens) / sum(tokens))
     assert len(routing.layers) == len(model.config.routed_layers)
@@ -129,8 +123,7 @@ def test_scores_of_classes():
     assert scores["f1"] == pytest.approx(2 * (4 / 5) * (4 / 6) / (4 / 5 + 4 / 6))
     assert scores["matthews"] == pytest.approx((3 * 4 - 1 * 2) / (4 * 6 * 5 * 5) ** 0.5)
     one_sided = ClassScores(3, 0, 0, 0.5, ["no", "yes"], [[3, 0], [0, 0]]).derived()
-    assert one_sided["matthews"] == 0.0 and one_sided["f1"] == 0.0
-    assert one_sided["class_accuracy"]["yes"] is None
+    assert one_sided["matthews"] == one_sided["f1"] == 0.0 and one_sided["class_accuracy"]["yes"] is None
     three = ClassScores(3, 0, 0, 0.5, ["a", "b", "c"], [[1, 0, 0], [0, 1, 0], [0, 0, 1]]).derived()
     assert three["accuracy"] == 1.0 and three["f1"] is None and three["matthews"] is None
 

@@ -81,9 +81,8 @@ def test_embedding_rule_is_the_midpoint_of_the_33rd_and_67th_percentiles():
 )
 def test_each_layer_gets_the_split_that_was_reported(fraction, changes):
     model = make(gate_pool="causal", **changes)
-    before = model.config.thresholds
     found = calibrate(model, stream(), fraction=fraction)
-    assert model.config.thresholds == before
+    assert model.config.thresholds is None
     assert_splits(model, found, found.layers)
     if fraction is not None:
         assert [layer.split[-1] for layer in found.layers] == pytest.approx([fraction] * 2, abs=0.02)
@@ -99,19 +98,16 @@ def test_embedding_rule_reports_the_split_of_every_routed_layer():
 
 @pytest.mark.parametrize("rule", ["layers", "embeddings"])
 def test_padding_is_not_counted(rule):
-    model = make("v2-tiny")
-    (batch,) = stream(rows=8)
-    padded = {
-        "input_ids": torch.cat([batch["input_ids"], torch.full((8, 9), 7)], dim=1),
-        "attention_mask": torch.cat([torch.ones(8, 32), torch.zeros(8, 9)], dim=1).long(),
-    }
+    model, (batch,) = make("v2-tiny"), stream(rows=8)
+    mask = torch.cat([torch.ones(8, 32), torch.zeros(8, 9)], dim=1).long()
+    padded = {"input_ids": torch.cat([batch["input_ids"], torch.full((8, 9), 7)], dim=1), "attention_mask": mask}
     plain, again = calibrate(model, [batch], rule), calibrate(model, [padded], rule)
     assert {r.tokens for r in again.layers} == {r.tokens for r in plain.layers} == {256}
     # Another length is another order of sums.
     assert again.thresholds(2) == pytest.approx(plain.thresholds(2), abs=1e-4)
 
 
-def test_three_operators_get_two_thresholds():
+def test_three_operators_get_two_thresholds_and_what_does_not_settle_is_said():
     model = make("v1-tiny", router="entropy")
     found = calibrate(model, stream())
     for layer in found.layers:
@@ -119,14 +115,10 @@ def test_three_operators_get_two_thresholds():
         assert all(0.25 < share < 0.42 for share in layer.split)
     model.model.set_thresholds(found.thresholds(2))
     assert model.config.layer_thresholds() == [tuple(r.thresholds) for r in found.layers]
-
-
-def test_what_does_not_settle_is_said_and_training_mode_is_given_back():
     model = make(gate_pool="causal", thresholds=0.0).train()
     assert not calibrate(model, stream(), passes=1).converged
     found = calibrate(model, stream())
-    assert found.converged and 1 < found.passes <= 6
-    assert model.model.training
+    assert found.converged and 1 < found.passes <= 6 and model.model.training
 
 
 def test_the_report_says_where_entropies_lie_and_on_which_side_of_noise():
@@ -140,23 +132,20 @@ def test_the_report_says_where_entropies_lie_and_on_which_side_of_noise():
     assert low.shift_from_noise < -5 and low.distance_from_noise == 1
 
 
-@pytest.mark.parametrize(
-    ("preset", "batches", "arguments", "message"),
-    [
+def test_bad_input():
+    outside = [{"input_ids": torch.tensor([[1, 400]])}]
+    for preset, batches, arguments, message in (
         ("v3-tiny", stream(), {"rule": "layer"}, "Did you mean 'layers'"),
         ("v3-tiny", stream(), {"fraction": 1.0}, "strictly between 0 and 1"),
         ("baseline-tiny", stream(), {"rule": "layers"}, "no routed layers"),
         ("v1-tiny", stream(), {"rule": "layers"}, "only the entropy router"),
         ("v3-tiny", iter(stream()), {}, "re-iterable"),
         ("v3-tiny", [], {}, "empty"),
-        ("v3-tiny", [{"input_ids": torch.tensor([[1, 400]])}], {"rule": "embeddings"}, "outside the vocabulary"),
-        ("v3-tiny", [{"input_ids": torch.tensor([[1, 400]])}], {"rule": "layers"}, "outside the vocabulary"),
-    ],
-    ids=["rule", "fraction", "not-routed", "not-entropy", "iterator", "empty", "vocabulary", "vocabulary-layers"],
-)
-def test_bad_input(preset, batches, arguments, message):
-    with pytest.raises(InputError, match=message):
-        calibrate(ChiarForCausalLM(presets.get(preset)), batches, **arguments)
+        ("v3-tiny", outside, {"rule": "embeddings"}, "outside the vocabulary"),
+        ("v3-tiny", outside, {"rule": "layers"}, "outside the vocabulary"),
+    ):
+        with pytest.raises(InputError, match=message):
+            calibrate(ChiarForCausalLM(presets.get(preset)), batches, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -199,24 +188,17 @@ def test_thresholds_of_layers_go_to_as_many_layers(place, tmp_path):
         read_thresholds(tmp_path / "layers.json", small_config(num_hidden_layers=5, hidden_size=32, vocab_size=257))
 
 
-@pytest.mark.parametrize(
-    ("model", "more", "message"),
-    [
+def test_thresholds_that_do_not_carry(place, tmp_path):
+    for model, more, message in (
         ("v3-tiny", ["--set", "hidden_size=64"], "differ in hidden_size (32, 64)"),
         ("v3-tiny", ["--set", "thresholds=0.5"], "twice"),
         ("v3-tiny", ["--set", "routing=soft"], "has no thresholds"),
         ("baseline-tiny", [], "no routed layers"),
-    ],
-)
-def test_thresholds_that_do_not_carry(place, tmp_path, model, more, message):
-    arguments = ["--out", tmp_path / "run", "--thresholds", place / "tau.json", *SHORT, *more]
-    code, output = run("train", model, "--data", place / "corpus", *arguments)
-    assert code == 2 and message in output
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": "chiar-calibration/1"}', "{broken"])
-def test_other_files(tmp_path, text):
-    (tmp_path / "tau.json").write_text(text)
-    with pytest.raises(InputError, match="not a calibration"):
-        read_thresholds(tmp_path / "tau.json", load_config("v3-tiny"))
+    ):
+        arguments = ["--out", tmp_path / "run", "--thresholds", place / "tau.json", *SHORT, *more]
+        code, output = run("train", model, "--data", place / "corpus", *arguments)
+        assert code == 2 and message in output and not (tmp_path / "run").exists()
+    for text in ("", "{}", "[1]", '{"format": "chiar-calibration/1"}', "{broken"):
+        (tmp_path / "tau.json").write_text(text)
+        with pytest.raises(InputError, match="not a calibration"):
+            read_thresholds(tmp_path / "tau.json", load_config("v3-tiny"))

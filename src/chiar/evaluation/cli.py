@@ -19,6 +19,7 @@ def evaluate(
     data: Annotated[Path | None, Option(metavar="DIR", help="A prepared corpus.")] = None,
     split: Annotated[str | None, Option(help="Split of the corpus; test, or valid where there is none.")] = None,
     length: Annotated[int | None, Option(min=1, help="Tokens a row; the model's trained length.")] = None,
+    stride: Annotated[int | None, Option(help="Slide windows by so many tokens, predicting only the new ones.")] = None,
     rows: Annotated[int | None, Option(min=1, help="Read at most so many blocks or documents.")] = None,
     batch: Annotated[int, Option(min=1, help="Rows at a time.")] = 16,
     precision: Annotated[str, Option(metavar="fp32|bf16", help="Of the matrix products.")] = "fp32",
@@ -43,6 +44,8 @@ def evaluate(
         raise InputError("say what to measure on: --data CORPUS, or --harness TASKS.")
     if harness is None and (harness_path or harness_download or few_shot is not None):
         raise InputError("--harness-path, --harness-download and --few-shot are for --harness: leave them out.")
+    if harness is not None and stride is not None:
+        raise InputError("--stride is for --data: a task decides itself how it reads a text.")
     if json is not None and str(json) != "-":
         check_new(json)
     how: dict[str, Any] = {"length": length, "rows": rows, "batch_size": batch, "precision": precision}
@@ -58,9 +61,10 @@ def evaluate(
         from chiar.evaluation.compare import compare, is_report, read_entry, short_names
         from chiar.evaluation.harness import evaluate as measure
 
+        how |= {"device": device, "stride": stride}
         entries, paths = [], [Path(model) for model in models]
         for path, name, model in zip(paths, short_names(paths), models, strict=True):
-            fresh = None if data is None or is_report(path) else measure(model, data, split, device=device, **how)
+            fresh = None if data is None or is_report(path) else measure(model, data, split, **how)
             entries.append(read_entry(path, name, fresh))
         parts = compare(entries, anyway)
         reports = [entry.report.to_dict() for entry in entries if entry.report is not None]

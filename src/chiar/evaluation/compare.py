@@ -14,7 +14,6 @@ from chiar.training.run_folder import METRICS, RUN, read_records
 
 REPORT = "evaluation.json"
 MUST_AGREE = {"fingerprint": "corpus"} | {name: name for name in ("split", "length", "stride", "rows")}
-ROWS_MUST_AGREE = ("length", "evaluate_rows")
 
 
 @dataclass(frozen=True)
@@ -54,20 +53,15 @@ def read_training(path: Path) -> Training:
     validations = [record["validation"] for record in records if record.get("validation")]
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
     # A run that does not say its data is compared with nothing but itself.
-    measured_on = read_measured_on(path.parent) or {"data": str(path)}
+    measured_on: dict[str, Any] = {"data": str(path)}
+    if (told := path.with_name(RUN)).is_file():
+        try:
+            record = json.loads(told.read_text(encoding="utf-8"))
+            measured_on = {name: record["settings"][name] for name in ("length", "evaluate_rows")}
+            measured_on["data"] = record["data"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{told} is damaged: {first_line(error)}") from error
     return Training(dict(validations[-1]) if validations else {}, median(speeds) if speeds else None, measured_on)
-
-
-def read_measured_on(run: Path) -> dict[str, Any]:
-    """Fingerprints of the corpora, and how their validation rows are cut; empty where run.json is not there."""
-    path = run / RUN
-    if not path.is_file():
-        return {}
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return {"data": record["data"]} | {name: record["settings"][name] for name in ROWS_MUST_AGREE}
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is damaged: {first_line(error)}") from error
 
 
 def short_names(arguments: list[Path]) -> list[str]:
@@ -116,7 +110,8 @@ def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
     title = f"baseline {first.name} (FLOPs counted, tokens/s measured in training)"
     notes = ["losses are those of training's own evaluations, not of a test."]
     if shared:
-        title = f"{shared.corpus} {shared.split}, T = {shared.length}, {title}"
+        how = f"T = {shared.length}" + (f", stride {shared.stride}" if shared.stride else "")
+        title = f"{shared.corpus} {shared.split}, {how}, {title}"
         notes = list(dict.fromkeys(remark for entry in entries if entry.report for remark in entry.report.remarks))
     if strange is not None:
         for name, fields in differing.items():

@@ -43,18 +43,12 @@ class ChiarLM(HFLM):
                 tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(end)
         tokenizer.clean_up_tokenization_spaces = False
-        super().__init__(
-            model,
-            backend="causal",
-            tokenizer=tokenizer,
-            max_length=reading.length,
-            # HFLM pads likelihoods without a mask, which only a causal gate does not see.
-            batch_size=1 if pooled else reading.batch_size,
-            add_bos_token=False,
-            prefix_token_id=end,
-            softmax_dtype="float32",
-            mixed_precision_dtype="bfloat16" if reading.precision == "bf16" else None,
-        )
+        # HFLM pads likelihoods without a mask, which only a causal gate does not see.
+        how: dict[str, Any]
+        how = {"batch_size": 1 if pooled else reading.batch_size, "max_length": reading.length, "add_bos_token": False}
+        how |= {"mixed_precision_dtype": "bfloat16" if reading.precision == "bf16" else None}
+        how |= {"backend": "causal", "prefix_token_id": end, "softmax_dtype": "float32"}
+        super().__init__(model, tokenizer=tokenizer, **how)
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         self.asked, most = True, self.max_length

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,16 @@ from chiar.routing.flops import Shares, baseline_of, count_flops, operator_share
 
 LOGIT_ROWS = 1024  # logits of a whole batch over GPT-2's vocabulary would take gigabytes
 COUNTED_AT_ONCE = 1 << 22
-PRECISIONS = ("fp32", "bf16")
 with_bar = partial(track, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a split is read: in blocks of `length`, or documents cut to it; `rows` limits how many."""
+    """How a split is read: in blocks of `length`, in windows of it that predict their last `stride` tokens, or in
+    documents cut to it; `rows` limits how many."""
 
     length: int
+    stride: int | None = None
     rows: int | None = None
     batch_size: int = 16
     precision: str = "fp32"
@@ -48,23 +49,22 @@ class Reading:
         reading = cls(length or trained, **how)
         if reading.length > trained and config.positions == "learned":
             raise InputError(
-                f"the model has {trained} learned positions, so --length can be {trained} at most: {length}."
+                f"the model has {trained} learned positions: --length can be {trained} at most, not {length}."
             )
-        if reading.precision not in PRECISIONS:
-            raise unknown_name("precision", reading.precision, PRECISIONS)
+        if reading.stride is not None and not 1 <= reading.stride <= reading.length:
+            raise InputError(f"the stride must lie between 1 and the length {reading.length}, got {reading.stride}.")
+        if reading.precision not in ("fp32", "bf16"):
+            raise unknown_name("precision", reading.precision, ("fp32", "bf16"))
         return reading
 
 
 def evaluate(
     model: str, data: Path | str, split: str | None = None, *, device: str = "auto", **how: Any
 ) -> EvaluationReport:
-    """Perplexity on a language corpus, accuracy on a classification corpus.
-
-    `model` is a model folder, a training run (its best model is taken) or a preset. `split` is test by default, or
-    valid with a remark where a corpus has no test split (GLUE's are without labels); `how` has fields of `Reading`.
-    """
-    target = choose_device(device)
-    folder, run = resolve_model(model)
+    """Perplexity on a language corpus, accuracy on a classification corpus, of a model folder, a training run (its best
+    model is taken) or a preset. `split` is test by default, or valid with a remark where a corpus has no test split
+    (GLUE's are without labels); `how` has fields of `Reading`."""
+    target, (folder, run) = choose_device(device), resolve_model(model)
     corpus, config = Corpus.open(data), load_config(folder)
     reading = Reading.of(config, **how)
     remarks = [*corpus.remarks, *check_tokenizer(folder, config, corpus)]
@@ -73,6 +73,8 @@ def evaluate(
         if split == "valid":
             remarks.append(f"{corpus.name} has no test split: measured on valid, by which training chooses its best.")
     opened, classifies = corpus.split(split), corpus.kind == ClassScores.kind
+    if classifies and reading.stride is not None:
+        raise InputError(f"--stride is for language corpora, and {data} is a classification corpus.")
     opened_model = (open_classifier(folder, corpus) if classifies else load_model(folder)[0]).to(target).eval()
     measure = measure_classification if classifies else measure_perplexity
     with torch.autocast(target.type, torch.bfloat16, enabled=reading.precision == "bf16"):
@@ -80,7 +82,7 @@ def evaluate(
     counts = count_flops(config, seen, measured_shares(config, routing)), count_flops(baseline_of(config), seen)
     # A classifier has no logits over the vocabulary.
     flops, baseline = (count.total - (count.part("logits") if classifies else 0.0) for count in counts)
-    told: dict[str, Any] = asdict(reading) | {"stride": None, "device": describe_device(target)}
+    told: dict[str, Any] = asdict(reading) | {"device": describe_device(target)}
     told |= {"flops": flops, "baseline_flops": baseline, "flops_length": seen, "scores": scores, "routing": routing}
     remarks += explain(opened_model.config, corpus, reading)
     return EvaluationReport(folder, run, corpus.name, corpus.fingerprint, split, remarks=remarks, **told)
@@ -96,11 +98,13 @@ def explain(config: ChiarConfig, corpus: Corpus, reading: Reading) -> list[str]:
     pool, trained = config.gate_pool if config.meta_router else "causal", config.max_position_embeddings
     over = f"all {reading.batch_size} rows of a batch" if pool == "batch" else "the whole row"
     names, numbers = [*config.id2label.values()], [f"LABEL_{number}" for number in range(config.num_labels)]
+    times = reading.length / (reading.stride or reading.length)
     others = corpus.kind == ClassScores.kind and names not in (numbers, corpus.labels)
     remarks = {
         f"gate_pool {pool!r}: g is a mean over {over}, later tokens too: not causal.": pool != "causal",
         "soft routing runs every operator: f counts the tokens attention weighs most in.": config.routing == "soft",
         f"longer than the {trained} tokens the model was trained on.": reading.length > trained,
+        f"FLOPs are those of a token of a window; windows that slide compute each {times:.3g} times.": times > 1,
         f"only {reading.rows} rows of the split were read.": reading.rows is not None,
         f"classes are compared by number: the model's {', '.join(names)} with {', '.join(corpus.labels)}.": others,
     }
@@ -143,18 +147,19 @@ def measure_perplexity(
     targets, tally = split.tokens - 1, Tally(model)
     if targets < 1:
         raise InputError(f"split {split.name!r} has {split.tokens} token: there is nothing to predict.")
-    starts = np.arange(0, targets, reading.length)[: reading.rows]
-    tokens = min(len(starts) * reading.length, targets)
-    whole = tokens // reading.length  # the last block may be shorter: a batch of its own, which needs no padding
-    batches = np.split(
-        starts, sorted({*range(reading.batch_size, whole, reading.batch_size), whole} - {0, len(starts)})
-    )
-    for batch in with_bar(batches, corpus.name):
+    stride, size = reading.stride or reading.length, reading.batch_size
+    starts = np.arange(0, max(targets - reading.length, 0) + stride, stride)[: reading.rows]
+    tokens = min(int(starts[-1]) + reading.length, targets)
+    # The last one may be shorter: a batch of its own, which needs no padding.
+    whole = int((starts + reading.length <= targets).sum())
+    for batch in with_bar(np.split(starts, sorted({*range(size, whole, size), whole} - {0, len(starts)})), corpus.name):
         length = min(reading.length, targets - int(batch[0]))
         ids_BT = torch.from_numpy(split.rows(batch, length + 1)).to(model.device)
         decoded = model.model(ids_BT[:, :-1], output_routing=True)
-        states_ND, targets_N = decoded.last_hidden_state.flatten(0, 1), ids_BT[:, 1:].flatten()
-        tally.add(decoded.routing, model.lm_head, states_ND, targets_N)
+        known_B = torch.from_numpy(np.where(batch > 0, reading.length - stride, 0)).to(model.device)
+        new_BT = torch.arange(length, device=model.device) >= known_B[:, None]
+        states_ND, targets_N = decoded.last_hidden_state[new_BT], ids_BT[:, 1:][new_BT]
+        tally.add(replace(decoded.routing, real_BT=new_BT), model.lm_head, states_ND, targets_N)
     words, lines, size = split.words, split.lines, split.bytes
     if tokens < targets:
         tokenizer, ids = corpus.tokenizer(), split.read(1, tokens)

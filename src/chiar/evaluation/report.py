@@ -13,18 +13,12 @@ from chiar.files import check_file
 
 FORMAT = "chiar-evaluation/1"
 SCORES = (
-    ("documents", "documents", ","),
-    ("… longer, and cut", "cut", ","),
-    ("tokens", "tokens", ","),
-    ("loss, nats", "loss", ".4f"),
-    ("unigram entropy of the same tokens, nats", "unigram_entropy", ".4f"),
-    ("token perplexity", "perplexity", ",.6g"),
-    ("word perplexity (words + lines)", "word_perplexity", ",.6g"),
-    ("bits per byte", "bits_per_byte", ".4f"),
-    ("accuracy", "accuracy", ".2%"),
-    ("F1 of {second}", "f1", ".4f"),
+    ("documents", "documents", ","), ("… longer, and cut", "cut", ","), ("tokens", "tokens", ","),
+    ("loss, nats", "loss", ".4f"), ("unigram entropy of the same tokens, nats", "unigram_entropy", ".4f"),
+    ("token perplexity", "perplexity", ",.6g"), ("word perplexity (words + lines)", "word_perplexity", ",.6g"),
+    ("bits per byte", "bits_per_byte", ".4f"), ("accuracy", "accuracy", ".2%"), ("F1 of {second}", "f1", ".4f"),
     ("Matthews correlation", "matthews", ".4f"),
-)
+)  # fmt: skip
 """What is shown of scores, as what, in which format."""
 
 
@@ -47,11 +41,9 @@ class LanguageScores:
     def derived(self) -> dict[str, float | None]:
         """Perplexity by word counts the end of each line as a word, as WikiText's literature does."""
         total, words = self.nll * self.tokens, self.words + self.lines
-        return {
-            "perplexity": finite(exponential(self.nll)),
-            "word_perplexity": finite(exponential(total / words)) if words else None,
-            "bits_per_byte": total / math.log(2) / self.bytes if self.bytes else None,
-        }
+        by_word = finite(exponential(total / words)) if words else None
+        by_byte = total / math.log(2) / self.bytes if self.bytes else None
+        return {"perplexity": finite(exponential(self.nll)), "word_perplexity": by_word, "bits_per_byte": by_byte}
 
 
 @dataclass(frozen=True)
@@ -136,7 +128,7 @@ class EvaluationReport:
     def to_dict(self) -> dict[str, Any]:
         record = asdict(self)
         record["scores"] |= self.scores.derived()  # for readers of the file
-        return {"format": FORMAT, "kind": self.scores.kind, **record}
+        return {"format": FORMAT, "kind": self.kind, **record}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
@@ -149,12 +141,11 @@ class EvaluationReport:
             if data["format"] != FORMAT:
                 raise ValueError(f"it does not say format {FORMAT!r}.")
             kind = LanguageScores if data["kind"] == LanguageScores.kind else ClassScores
-            record = {known.name: data[known.name] for known in fields(cls)}
             names = {known.name for known in fields(kind)}  # derived figures lie beside them
-            record["scores"] = kind(**{name: value for name, value in data["scores"].items() if name in names})
+            scores = kind(**{name: value for name, value in data["scores"].items() if name in names})
             layers = [LayerUse(**layer) for layer in data["routing"]["layers"]]
-            record["routing"] = RoutingUse(**{**data["routing"], "layers": layers})
-            return cls(**record)
+            parts = {"scores": scores, "routing": RoutingUse(**{**data["routing"], "layers": layers})}
+            return cls(**{known.name: data[known.name] for known in fields(cls)} | parts)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} is not an evaluation report, or damaged: {first_line(error)}") from error
 
@@ -189,10 +180,10 @@ def score_rows(scores: LanguageScores | ClassScores) -> list[tuple[str, str]]:
 
 
 def cost_rows(report: EvaluationReport) -> list[tuple[str, str]]:
-    routing = report.routing
+    gate, pool = report.routing.gate, report.routing.gate_pool
     return [
-        ("f, mean of the routed layers", shown(routing.fraction, ".4f")),
-        ("g, mean of the gate", "–" if routing.gate is None else f"{routing.gate:.4f} (pool: {routing.gate_pool})"),
+        ("f, mean of the routed layers", shown(report.routing.fraction, ".4f")),
+        ("g, mean of the gate", "–" if gate is None else f"{gate:.4f} (pool: {pool})"),
         (f"counted MFLOPs per token at T = {report.flops_length}", f"{report.flops / 1e6:,.3f}"),
         ("… ÷ attention in every layer", f"{report.flops / report.baseline_flops:.4f}"),
     ]

@@ -27,19 +27,11 @@ PUBLISHED_TAU = {1024: 0.8954}
 FILTER_SCALE, ENTROPY_EPS, ENTROPY_DC_WEIGHT = 2.0, 1e-8, 2.0
 ROPE_BUFFER = re.compile(r"(layers\.\d+\.attn|attns\.\d+)\.rope\.(inv_freq|cos_cache|sin_cache)")
 AUTHORS_NAMES = {
-    r"^model\.": "",
-    r"^embed_tokens": "token_emb",
-    r"^meta_router\.gate": "meta_router.gate_proj",
-    r"^score": "classifier",
-    r"operators\.spectral\.weight": "dct_mix.w",
-    r"norms\.spectral": "dct_mix.norm",
-    r"operators\.attention\.qkv": "attn.qkv",
-    r"operators\.attention\.out": "attn.out_proj",
-    r"norms\.attention": "attn.norm",
-    r"router\.score": "router.gate_proj",
-    r"ffn\.up": "ffn.0",
-    r"ffn\.down": "ffn.3",
-}
+    r"^model\.": "", r"^embed_tokens": "token_emb", r"^meta_router\.gate": "meta_router.gate_proj",
+    r"^score": "classifier", r"operators\.spectral\.weight": "dct_mix.w", r"norms\.spectral": "dct_mix.norm",
+    r"operators\.attention\.qkv": "attn.qkv", r"operators\.attention\.out": "attn.out_proj",
+    r"norms\.attention": "attn.norm", r"router\.score": "router.gate_proj", r"ffn\.up": "ffn.0", r"ffn\.down": "ffn.3",
+}  # fmt: skip
 """From our name of a tensor to the author's, one substitution after the other."""
 BASELINE_NAMES = {r"layers\.(\d+)\.(attn|ffn|ffn_norm)\.": r"\2s.\1."}
 """The author's dense model keeps each kind of part in a list of its own."""
@@ -47,12 +39,10 @@ BASELINE_NAMES = {r"layers\.(\d+)\.(attn|ffn|ffn_norm)\.": r"\2s.\1."}
 
 @dataclass
 class Imported:
-    """A converted checkpoint: our configuration and tensors, heads of mixed training, and what had to be assumed."""
-
     config: ChiarConfig
     tensors: dict[str, Tensor]
-    heads: dict[str, Tensor]
-    notes: list[str]
+    heads: dict[str, Tensor]  # of mixed training
+    notes: list[str]  # what had to be assumed
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -80,21 +70,16 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if not ordinary or not value.dtype.is_floating_point:
             raise InputError(f"tensor {name} ({value.dtype}) is not an ordinary dense tensor of floating point.")
         if value.numel() == 0 or value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise InputError(
-                f"tensor {name} of shape {tuple(value.shape)} is empty or larger than what the file stores."
-            )
+            raise InputError(f"tensor {name} of shape {(*value.shape,)} is empty or larger than what the file stores.")
         if not bool(value.isfinite().all()):
             raise InputError(f"tensor {name} holds values that are not finite.")
     return dict(tensors), stored if isinstance(stored, dict) else {}
 
 
 def convert(
-    tensors: dict[str, Tensor],
-    stored: dict[str, Any],
-    tau: float | None = None,
-    routing: str | None = None,
+    tensors: dict[str, Tensor], stored: dict[str, Any], tau: float | None = None, routing: str | None = None,
     classifier_pool: str = "last",
-) -> Imported:
+) -> Imported:  # fmt: skip
     """Rename the author's tensors to ours, deriving the sizes from their shapes."""
     notes: list[str] = []
     tensors = {name.removeprefix("backbone."): value for name, value in tensors.items()}
@@ -106,7 +91,7 @@ def convert(
     fields: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": width, "num_attention_heads": width // head_size}
     fields |= {"layer_types": layer_types, "max_position_embeddings": length, "gate_init": "neutral"}
     fields |= {"entropy_eps": ENTROPY_EPS, "entropy_dc_weight": ENTROPY_DC_WEIGHT}
-    fields |= {"meta_router": "meta_router.gate_proj.weight" in tensors}
+    fields["meta_router"] = "meta_router.gate_proj.weight" in tensors
     if "routed" in layer_types:
         has_router = any(".router.gate_proj." in name for name in tensors)
         fields["routing"] = find_routing(has_router, stored.get("routing_mode"), routing)
@@ -129,13 +114,12 @@ def convert(
 
 def find_layer_types(tensors: dict[str, Tensor]) -> list[str]:
     """Of the layers from 0 on; `rename` finds what is missing in one, or belongs to none."""
-
-    def layers(prefix: str) -> list[int]:
-        return [*takewhile(lambda i: any(name.startswith(f"{prefix}.{i}.") for name in tensors), count())]
-
-    held = [(f"layers.{i}.dct_mix.w" in tensors, f"layers.{i}.attn.qkv.weight" in tensors) for i in layers("layers")]
+    begun = {tuple(name.split(".")[:2]) for name in tensors}
+    layers = [*takewhile(lambda i: ("layers", str(i)) in begun, count())]
+    dense = [*takewhile(lambda i: ("attns", str(i)) in begun, count())]
+    held = [(f"layers.{i}.dct_mix.w" in tensors, f"layers.{i}.attn.qkv.weight" in tensors) for i in layers]
     kinds = [("routed" if dark else "spectral") if light else "attention" for light, dark in held]
-    if found := ["attention"] * len(layers("attns")) or kinds:
+    if found := ["attention"] * len(dense) or kinds:
         return found
     raise InputError("no layers found: the tensors are named neither layers.N.* nor attns.N.*.")
 
@@ -178,10 +162,12 @@ def rename(tensors: dict[str, Tensor], config: ChiarConfig) -> dict[str, Tensor]
     theirs = {ours: reduce(lambda name, rule: re.sub(rule[0], rule[1], name), rules.items(), ours) for ours in expected}
     used = {*theirs.values(), "lm_head.weight", *filter(ROPE_BUFFER.fullmatch, tensors)}
     wrong = [f"missing {name}" for name in theirs.values() if name not in tensors]
-    for ours, name in theirs.items():
-        found, shape = tuple(getattr(tensors.get(name), "shape", ())), tuple(expected[ours].shape)
-        if name in tensors and found != shape:
-            wrong.append(f"{name} has shape {found}, expected {shape}")
+    both = {
+        name: (tuple(tensors[name].shape), tuple(expected[ours].shape))
+        for ours, name in theirs.items()
+        if name in tensors
+    }
+    wrong += [f"{name} has shape {found}, expected {shape}" for name, (found, shape) in both.items() if found != shape]
     tied = tensors.get("lm_head.weight")
     if tied is not None and not wrong and not torch.equal(tied, tensors["token_emb.weight"]):
         wrong.append("lm_head.weight differs from token_emb.weight, to which it should be tied")

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from chiar.console import show
 from chiar.errors import InputError
@@ -31,15 +32,13 @@ def models() -> None:
 
 def convert(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A model folder, or a .pt file of the author's code (never run).")
+        str, Argument(metavar="SOURCE", help="A model folder, or a .pt file of the author's (never run).")
     ],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="New model folder.")],
-    coordinates: Annotated[
-        str | None, typer.Option(metavar="spectral|features", help="Of a folder: those of its residual stream.")
-    ] = None,
-    tau: Annotated[float | None, typer.Option(help="Of a file: its threshold (0.8954 at width 1024).")] = None,
-    routing: Annotated[str | None, typer.Option(help="Of a file: soft or hard, where it does not say.")] = None,
-    pool: Annotated[str | None, typer.Option(help="Of a file: last or mean, how a classifier pools tokens.")] = None,
+    out: Annotated[Path, Option(metavar="FOLDER", help="New model folder.")],
+    coordinates: Annotated[str | None, Option(metavar="spectral|features", help="Of a folder's stream.")] = None,
+    tau: Annotated[float | None, Option(help="Of a file: its threshold (0.8954 at width 1024).")] = None,
+    routing: Annotated[str | None, Option(help="Of a file: soft or hard, where it does not say.")] = None,
+    pool: Annotated[str | None, Option(help="Of a file: last or mean, how a classifier pools tokens.")] = None,
 ) -> None:
     """Import a checkpoint of the author's code, or fold a model's basis into its weights (pre-norm RMSNorm models: the
     same outputs without any transform) and back."""

@@ -1,9 +1,7 @@
 """Rotating a model's residual stream: the same function, with the basis in the weights instead of in every layer.
-
 With pre-norm RMSNorm nothing between writers to the residual stream and readers from it notices a rotation: x' = C x
 has the same root mean square. Readers become W diag(γ) Cᵀ with the norm's γ folded in, writers C W, embeddings E Cᵀ,
-and the basis becomes the identity: H is then a row reduction and the filter an element-wise product.
-"""
+and the basis becomes the identity: H is then a row reduction and the filter an element-wise product."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from chiar.errors import InputError, unknown_name
 from chiar.files import check_new, new_folder
@@ -29,9 +27,9 @@ from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassificatio
 Model = TypeVar("Model", ChiarForCausalLM, ChiarForSequenceClassification)
 Turn = Callable[[Tensor], Tensor]
 """Rows in the old coordinates to rows in the new ones."""
-ENDS: dict[type[nn.Module], Callable[[Any], tuple[Tensor, nn.Linear]]]
-ENDS = {CausalAttention: lambda op: (op.qkv.weight, op.out), RBFMixing: lambda op: (op.omega_Dm.T, op.out)}
-"""What an operator reads the residual stream with, and what it writes with. The filter multiplies coordinates."""
+ENDS: dict[type, Callable[[Any], Tensor]]
+ENDS = {CausalAttention: lambda operator: operator.qkv.weight, RBFMixing: lambda operator: operator.omega_Dm.T}
+"""What an operator reads the residual stream with; `out` writes. The filter multiplies coordinates."""
 
 
 def to_spectral_coordinates(model: Model) -> Model:
@@ -55,15 +53,12 @@ def to_feature_coordinates(model: Model, basis: str = "dct", seed: int = 0) -> M
     return turned(model, transform.inverse, basis, seed)
 
 
-CONVERSIONS: dict[str, Callable[[Any], Any]]
-CONVERSIONS = {"spectral": to_spectral_coordinates, "features": to_feature_coordinates}
-
-
 def convert_folder(name: str, out: Path, coordinates: str) -> Any:
     """Write a model folder in other coordinates, its tokenizer and further classifiers with it; returns the model."""
-    if coordinates not in CONVERSIONS:
-        raise unknown_name("coordinates", coordinates, CONVERSIONS)
-    convert = CONVERSIONS[coordinates]
+    known = {"spectral": to_spectral_coordinates, "features": to_feature_coordinates}
+    if coordinates not in known:
+        raise unknown_name("coordinates", coordinates, known)
+    convert: Callable[[Any], Any] = known[coordinates]
     check_new(out)
     source = Path(resolve_model(name)[0])
     load_config(str(source))
@@ -88,13 +83,12 @@ def check_can_turn(model: Model) -> None:
     routers = [layer.router for layer in layers if layer.router is not None]
     own = not all(type(operator) in (SpectralFilter, *ENDS) for operator in operators)
     own |= config.router_kind.reads_state and not all(isinstance(router, LearnedRouter) for router in routers)
+    along_time = any(isinstance(module, TemporalFilter) for module in model.modules())
     filters = [layer.norms[name] for layer in layers for name in layer.operators if name == "spectral"]
     reasons = {
         "it is post-norm: γ multiplies the residual stream itself": config.norm_position != "pre",
         "LayerNorm subtracts the mean over features, a direction that a rotation turns": config.norm != "rmsnorm",
-        "its temporal filters work on one feature at a time, which no rotation passes": any(
-            isinstance(module, TemporalFilter) for module in model.modules()
-        ),
+        "its temporal filters work on one feature at a time, which no rotation passes": along_time,
         "nobody knows how to rotate an operator of your own, or a router of your own that reads states": own,
         "a filter's norm has a γ that differs between features, so C diag(γ) Cᵀ is not diagonal: train with "
         "filter_gamma=False, or with basis='identity' from the start": not all(map(has_one_gamma, filters)),
@@ -134,10 +128,9 @@ def turn_layer(layer: Block, turn: Turn) -> None:
     for name, operator in layer.operators.items():
         if isinstance(operator, SpectralFilter):
             operator.weight.mul_(gammas[name].to(operator.weight))  # constant, so it passes the rotation
-            continue
-        reads, writes = ENDS[type(operator)](operator)
-        turn_reader(reads, turn, gammas[name])
-        turn_writer(writes, turn)
+        else:
+            turn_reader(ENDS[type(operator)](operator), turn, gammas[name])
+            turn_writer(operator.out, turn)
     if isinstance(layer.router, LearnedRouter):
         gamma_D = gammas["attention"]  # it reads [x; H], with x as attention reads it
         turn_reader(layer.router.score.weight[:, : len(gamma_D)], turn, gamma_D)
@@ -160,7 +153,7 @@ def turn_reader(weight_OD: Tensor, turn: Turn, gamma_D: Tensor | None = None) ->
     weight_OD.copy_(turn(rows_OD if gamma_D is None else rows_OD * exact(gamma_D)))
 
 
-def turn_writer(linear: nn.Linear, turn: Turn) -> None:
+def turn_writer(linear: Any, turn: Turn) -> None:
     """W becomes C W and b becomes C b: each column is turned."""
     linear.weight.copy_(turn(exact(linear.weight).T).T)
     linear.bias.copy_(turn(exact(linear.bias)))

@@ -29,8 +29,7 @@ class Classified(Protocol):
 def as_classifier(decoder: ChiarModel, head: nn.Linear, labels: list[str]) -> ChiarForSequenceClassification:
     """The decoder and the head themselves, not copies, with the names of the classes in a configuration of its own."""
     config = deepcopy(decoder.config)
-    config.id2label = dict(enumerate(labels))
-    config.label2id = {label: number for number, label in enumerate(labels)}
+    config.id2label, config.label2id = dict(enumerate(labels)), {label: i for i, label in enumerate(labels)}
     with torch.device("meta"):  # laid out only: both parts are replaced
         classifier = ChiarForSequenceClassification(config)
     classifier.model, classifier.score = decoder, head
@@ -48,19 +47,16 @@ def export_model(model: Any, corpus: Classified, target: Path) -> None:
 
 
 def save_heads(folder: Path, heads: dict[str, nn.Linear]) -> None:
-    if not heads:
-        return
     named = {f"{name}.{part}": value for name, head in heads.items() for part, value in head.state_dict().items()}
-    save_file({name: value.detach().cpu().contiguous() for name, value in named.items()}, folder / HEADS)
+    if named:
+        save_file({name: value.detach().cpu().contiguous() for name, value in named.items()}, folder / HEADS)
 
 
 def read_heads(folder: Path) -> dict[str, nn.Linear]:
     """Every head beside a model, by the name of its corpus."""
     path, heads = folder / HEADS, {}
-    if not path.is_file():
-        return {}
     try:
-        stored = load_file(path)
+        stored = load_file(path) if path.is_file() else {}
         for name in sorted({key.rpartition(".")[0] for key in stored}):
             classes, width = stored[f"{name}.weight"].shape
             heads[name] = nn.Linear(width, classes)
@@ -76,9 +72,10 @@ def open_classifier(name: str, corpus: Classified) -> ChiarForSequenceClassifica
     kind = ChiarForSequenceClassification if own else ChiarForCausalLM
     if corpus.name in heads:
         head, classes = heads[corpus.name], len(corpus.labels)
-        if head.out_features != classes:
-            told = f"the head for {corpus.name} in {name} knows {head.out_features} classes"
-            raise InputError(f"{told}, but {corpus.folder} has {classes}: it was trained on another corpus.")
+        if (known := head.out_features) != classes:
+            raise InputError(
+                f"{name} was trained on another {corpus.name}: {known} classes, {corpus.folder} has {classes}."
+            )
         return as_classifier(open_weights(kind, name).model, head, corpus.labels)
     if own:
         return open_weights(kind, name)

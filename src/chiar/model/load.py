@@ -14,7 +14,6 @@ from chiar.config import ChiarConfig
 from chiar.errors import InputError, first_line, unknown_name
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
-DEVICES = ("auto", "cpu", "cuda")
 
 
 def copy_tokenizer(source: Path | None, target: Path) -> None:
@@ -25,12 +24,11 @@ def copy_tokenizer(source: Path | None, target: Path) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    here = torch.cuda.is_available()
-    if name not in DEVICES:
-        raise unknown_name("device", name, DEVICES)
-    if name == "cuda" and not here:
+    if name not in (known := ("auto", "cpu", "cuda")):
+        raise unknown_name("device", name, known)
+    if name == "cuda" and not torch.cuda.is_available():
         raise InputError("there is no CUDA device here: use --device cpu.")
-    return torch.device(name if name != "auto" else "cuda" if here else "cpu")
+    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def describe_device(device: torch.device) -> str:

@@ -19,9 +19,7 @@ from chiar.kernels.transform import Transform
 from chiar.model.decoder import ChiarModel
 from chiar.model.inputs import check_tokens
 
-RULES = ("embeddings", "layers")
-PERCENTILES = (5, 33, 50, 67, 95)
-FORMAT = "chiar-calibration/1"
+RULES, PERCENTILES, FORMAT = ("embeddings", "layers"), (5, 33, 50, 67, 95), "chiar-calibration/1"
 # One model's thresholds mean something in another only if H is the same function of the same kind of vector.
 MUST_AGREE = ("hidden_size", "vocab_size", "basis", "basis_seed", "entropy_eps", "entropy_dc_weight")
 Batches = Iterable[dict[str, Tensor]]
@@ -91,20 +89,14 @@ def report(layer: int | None, entropy_N: np.ndarray, cuts: list[float], noise_N:
 
 @torch.no_grad()
 def calibrate(
-    model: Any,
-    batches: Batches,
-    rule: str = "layers",
-    fraction: float | None = None,
-    passes: int = 6,
-    tolerance: float = 0.01,
-    progress: Progress = lambda tokens: None,
-) -> Calibration:
+    model: Any, batches: Batches, rule: str = "layers", fraction: float | None = None, passes: int = 6,
+    tolerance: float = 0.01, progress: Progress = lambda tokens: None,
+) -> Calibration:  # fmt: skip
     """Thresholds from batches of {"input_ids", optionally "attention_mask"}, for `set_thresholds`. The model stays.
 
     "embeddings" is the paper's rule: H of the token embeddings, one τ for all layers; the model may be a baseline.
     "layers" cuts each routed layer at quantiles of the states it really sees. Those depend on the thresholds of the
-    layers before, so the stream is read again, at most `passes` times, until no split moves by more than `tolerance`.
-    """
+    layers before, so the stream is read again, at most `passes` times, until no split moves more than `tolerance`."""
     decoder: ChiarModel = getattr(model, "model", model)
     config = decoder.config
     if rule not in RULES:
@@ -149,9 +141,7 @@ def calibrate(
     finally:
         decoder.set_thresholds(before)
         decoder.train(training)
-    reports = [
-        report(layer, entropy_N, cuts, noise_N) for (layer, entropy_N), cuts in zip(seen.items(), used, strict=True)
-    ]
+    reports = [report(layer, seen[layer], cuts, noise_N) for layer, cuts in zip(seen, used, strict=True)]
     return Calibration(rule, reports, float(noise_N.mean()), float(noise_N.std()), done, moved <= tolerance)
 
 

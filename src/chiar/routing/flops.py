@@ -1,13 +1,13 @@
-"""Counted floating-point operations of a forward pass, per token, by layer, operator and route.
+"""Counted floating-point operations of a forward pass, per token, by layer, operator and route. A multiply-add is 2.
 
-A multiply-add is 2 FLOPs. Counted: every matrix product (projections, scores, DCT, router, gate, output projection),
-and the W multiply-adds a channel of filters along time. Excluded: norms, activations, softmax, biases, residual sums,
-dropout, the embedding look-up, the reduction of a spectrum to H, all of order D a token, and the gate where it is
-computed once a batch or row. Training costs about three times as much, in the same proportions.
-"""
+Counted: every matrix product (projections, scores, DCT, router, gate, output projection), and filters along time.
+Excluded: norms, activations, softmax, biases, residual sums, dropout, the embedding look-up, the reduction of a
+spectrum to H, all of order D a token, and the gate where it is computed once a batch or row. Training costs about three
+times as much, in the same proportions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from chiar.config import ChiarConfig
 from chiar.config_checks import CHOICES
@@ -16,11 +16,8 @@ from chiar.registry import OPERATORS, PARTS, Work, built_in, is_light
 
 TRANSFORMS = ("gemm", "even_odd", "free")
 """What a transform to or from the basis costs: its whole matrix, the DCT's two halves (as it is run), nothing."""
-
 Shares = Sequence[Mapping[str, float]]
 """For each routed layer, the share of tokens each operator runs on."""
-
-
 Costs = dict[tuple[int | None, str], float]
 Setting = tuple[float, str, bool]
 """FLOPs of one transform, which tokens are keys, whether light tokens run the FFN of routed layers."""
@@ -39,31 +36,24 @@ class FlopCount:
 
     def part(self, *parts: str, layers: Sequence[int] | None = None) -> float:
         """FLOPs of the named parts, in all layers or only some."""
-        return sum(
-            n for (layer, part), n in self.costs.items() if part in parts and (layers is None or layer in layers)
-        )
+        return sum(n for (i, part), n in self.costs.items() if part in parts and (layers is None or i in layers))
 
     def layer(self, layer: int) -> float:
         return sum(flops for (where, _), flops in self.costs.items() if where == layer)
 
 
 def count_flops(
-    config: ChiarConfig,
-    length: int,
-    shares: Shares | None = None,
-    keys: str | None = None,
-    light_ffn: bool | None = None,
-    transform: str = "even_odd",
-) -> FlopCount:
+    config: ChiarConfig, length: int, shares: Shares | None = None, keys: str | None = None,
+    light_ffn: bool | None = None, transform: str = "even_odd",
+) -> FlopCount:  # fmt: skip
     """What routing has to compute when each token runs only its own operator. `shares` are what a trace measured, or
     `operator_shares` of an f; its default when not given. The filter Cᵀ diag(w) C costs two transforms."""
     if length < 1:
         raise InputError(f"length must be at least 1, got {length}.")
     setting = checked_setting(config, keys, light_ffn, transform)
     shares_of = dict(zip(config.routed_layers, checked_shares(config, shares), strict=True))
-    assert config.layer_types is not None
     costs = model_costs(config)
-    for i, kind in enumerate(config.layer_types):
+    for i, kind in enumerate(config.layer_types or []):
         runs = shares_of.get(i, {kind: 1.0})
         gives = runs if setting[1] == "routed" else {name: float(share > 0) for name, share in runs.items()}
         pairs = {name: visible_pairs(length, share, gives[name]) for name, share in runs.items()}
@@ -122,17 +112,12 @@ def checked_setting(config: ChiarConfig, keys: str | None, light_ffn: bool | Non
 
 
 def route_costs(
-    config: ChiarConfig,
-    length: int,
-    shares: Shares | None = None,
-    keys: str | None = None,
-    light_ffn: bool | None = None,
+    config: ChiarConfig, length: int, shares: Shares, keys: str | None = None, light_ffn: bool | None = None
 ) -> dict[str, float]:
     """FLOPs of one token in the first routed layer, by the operator it takes. Keys it gives to others are its cost."""
     assert config.operators is not None
     setting = checked_setting(config, keys, light_ffn, "even_odd")
-    first, routed = checked_shares(config, shares)[0], setting[1] == "routed"
-    result = {}
+    first, routed, result = checked_shares(config, shares)[0], setting[1] == "routed", {}
     for taken in config.operators:
         runs = {name: float(name == taken) for name in config.operators}
         pairs = {name: visible_pairs(length, runs[name], first[name] if routed else 1.0) for name in runs}
@@ -166,12 +151,10 @@ def layer_costs(config: ChiarConfig, layer: int, works: Mapping[str, Work], sett
     """What each operator of a layer has to do, the router, the feed-forward network and a filter for every token."""
     assert config.intermediate_size is not None and config.layer_types is not None
     transform_cost, _, light_ffn = setting
-    routed, dark = (
-        config.layer_types[layer] == "routed",
-        sum(work.share for n, work in works.items() if not is_light(n)),
-    )
-    ffn_runs = dark if routed and not light_ffn else 1.0
-    costs = {"ffn": ffn_runs * 4 * config.hidden_size * config.intermediate_size}
+    routed, dark = config.layer_types[layer] == "routed", [work.share for n, work in works.items() if not is_light(n)]
+    costs = {
+        "ffn": (sum(dark) if routed and not light_ffn else 1.0) * 4 * config.hidden_size * config.intermediate_size
+    }
     if routed:
         kind = config.router_kind
         costs["router"] = kind.count(config) + (transform_cost if kind.reads_entropy else 0.0)
@@ -197,8 +180,7 @@ def baseline_of(config: ChiarConfig) -> ChiarConfig:
     return ChiarConfig(layer_types=layer_types, **{name: getattr(config, name) for name in sizes})
 
 
-@dataclass(frozen=True)
-class Savings:
+class Savings(NamedTuple):
     """CHIAR against its baseline at one length, in fractions saved."""
 
     chiar: FlopCount
@@ -209,19 +191,12 @@ class Savings:
 
 
 def compare_flops(
-    config: ChiarConfig,
-    length: int,
-    shares: Shares | None = None,
-    keys: str | None = None,
-    light_ffn: bool | None = None,
-    transform: str = "even_odd",
-) -> Savings:
+    config: ChiarConfig, length: int, shares: Shares | None = None, keys: str | None = None,
+    light_ffn: bool | None = None, transform: str = "even_odd",
+) -> Savings:  # fmt: skip
     chiar = count_flops(config, length, shares, keys, light_ffn, transform)
-    baseline, routed, attention = (
-        count_flops(baseline_of(config), length),
-        config.routed_layers,
-        ("projections", "scores"),
-    )
+    baseline, routed = count_flops(baseline_of(config), length), config.routed_layers
+    attention = ("projections", "scores")
     before, after = (count.part(*attention, layers=routed) for count in (baseline, chiar))
     share = baseline.part(*attention) / baseline.total
     return Savings(chiar, baseline, 1.0 - chiar.total / baseline.total, 1.0 - after / before if routed else None, share)

@@ -19,12 +19,9 @@ if TYPE_CHECKING:  # counting is quick because no model's classes are imported
     from chiar.model.trace import RoutingTrace
     from chiar.routing.calibration import Calibration
 
-PAPER_TOTAL, PAPER_ATTENTION = "35–40%", "62.5%"
-# Readable without colour (the marks differ) and with either common colour blindness (blue against yellow). All light
-# operators look alike: a model has one.
-PALE = ("░", "black on bright_yellow")
-MARKS = {"rbf": ("▒", "magenta"), "attention": ("█", "blue")}
-TOKENS_A_LINE = 68
+PAPER_TOTAL, PAPER_ATTENTION, TOKENS_A_LINE = "35–40%", "62.5%", 68
+# Readable without colour and with either common colour blindness. All light operators look alike: a model has one.
+PALE, MARKS = ("░", "black on bright_yellow"), {"rbf": ("▒", "magenta"), "attention": ("█", "blue")}
 TOKEN = ("position", "token_id", "piece", "layer", "kind")
 COLUMNS = (*TOKEN, "operator", "attention_weight", "entropy", "thresholds", "gate")
 
@@ -64,8 +61,8 @@ def flop_records(
         record = {"length": found.chiar.length, "fraction": fraction, **told}
         for name, count in (("chiar", found.chiar), ("baseline", found.baseline)):
             record |= {name: {part: count.part(part) for part in counted_parts()}, f"{name}_total": count.total}
-        record |= {"saved": found.total, "saved_matrix_transform": by_transform["gemm"].total}
-        record |= {"saved_free_transform": by_transform["free"].total}
+        savings = (found.total, by_transform["gemm"].total, by_transform["free"].total)
+        record |= zip(("saved", "saved_matrix_transform", "saved_free_transform"), savings, strict=True)
         record |= {"attention_saved_in_routed_layers": found.attention_in_routed_layers}
         records.append(record | {"attention_share_of_baseline": found.attention_share_of_baseline})
     return records
@@ -115,8 +112,6 @@ def calibration_table(found: "Calibration", name: str) -> Table:
 
 @dataclass
 class RoutedText:
-    """A text, the pieces its tokens stand for, and what the model did with them."""
-
     heading: str
     pieces: list[str]
     trace: "RoutingTrace"
@@ -172,18 +167,6 @@ def routing_csv(routed: RoutedText) -> str:
             operator, weights = layer.operators[int(layer.choice_BT[0, t])], layer.weights_BTK[0, t].tolist()
             attention = dict(zip(layer.operators, weights, strict=True)).get("attention", 0.0)
             entropy, gate = ("" if v is None else float(v[0, t]) for v in (layer.entropy_BT, layer.gate_BT))
-            cuts = " ".join(map(str, layer.thresholds or []))
-            row = (
-                t,
-                token,
-                visible(piece, keep=""),
-                layer.index + 1,
-                layer.kind,
-                operator,
-                attention,
-                entropy,
-                cuts,
-                gate,
-            )
-            writer.writerow(row)
+            where, cuts = (layer.index + 1, layer.kind), " ".join(map(str, layer.thresholds or []))
+            writer.writerow((t, token, visible(piece, keep=""), *where, operator, attention, entropy, cuts, gate))
     return out.getvalue()
