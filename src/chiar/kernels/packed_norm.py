@@ -17,9 +17,7 @@ def packed_norm(
     add_bias_D: Tensor | None = None, implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """u and h, packed; rows that are not in use are undefined. Without `add` u is empty: nobody needs a copy of x.
-
-    `norm` is an nn.RMSNorm, an nn.LayerNorm or None. h has autocast's dtype where that is on: a product reads it.
-    """
+    `norm` is an nn.RMSNorm, an nn.LayerNorm or None. h has autocast's dtype where that is on: a product reads it."""
     options: tuple[Any, ...] = "none", 0.0
     if isinstance(norm, nn.RMSNorm):
         options = "rms", torch.finfo(x_ND.dtype).eps if norm.eps is None else norm.eps
