@@ -272,12 +272,8 @@ def rotate_into(
     out[:, :2] = turned.to(out.dtype)  # computed whole before it is written: out may be x
 
 
-rotary_attention_forward.register_fake(
-    lambda qkv, *_: (qkv.new_empty(qkv[:, 0].shape), log_sums(qkv), qkv.new_empty(qkv.shape))
-)
-rotary_attention_backward.register_fake(
-    lambda grad, out, log_sum, rotated, bias, *_: (rotated.new_empty(rotated.shape), bias.new_empty(bias.shape))
-)
+rotary_attention_forward.register_fake(lambda x, *_: (x.new_empty(x[:, 0].shape), log_sums(x), x.new_empty(x.shape)))
+rotary_attention_backward.register_fake(lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[3:5]))
 register_gradient(rotary_attention_forward, rotary_attention_backward, lambda ins, outs: (*outs, *ins[1:]))
 # At most: every token attends to half of `max_keys` tokens.
 register_flop_formula(torch.ops.chiar.rotary_attention)(lambda qkv, *a, **_: 2 * math.prod(qkv) // 3 * a[7])
