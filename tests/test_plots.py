@@ -239,7 +239,7 @@ def test_every_kind_is_a_command_that_overwrites_nothing(tmp_path, kind):
         assert code == 2 and output.startswith("error: ") and len(output.splitlines()) == 1
 
 
-def test_what_the_command_cannot_draw(tmp_path):
+def test_what_the_command_cannot_draw(tmp_path, monkeypatch):
     for arguments, sentence in (
         (["pie", "x"], "unknown kind of picture 'pie'"),
         (["curves"], "name what to draw"),
@@ -252,9 +252,6 @@ def test_what_the_command_cannot_draw(tmp_path):
         assert code == 2 and sentence in output
     assert run("plot", "model", "v3-tiny", "--out", tmp_path / "f.png")[0] == 0
     assert run("plot", "model", "v3-tiny", "--out", tmp_path / "f.pdf")[0] == 0
-
-
-def test_without_matplotlib_there_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InputError, match=re.escape("pip install 'chiar[plots]'")):
         draw_model(["v3-tiny"])

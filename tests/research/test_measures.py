@@ -168,7 +168,7 @@ def test_a_planted_difference_of_words_and_its_error():
     assert stated == pytest.approx((2 / 60) ** 0.5, rel=0.1)
 
 
-def test_a_planted_benefit_is_found_by_bin():
+def test_a_planted_benefit_is_found_by_bin_and_layers_are_joined_by_rank():
     """Attention's benefit is 0 below H = 0.5 and 1 above, with noise."""
     generator, flips = np.random.default_rng(0), []
     for number in range(400):
@@ -186,10 +186,7 @@ def test_a_planted_benefit_is_found_by_bin():
     assert worth.spearman > 0.6 and worth.correlation_error == pytest.approx(0.05, abs=0.001)
     assert Mean.of([], "own") == Mean(0, None, None)
     assert Mean.of([Flip(1, 7, 0, 0.5, True, own, 0) for own in (2.0, 4.0)], "own") == Mean(2, 3.0, None)
-
-
-def test_layers_are_joined_by_rank():
-    """Two layers with entropies far apart: the benefit follows the rank in each, so it does in both together."""
+    # Two layers with entropies far apart: the benefit follows the rank in each, so it does in both together.
     entropies = {1: np.linspace(0.80, 0.84, 400), 2: np.linspace(0.95, 0.99, 400)}
     places = [(layer, row) for layer in (1, 2) for row in range(40)]
     flips = [Flip(n, row, 0, float(entropies[n][10 * row + 5]), True, row / 40, 0.0) for n, row in places]

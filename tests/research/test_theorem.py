@@ -27,7 +27,7 @@ def test_the_klt_has_the_gain_its_determinant_gives(width, rho):
     assert found[DCT].gain_db <= exact + 1e-9 and found[IDENTITY].gain_db == pytest.approx(0, abs=1e-9)
 
 
-def test_the_dct_at_the_textbook_point_and_for_two_features():
+def test_the_dct_at_the_textbook_point_for_two_features_and_with_width():
     """D = 8, ρ = 0.95: 8.826 dB against the KLT's 8.846, as books on transform coding print."""
     found = checks_of(8, 0.95)
     assert (found[DCT].gain_db, found[KLT].gain_db) == pytest.approx((8.8259, 8.8462), abs=5e-5)
@@ -36,10 +36,7 @@ def test_the_dct_at_the_textbook_point_and_for_two_features():
         assert found[name].gain_db == pytest.approx(-5 * math.log10(1 - 0.36), abs=1e-9)
         assert found[name].first_share == pytest.approx(0.8)
     assert found[IDENTITY].correlation == pytest.approx(2 * 0.36 / (2 + 2 * 0.36))
-
-
-def test_the_dct_approaches_the_klt_with_width_and_shuffling_ends_it():
-    ordered, shuffled = [], []
+    ordered, shuffled = [], []  # the DCT approaches the KLT with width, and shuffling ends it
     for width in (16, 64, 256):
         found = checks_of(width, 0.9)
         ordered.append(found[KLT].gain_db - found[DCT].gain_db)
