@@ -205,7 +205,7 @@ def test_causality_of_the_peers(name, forced, causal, execution):
     assert torch.allclose(before[:, :20], after[:, :20], atol=1e-5) == causal
 
 
-def test_times_bytes_and_bounds_of_the_peers_count_what_they_run():
+def test_bounds_of_the_peers_count_what_they_run():
     """With every token attending both are the baseline and a router; fewer tokens cost less."""
     baseline = contenders.REGISTRY["baseline"].build(SETTING, "dense", False).work(SETTING)
     for kind in STYLES.values():
@@ -213,6 +213,9 @@ def test_times_bytes_and_bounds_of_the_peers_count_what_they_run():
         full, some = (peers.PeerModel(kind, setting, "sparse").work(setting) for setting in settings)
         assert full.logits == baseline.logits and 0 <= full.layers / baseline.layers - 1 < 0.01
         assert some.layers < baseline.layers
+
+
+def test_times_and_bytes():
     assert timing.Times(steps=[float(n) for n in range(1, 12)]).percentiles() == (3.0, 6.0, 9.0)
     slow, fast = timing.Times(turns=[2.0, 4.0, 100.0]), timing.Times(turns=[1.0, 2.0, 2.0])
     assert timing.speedup(slow, fast) == 2.0
