@@ -29,13 +29,12 @@ def make_run(folder, preset="v3-tiny", steps=4, **changes):
     settings = {"batch": 4, "length": 8, "data": ["text"], "mixing": "weights", "evaluate_rows": 4}
     stored = {"config": presets.get(preset).to_dict(), "settings": settings, "data": {"text": "f1"}}
     (folder / "run.json").write_text(json.dumps({**stored, **changes.pop("run", {})}))
-    records = []
-    for step in range(1, steps + 1):
-        record = {"step": step, "loss": 6.0 / step, **(RECORD if preset != "baseline-tiny" else {"rate": 1e-3})}
-        record |= {"validation": {"text": 6.5 / step}} if step % 2 == 0 else {}
-        records.append({**record, **{name: value[step - 1] if isinstance(value, tuple) else value
-                                     for name, value in changes.items()}})  # fmt: skip
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            record = {"step": step, "loss": 6.0 / step, **(RECORD if preset != "baseline-tiny" else {"rate": 1e-3})}
+            record |= {"validation": {"text": 6.5 / step}} if step % 2 == 0 else {}
+            record |= {name: value[step - 1] if isinstance(value, tuple) else value for name, value in changes.items()}
+            file.write(json.dumps(record) + "\n")
     return folder
 
 
@@ -58,9 +57,7 @@ def words(figure):
 
 def panels_of(figure):
     """By title, the lines by label (None: not in the legend)."""
-    return {
-        a.get_title("left"): [(line.get_label(), line.get_xydata().tolist()) for line in a.lines] for a in figure.axes
-    }
+    return {a.get_title("left"): [(x.get_label(), x.get_xydata().tolist()) for x in a.lines] for a in figure.axes}
 
 
 def test_every_measurement_of_every_run_is_a_line(tmp_path):
@@ -74,9 +71,6 @@ def test_every_measurement_of_every_run_is_a_line(tmp_path):
     assert drawn["f: share of tokens sent to attention"][1] == ("v3: layer 3", [[s, 0.3] for s in (1, 2, 3, 4)])
     deep = make_run(tmp_path / "deep", use=[[0.4, 0.6]] * 5, run={"config": {"layer_types": ["routed"] * 5}})
     assert "deep: mean of 5 layers" in words(plots.draw_curves([deep]))
-
-
-def test_places_over_tokens_and_time(tmp_path):
     folder = make_run(tmp_path / "run", tokens_per_second=(1.0, 64.0, 32.0, 16.0))
     assert plots.read_runs([folder], "tokens")[0].places == [32, 64, 96, 128]
     # The first step compiles and is not counted.
@@ -84,34 +78,31 @@ def test_places_over_tokens_and_time(tmp_path):
 
 
 def test_a_run_that_goes_on_and_runs_that_cannot_be_drawn(tmp_path):
-    folder = make_run(tmp_path / "run")
+    folder, base = make_run(tmp_path / "run"), make_run(tmp_path / "base", "baseline-tiny")
     whole = plots.svg_text(plots.draw_curves([folder]))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')
     assert plots.svg_text(plots.draw_curves([folder])) == whole
     (tmp_path / "empty").mkdir()
-    base = make_run(tmp_path / "base", "baseline-tiny")
-    added = {"batch": 4, "length": 8, "data": ["a", "b"], "mixing": "added"}
-    for draw, runs, over, sentence in (
-        (plots.draw_curves, [tmp_path / "empty"], "steps", "not a training run"),
-        (plots.draw_curves, [folder, folder], "steps", "named twice"),
-        (plots.draw_curves, [make_run(tmp_path / "new", steps=0)], "steps", "no measurements yet"),
-        (plots.draw_curves, [make_run(tmp_path / "nan", loss=math.nan, validation={})], "steps", "no finite loss"),
-        (plots.draw_curves, [make_run(tmp_path / "a", run={"settings": {}})], "tokens", "how many tokens a step has"),
-        (
-            plots.draw_curves,
-            [make_run(tmp_path / "b", run={"settings": added | {"mixing": "added"}})],
-            "time",
-            "tokens",
-        ),
-        (plots.draw_curves, [make_run(tmp_path / "c", tokens_per_second=None)], "time", "without tokens_per_second"),
-        (plots.draw_curves, [folder], "weeks", "unknown axis 'weeks'"),
-        (plots.draw_operators, [base], "steps", "no routed layers"),
+    settings = {"batch": 4, "length": 8, "data": ["a", "b"], "mixing": "added"}
+    for name, changes, over, sentence in (
+        ("new", {"steps": 0}, "steps", "no measurements yet"),
+        ("nan", {"loss": math.nan, "validation": {}}, "steps", "no finite loss"),
+        ("unsaid", {"run": {"settings": {}}}, "tokens", "how many tokens a step has"),
+        ("added", {"run": {"settings": settings}}, "time", "how many tokens"),
+        ("unmeasured", {"tokens_per_second": None}, "time", "without tokens_per_second"),
+        ("run-2", {}, "weeks", "unknown axis 'weeks'"),
     ):
         with pytest.raises(InputError, match=sentence):
-            draw(runs, over=over)
-    with pytest.raises(InputError, match="no MetaRouter"):
-        plots.draw_gate([base])
+            plots.draw_curves([make_run(tmp_path / name, **changes)], over=over)
+    for draw, runs, sentence in (
+        (plots.draw_curves, [tmp_path / "empty"], "not a training run"),
+        (plots.draw_curves, [folder, folder], "named twice"),
+        (plots.draw_operators, [base], "no routed layers"),
+        (plots.draw_gate, [base], "no MetaRouter"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            draw(runs)
 
 
 def test_gate_and_operators(tmp_path):
@@ -124,9 +115,8 @@ def test_gate_and_operators(tmp_path):
     use = [[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]
     drawn = panels_of(plots.draw_operators([make_run(tmp_path / "v1", "v1-tiny", use=use)]))
     assert list(drawn) == ["mean of the routed layers", "layer 2", "layer 3"]
-    assert [(label, points[0]) for label, points in drawn["mean of the routed layers"]] == [
-        ("spectral", [1, 0.75]), ("rbf", [1, 0.15]), ("attention", [1, 0.1])
-    ]  # fmt: skip
+    shares = [(label, points[0]) for label, points in drawn["mean of the routed layers"]]
+    assert shares == [("spectral", [1, 0.75]), ("rbf", [1, 0.15]), ("attention", [1, 0.1])]
 
 
 def test_scaling_draws_comparable_reports(tmp_path):
@@ -165,26 +155,21 @@ def variant(name, flops, loss, role="control", **times):
 def test_pareto_has_a_frontier_and_far_marks_at_its_edge():
     near = [variant(f"near-{n}", n, 4.0 + n / 100) for n in range(1, 10)]
     figure = plots.draw_pareto([*near, variant("far", 5, 9.0, "candidate"), variant("best", 9, 3.99)], "a study")
-    (axes,) = figure.axes
     assert {"far ↑9.00", "near-9", "frontier"} <= set(words(figure))
-    assert axes.get_ylim()[1] < 4.2  # what lost by far does not press the others together
-    assert axes.lines[0].get_xydata().tolist() == [[1, 4.01], [9, 3.99]]
+    assert figure.axes[0].get_ylim()[1] < 4.2  # what lost by far does not press the others together
+    assert figure.axes[0].lines[0].get_xydata().tolist() == [[1, 4.01], [9, 3.99]]
     few = plots.draw_pareto([*near[:3], variant("far", 5, 9.0)], "a study")
     assert few.axes[0].get_ylim()[1] > 9 and not any("↑" in (word or "") for word in words(few))
     timed = [variant("a", 1, 4, step_ms=3.0), variant("b", 2, 3), variant("c", 3, 2, step_ms=4.0)]
     first, second = plots.draw_pareto(timed, "t", "H").axes
     assert second.get_xlabel() == "measured training step, ms, H"
-    looks = [
-        {line.get_label(): (line.get_marker(), line.get_color()) for line in axes.lines} for axes in (first, second)
-    ]
+    looks = [{x.get_label(): (x.get_marker(), x.get_color()) for x in axes.lines} for axes in (first, second)]
     assert looks[0]["c"] == looks[1]["c"] != looks[0]["a"] and "b" not in looks[1]
 
 
 def test_a_diagram_shows_what_the_configuration_says():
-    v3 = words(draw_model(["v3-400m"]))
-    assert {"MetaRouter", "layer 1", "layers 2–27 (×26)", "layer 28", "light: H ≤ τ", "dark: H > τ", "v3-400m"} <= set(
-        v3
-    )
+    named = {"MetaRouter", "layer 1", "layers 2–27 (×26)", "layer 28", "light: H ≤ τ", "dark: H > τ", "v3-400m"}
+    assert named <= set(words(draw_model(["v3-400m"])))
     for name, changes, expected in (
         ("v1-16m", {}, "RBF mixing"),
         ("v3-16m", {"embedding_norm": True}, "RoPE turns queries and keys instead; then RMS norm"),
@@ -254,7 +239,7 @@ def test_every_kind_is_a_command_that_overwrites_nothing(tmp_path, kind):
         assert code == 2 and output.startswith("error: ") and len(output.splitlines()) == 1
 
 
-def test_what_the_command_cannot_draw(tmp_path):
+def test_what_the_command_cannot_draw(tmp_path, monkeypatch):
     for arguments, sentence in (
         (["pie", "x"], "unknown kind of picture 'pie'"),
         (["curves"], "name what to draw"),
@@ -267,9 +252,6 @@ def test_what_the_command_cannot_draw(tmp_path):
         assert code == 2 and sentence in output
     assert run("plot", "model", "v3-tiny", "--out", tmp_path / "f.png")[0] == 0
     assert run("plot", "model", "v3-tiny", "--out", tmp_path / "f.pdf")[0] == 0
-
-
-def test_without_matplotlib_there_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InputError, match=re.escape("pip install 'chiar[plots]'")):
         draw_model(["v3-tiny"])

@@ -1,7 +1,5 @@
-"""Pictures with matplotlib, and `chiar plot`. Every `draw_…` returns a Figure; `svg_text` and `save` write it.
-
-Importing this module is cheap: torch, and matplotlib, which may be missing, are imported when something is drawn.
-"""
+"""Pictures with matplotlib, and `chiar plot`. Every `draw_…` returns a Figure; `svg_text` and `save` write it. Torch,
+and matplotlib, which may be missing, are imported when something is drawn."""
 
 import json
 import math
@@ -31,8 +29,7 @@ if TYPE_CHECKING:
 
 Points = list[tuple[float, float]]
 Colour = tuple[int, int, int]
-Box = tuple[str, str, str]
-"""What stands in a box of a diagram, a note below it, and the colour."""
+Box = tuple[str, str, str]  # what stands in a box of a diagram, a note below it, and the colour
 # The one colour language. Yellow against blue stays apart under the common colour blindnesses, and in grey all light
 # cells are paler than any dark one. Each pair goes from at the threshold to far from it.
 LIGHT: tuple[Colour, Colour] = (255, 247, 205), (250, 205, 50)
@@ -43,12 +40,9 @@ RAMPS: dict[str, tuple[Colour, Colour]] = {
 }
 NAMES = {"spectral": "light: spectral filter", "temporal": "light: temporal filter", "rbf": "between: RBF mixing"}
 NAMES["attention"] = "dark: attention"
-# The same on white, for lines.
-LINE_COLOURS = {"temporal": "#8f9c14", "rbf": "#cc79a7", "attention": "#082864"}
-LIGHT_LINE = "#d9a400"
-# Okabe and Ito's colours, for what is not an operator; yellow is too pale for a line.
+LINE_COLOURS, LIGHT_LINE = {"temporal": "#8f9c14", "rbf": "#cc79a7", "attention": "#082864"}, "#d9a400"  # on white
+# Okabe and Ito's colours, for what is not an operator; yellow is too pale for a line. Seven and eight marks: 56 pairs.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-# Seven colours and eight marks make 56 pairs.
 MARKERS = "osD^vPXp"
 DASHES: tuple[Any, ...] = ("-", (0, (7, 3)), (0, (2, 2)), (0, (9, 3, 2, 3)))
 PLAIN, ROUTER, GATE = "#999999", COLOURS[2], COLOURS[4]
@@ -126,8 +120,7 @@ class Line:
 class Panel:
     title: str
     lines: list[Line]
-    level: tuple[float, str] | None = None
-    """A height to mark across the panel, and its name in the legend."""
+    level: tuple[float, str] | None = None  # a height to mark across the panel, and its name in the legend
     bounds: tuple[float, float] | None = None
     axis: str = ""
 
@@ -144,8 +137,7 @@ def new_figure(title: str, wide: float, high: float) -> "Figure":
 def draw_panels(
     title: str, panels: list[Panel], axis: str, up: str = "", columns: int = 1, sizes: bool = False, high: float = 1.75
 ) -> "Figure":
-    """One column has legends beside its panels; several (0: as many as look well) share one. `sizes`: across is
-    logarithmic."""
+    """One column has legends beside its panels; several (0: as many as look well) share one. `sizes`: logarithmic."""
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     columns = columns or (2 if len(panels) in (2, 4) else min(len(panels), 3))
@@ -292,8 +284,8 @@ def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: s
     runs = read_runs(sources, over)
     first = {record["step"]: record.get("loss") for record in runs[0].records}
     panels = [Panel("loss, nats per token", []), Panel(f"loss minus that of {runs[0].name}", [])]
-    panels += [Panel("learning rate", []), Panel("f: share of tokens sent to attention", [], None, UNIT)]
-    panels.append(Panel("g: gate of layer 1", [], None, UNIT))
+    shares = ("f: share of tokens sent to attention", "g: gate of layer 1")
+    panels += [Panel("learning rate", []), *(Panel(title, [], None, UNIT) for title in shares)]
     for run in runs:
         losses = [(record.get("loss"), first.get(record["step"])) for record in run.records]
         gaps = run.points([None if own is None or other is None else own - other for own, other in losses])
@@ -335,8 +327,7 @@ def draw_gate(sources: Sequence[Path | str]) -> "Figure":
 
 def draw_operators(sources: Sequence[Path | str], over: str = "steps") -> "Figure":
     """The share of tokens each operator got in training: the mean of the routed layers, then each of them."""
-    runs = read_runs(sources, over)
-    panels = []
+    runs, panels = read_runs(sources, over), []
     for run in runs:
         if not run.routed or not any(record.get("use") for record in run.records):
             raise InputError(f"{run.path} has no routed layers: operators are chosen in those only.")
@@ -508,8 +499,8 @@ def layer_rows(config: "ChiarConfig", kind: str, gated: bool) -> list[list[Box]]
     if gated:
         rows.append([("MetaRouter", f"g = σ(w·x̄ + b), x̄ the mean ({config.gate_pool})", GATE)])
     if config.temporal_everywhere:
-        note = f"every token, over the last {config.temporal_window}"
-        rows.append([("temporal filter", note, operator_colour("temporal"))])
+        over = f"every token, over the last {config.temporal_window}"
+        rows.append([("temporal filter", over, operator_colour("temporal"))])
     if routed:
         rule = RULES.get(config.router or "", "a router of your own").format(**config.to_dict())
         rows.append([(f"{config.router} router", rule, ROUTER)])
@@ -579,5 +570,5 @@ def plot(
     typer.echo(f"wrote {out}")
 
 
-SENTENCES = [f"{name}: {what}." for name, (what, *_) in KINDS.items()]
-plot.__doc__ = "\n\n".join(["Draw recorded runs, reports, studies and models.", *SENTENCES])
+HEADING = "Draw recorded runs, reports, studies and models."
+plot.__doc__ = "\n\n".join([HEADING, *(f"{name}: {what}." for name, (what, *_) in KINDS.items())])

@@ -25,7 +25,6 @@ IDS_BT = torch.arange(64).view(2, 32)
 
 
 def run(path, *more, registry=contenders.REGISTRY):
-    """The exit code, and the rows."""
     code = speed.main([*QUICK, *more, "--csv", str(path)], registry)
     with path.open(newline="") as file:
         return code, list(csv.DictReader(file))
@@ -108,9 +107,8 @@ def test_decode_counts_the_cache_as_it_is_stored(tmp_path):
 
 def test_alone_on_the_device_a_model_that_routes_itself_is_near_the_fraction(tmp_path, capsys):
     asked = ["--mode", "decode", "--apart", "--own-routes", "--fractions", "0.5,0.25", "--steps", "40"]
-    code, (baseline, half, quarter, *all_keys) = run(
-        tmp_path / "own.csv", *asked, "--only", "routed", "routed-all-keys"
-    )
+    only = ["--only", "routed", "routed-all-keys"]
+    code, (baseline, half, quarter, *all_keys) = run(tmp_path / "own.csv", *asked, *only)
     assert code == 0
     assert float(half["chosen"]) == pytest.approx(0.5, abs=0.12)
     assert float(quarter["chosen"]) == pytest.approx(0.25, abs=0.12)
@@ -162,9 +160,8 @@ def test_forced_routes_still_pay_for_the_entropy():
     routes = models.exact_routes(2, 32, 8, model.routed_layers, "cpu")
     _, read = model(IDS_BT, IDS_BT, routes)
     trace = model.language.model(IDS_BT, forced_routes=routes, output_routing=True).routing
-    torch.testing.assert_close(
-        read, torch.stack([trace.layers[i].entropy_BT.mean() for i in model.routed_layers]).mean()
-    )
+    wanted = torch.stack([trace.layers[i].entropy_BT.mean() for i in model.routed_layers]).mean()
+    torch.testing.assert_close(read, wanted)
 
 
 def lively(name, execution="sparse"):
@@ -179,9 +176,8 @@ def test_of_a_peer_only_the_capacity_runs_and_every_parameter_learns(name):
     """The packed attention gets exactly f·T tokens of each row; tokens that skip a block are left alone."""
     (model, routes), sizes, seen = lively(name), [], {}
     assert all((choice_BT.sum(1) == 8).all() for choice_BT in routes.values())
-    assert torch.equal(routes[2], models.exact_routes(2, 32, 8, [2], "cpu")[2]) and not torch.equal(
-        routes[1], routes[2]
-    )
+    assert torch.equal(routes[2], models.exact_routes(2, 32, 8, [2], "cpu")[2])
+    assert not torch.equal(routes[1], routes[2])
     layer = model.layers[1]
     inner = layer.block.operators["attention"] if name == "mod" else layer.query_key
     inner.register_forward_pre_hook(lambda _, inputs: sizes.append(tuple(inputs[0].shape)))
@@ -211,12 +207,10 @@ def test_causality_of_the_peers(name, forced, causal, execution):
 
 def test_bounds_of_the_peers_count_what_they_run():
     """With every token attending both are the baseline and a router; fewer tokens cost less."""
-    baseline, every = (
-        contenders.REGISTRY["baseline"].build(SETTING, "dense", False).work(SETTING),
-        replace(SETTING, fraction=1.0),
-    )
+    baseline = contenders.REGISTRY["baseline"].build(SETTING, "dense", False).work(SETTING)
     for kind in STYLES.values():
-        full, some = (peers.PeerModel(kind, setting, "sparse").work(setting) for setting in (every, SETTING))
+        settings = replace(SETTING, fraction=1.0), SETTING
+        full, some = (peers.PeerModel(kind, setting, "sparse").work(setting) for setting in settings)
         assert full.logits == baseline.logits and 0 <= full.layers / baseline.layers - 1 < 0.01
         assert some.layers < baseline.layers
 

@@ -41,8 +41,7 @@ def test_a_row_sees_its_entries_and_itself(shape, implementation):
     out = decode_attention(q, k, v, *stored, length_B, takes_part_B, implementation)
     for row, length in enumerate(shape[0]):
         if not takes_part_B[row]:
-            assert (out[row] == 0).all()
-            assert length_B[row] == length
+            assert (out[row] == 0).all() and length_B[row] == length
             for part, old in zip(stored, before, strict=True):
                 assert torch.equal(part[row].nan_to_num(), old[row].nan_to_num())
             continue
@@ -51,9 +50,9 @@ def test_a_row_sees_its_entries_and_itself(shape, implementation):
         expected = F.scaled_dot_product_attention(q[row, :, None], keys, values)[:, 0]
         agree([out[row]], [expected])
         assert length_B[row] == length + 1
-        assert torch.equal(stored[0][row, :, : length + 1], keys)
-        assert torch.equal(stored[1][row, :, : length + 1], values)
-        assert torch.equal(stored[0][row, :, length + 1 :].nan_to_num(), before[0][row, :, length + 1 :].nan_to_num())
+        for part, old, wanted in zip(stored, before, (keys, values), strict=True):
+            assert torch.equal(part[row, :, : length + 1], wanted)
+            assert torch.equal(part[row, :, length + 1 :].nan_to_num(), old[row, :, length + 1 :].nan_to_num())
 
 
 @implementations("torch")

@@ -18,17 +18,12 @@ def integers(keys, *salts, dtype=torch.int64):
     return (number.double() * 2**24).long().tolist()
 
 
-@pytest.mark.parametrize(
-    ("salts", "expected"),
-    [
-        ((), [0, 5328424, 3208387, 13906885, 8515951]),
-        ((0, 1), [8050660, 15856176, 11651229, 101529, 6373384]),
-        ((1, 0), [852637, 371468, 8707916, 12077948, 3543892]),
-    ],
-)
-def test_known_values(salts, expected):
+def test_known_values():
     # Recorded: another value would silently change every random-routing experiment.
-    assert integers([0, 1, 2, 50256, -1], *salts) == expected
+    keys = [0, 1, 2, 50256, -1]
+    assert integers(keys) == [0, 5328424, 3208387, 13906885, 8515951]
+    assert integers(keys, 0, 1) == [8050660, 15856176, 11651229, 101529, 6373384]
+    assert integers(keys, 1, 0) == [852637, 371468, 8707916, 12077948, 3543892]
 
 
 def murmur_finaliser(h):
@@ -38,10 +33,7 @@ def murmur_finaliser(h):
 
 
 @PROPERTY
-@given(
-    keys=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20),
-    salts=st.lists(st.integers(-(2**31), 2**40), max_size=3),
-)
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20), st.lists(st.integers(-(2**31), 2**40)))
 def test_equals_the_definition_in_python_integers(keys, salts):
     expected = []
     for key in keys:

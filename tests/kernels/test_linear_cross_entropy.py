@@ -39,9 +39,8 @@ def test_value_and_gradients_are_cross_entropys(shape, ignore_index, reduction, 
     states, weight, targets = example(*shape)
     targets[4:8] = ignore_index  # a whole chunk
     options = {"reduction": reduction, "ignore_index": ignore_index}
-    loss = linear_cross_entropy(
-        states, weight, targets, chunk_rows=chunk_rows, implementation=implementation, **options
-    )
+    how = {"chunk_rows": chunk_rows, "implementation": implementation}
+    loss = linear_cross_entropy(states, weight, targets, **how, **options)
     (loss * -1.7).backward()
     found = loss, states.grad, weight.grad
     assert {x.dtype for x in found} == {torch.float32}
@@ -145,15 +144,11 @@ def test_what_needs_no_gradient_costs_no_product(needs, products):
     assert counter.get_total_flops() == 2 * 12 * 8 * 20
 
 
-def test_a_second_derivative_is_refused():
-    states, weight, targets = example(5, 3, 7)
-    factor = torch.ones((), requires_grad=True)
-    first = torch.autograd.grad(factor * linear_cross_entropy(states, weight, targets), states, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
-
-
-def test_opcheck():
+def test_what_it_is_registered_as():
+    """The fake's shapes and its gradients; wrong options are named."""
+    for options in ({"reduction": "max"}, {"implementation": "cuda"}, {"chunk_rows": 0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            linear_cross_entropy(*example(2, 2, 2), **options)
     for needs in ((True, True), (True, False), (False, False)):
         states, weight, targets = example(6, 4, 10, ignored=[2])
         inputs = states.requires_grad_(needs[0]), weight.requires_grad_(needs[1]), targets, -100, 4, *needs, "auto"
@@ -192,9 +187,3 @@ def test_nothing_is_larger_than_a_chunk_of_logits_and_every_place_is_written():
     with Largest() as largest:
         outputs = run_in_chunks(states, weight, targets, -100, 8, True, True, "torch")
     assert largest.elements == 8 * 64 and all(output.isfinite().all() for output in outputs)
-
-
-@pytest.mark.parametrize("options", [{"reduction": "max"}, {"implementation": "cuda"}, {"chunk_rows": 0}], ids=str)
-def test_wrong_options_are_named(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        linear_cross_entropy(*example(2, 2, 2), **options)

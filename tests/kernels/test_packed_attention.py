@@ -140,27 +140,26 @@ def test_autocast_gives_its_dtype_and_fp32_gradients():
     torch.testing.assert_close(out, prefix_attention(*(x.bfloat16() for x in inputs), *layout), rtol=2**-7, atol=2**-7)
 
 
-def test_a_second_derivative_is_refused():
-    inputs, grad, layout = example([4], [3], "all")
+def test_what_it_is_registered_as():
+    """The fake's shapes, gradients that are taken once, FLOPs bounded by dense causal attention, what it refuses."""
+    inputs, grad, layout = example([5, 0, 4], [2, 0, 3], "all")
+    for implementation in ("torch", "rows"):
+        torch.library.opcheck(packed_attention_forward, (*inputs, *layout, implementation))
     first = torch.autograd.grad(prefix_attention(*inputs, *layout), inputs, grad.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first[0].sum().backward()
-
-
-def test_flops_are_bounded_by_dense_causal_attention():
-    heads, d = 2, 4
     for chosen, bound in (([6, 6, 6], 3 * 6 * 7 // 2), ([1, 0, 2], 3 * 6)):
-        inputs, grad, layout = example([6, 6, 6], chosen, "all", heads, d)
+        inputs, grad, layout = example([6, 6, 6], chosen, "all", heads=2, d=4)
         with FlopCounterMode(display=False) as counter:
             prefix_attention(*inputs, *layout).backward(grad)
-        assert counter.get_total_flops() == (4 + 10) * heads * d * bound
-        assert int(layout[2].sum()) <= bound
-
-
-def test_opcheck():
-    inputs, _, layout = example([5, 0, 4], [2, 0, 3], "all")
-    for implementation in ("torch", "rows"):
-        torch.library.opcheck(packed_attention_forward, (*inputs, *layout, implementation))
+        assert counter.get_total_flops() == (4 + 10) * 2 * 4 * bound and int(layout[2].sum()) <= bound
+    x = torch.zeros(1, 2, 4)
+    for k, v, max_keys, implementation, message in (
+        (x, x, 0, "auto", "max_keys"), (x, x, 1, "cuda", "implementation must be"),
+        (x[:, :1], x, 1, "auto", "got"), (x, x.bfloat16(), 1, "auto", "dtype"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            prefix_attention(x, k, v, *[offsets([1])] * 4, max_keys, implementation=implementation)
 
 
 @two_keys
@@ -174,13 +173,3 @@ def test_one_graph_for_every_split(keys):
             found = with_gradients(inputs, grad / 2, layout, compiled)
         expected = truth(inputs, grad, layout)
         agree(found, [2 * expected[0], *expected[1:]])
-
-
-def test_wrong_arguments_are_named():
-    x = torch.zeros(1, 2, 4)
-    for k, v, max_keys, implementation, message in (
-        (x, x, 0, "auto", "max_keys"), (x, x, 1, "cuda", "implementation must be"),
-        (x[:, :1], x, 1, "auto", "got"), (x, x.bfloat16(), 1, "auto", "dtype"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            prefix_attention(x, k, v, *[offsets([1])] * 4, max_keys, implementation=implementation)

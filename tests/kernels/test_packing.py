@@ -48,16 +48,12 @@ def test_a_packing_says_where_everything_went(bits):
     assert packing.before_N.view(3, 4).tolist() == before
 
 
-def test_there_and_back():
-    packing, _ = choose()
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_there_and_back_and_a_linear_map_of_the_rows_in_use(with_bias):
+    packing, used = choose()
     x, other = draw(75, 3), draw(75, 3)
     expected = torch.where(packing.chosen_N[:, None], 2 * x, other)
     same([unpack(2 * pack(x, packing), other, packing)], [expected], [x, other])
-
-
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_a_linear_map_of_the_rows_in_use(with_bias):
-    packing, used = choose()
     inputs = [draw(75, 3, used=used), draw(5, 3), draw(5)][: 2 + with_bias]
     found = packed_linear(*inputs[:2], inputs[2] if with_bias else None, packing)[:used]
     same([found], [F.linear(inputs[0][:used], *inputs[1:])], inputs, used)

@@ -36,10 +36,8 @@ def test_errors_count_clusters():
 
 def measure(states_ND, null, token_N=None):
     each = np.arange(len(states_ND)) if token_N is None else token_N
-    return {
-        b.name: measures.whiteness(b.name, b.entropy(states_ND), null, each, 0.0)
-        for b in measures.model_bases("dct", WIDTH)
-    }
+    bases = {basis.name: basis.entropy(states_ND) for basis in measures.model_bases("dct", WIDTH)}
+    return {name: measures.whiteness(name, entropy, null, each, 0.0) for name, entropy in bases.items()}
 
 
 def test_white_noise_looks_white_and_a_smooth_signal_does_not_in_the_dct_alone():
@@ -70,24 +68,18 @@ def test_the_null_and_repeated_tokens():
     assert [(basis.eps, basis.dc_weight) for basis in own] == [(1e-8, 2.0), (1e-8, 1.0), (1e-8, 1.0)]
 
 
-def test_a_planted_dependence_is_found():
-    """A binary channel that errs with probability 0.11 carries 1 − h(0.11) = 0.50 bits."""
+def test_planted_independent_and_deciding_labels():
+    """A binary channel that errs with probability 0.11 carries 1 − h(0.11) = 0.50 bits; the bias of counting is
+    (R − 1)(L − 1) / (2 N ln 2) bits to first order."""
     labels = integers(2, 0)
     errs = np.random.default_rng(1).random(len(labels)) < 0.11
     truth = 1 + 0.11 * math.log2(0.11) + 0.89 * math.log2(0.89)
     found = measures.mutual_information(labels ^ errs, labels, 20, 0)
     assert found.bits == pytest.approx(truth, abs=0.02)  # four standard errors: 0.0022 · log2(0.89 / 0.11) each
     assert found.route_bits == pytest.approx(1, abs=0.001)
-
-
-def test_independent_labels_leave_only_the_bias():
-    """The bias of counting is (R − 1)(L − 1) / (2 N ln 2) bits to first order."""
     found = measures.mutual_information(integers(2, 2), integers(40, 3), 50, 0)
     assert found.chance == pytest.approx(39 / (2 * 20_000 * math.log(2)), rel=0.15)
     assert abs(found.bits - found.chance) < 4 * found.chance_deviation and abs(found.adjusted) < 0.002
-
-
-def test_labels_that_decide_the_route_have_all_of_it():
     labels = integers(3000, 4)
     found = measures.mutual_information(labels % 2, labels, 20, 0)
     assert found.adjusted == pytest.approx(1.0) and found.bits == pytest.approx(found.route_bits)
@@ -140,23 +132,20 @@ def test_the_dct_is_nearly_the_klt_of_a_stationary_signal_and_nowhere_else():
 
 def test_shares_bins_and_the_fit_by_the_definition():
     states, basis = rotated() + 3.0, measures.model_bases("dct", WIDTH)[2]
-    for token, first, largest in zip(
-        states[:6], *measures.energy_shares(states[:6], basis.transform, [4])[4], strict=True
-    ):
+    shares = measures.energy_shares(states[:6], basis.transform, [4])[4]
+    for token, first, largest in zip(states[:6], *shares, strict=True):
         energy = [float(row @ token) ** 2 for row in basis.transform.whole_DD]
         # Sums of squares in fp32, in another order.
         assert float(first) == pytest.approx(sum(energy[:4]) / sum(energy), rel=1e-4)
         assert float(largest) == pytest.approx(sum(sorted(energy)[-4:]) / sum(energy), rel=1e-4)
     rows, bin_N = np.arange(8000) // 10, (np.arange(8000) % 20 == 13) * 2
     found = measures.measure_compaction(states, rows, bin_N, 3, measures.model_bases("dct", WIDTH), gaussian(1, 100))
-    plain, centred = (
-        next(r for r in found if (r.basis, r.k, r.centred) == (measures.KLT, 4, c)) for c in (False, True)
-    )
+    klt = {row.centred: row for row in found if (row.basis, row.k) == (measures.KLT, 4)}
     odd = rows % 2 == 1
     first = measures.energy_shares(measures.unit(states)[odd], measures.klt(measures.unit(states)[~odd]), [4])[4][0]
     kept = [first[bin_N[odd] == n].mean() for n in (0, 2)]
-    assert plain.first == pytest.approx([first.mean(), kept[0], None, kept[1]])
-    assert centred.first[0] < plain.first[0]  # the mean is most of the energy here
+    assert klt[False].first == pytest.approx([first.mean(), kept[0], None, kept[1]])
+    assert klt[True].first[0] < klt[False].first[0]  # the mean is most of the energy here
 
 
 def words(seed, shift, repeats=40):
@@ -179,7 +168,7 @@ def test_a_planted_difference_of_words_and_its_error():
     assert stated == pytest.approx((2 / 60) ** 0.5, rel=0.1)
 
 
-def test_a_planted_benefit_is_found_by_bin():
+def test_a_planted_benefit_is_found_by_bin_and_layers_are_joined_by_rank():
     """Attention's benefit is 0 below H = 0.5 and 1 above, with noise."""
     generator, flips = np.random.default_rng(0), []
     for number in range(400):
@@ -197,10 +186,7 @@ def test_a_planted_benefit_is_found_by_bin():
     assert worth.spearman > 0.6 and worth.correlation_error == pytest.approx(0.05, abs=0.001)
     assert Mean.of([], "own") == Mean(0, None, None)
     assert Mean.of([Flip(1, 7, 0, 0.5, True, own, 0) for own in (2.0, 4.0)], "own") == Mean(2, 3.0, None)
-
-
-def test_layers_are_joined_by_rank():
-    """Two layers with entropies far apart: the benefit follows the rank in each, so it does in both together."""
+    # Two layers with entropies far apart: the benefit follows the rank in each, so it does in both together.
     entropies = {1: np.linspace(0.80, 0.84, 400), 2: np.linspace(0.95, 0.99, 400)}
     places = [(layer, row) for layer in (1, 2) for row in range(40)]
     flips = [Flip(n, row, 0, float(entropies[n][10 * row + 5]), True, row / 40, 0.0) for n, row in places]

@@ -10,18 +10,8 @@ from typer.testing import CliRunner
 
 from chiar.errors import InputError
 from chiar.kernels.basis import dct_matrix
-from research.theorem import (
-    BASES,
-    DCT,
-    IDENTITY,
-    KLT,
-    RANDOM,
-    SHUFFLED,
-    app,
-    autoregression,
-    check_theorem,
-    draw_theorem,
-)
+from research import theorem
+from research.theorem import DCT, IDENTITY, KLT, RANDOM, SHUFFLED, autoregression, check_theorem
 
 
 def checks_of(width, rho):
@@ -37,7 +27,7 @@ def test_the_klt_has_the_gain_its_determinant_gives(width, rho):
     assert found[DCT].gain_db <= exact + 1e-9 and found[IDENTITY].gain_db == pytest.approx(0, abs=1e-9)
 
 
-def test_the_dct_at_the_textbook_point_and_for_two_features():
+def test_the_dct_at_the_textbook_point_for_two_features_and_with_width():
     """D = 8, ρ = 0.95: 8.826 dB against the KLT's 8.846, as books on transform coding print."""
     found = checks_of(8, 0.95)
     assert (found[DCT].gain_db, found[KLT].gain_db) == pytest.approx((8.8259, 8.8462), abs=5e-5)
@@ -46,10 +36,7 @@ def test_the_dct_at_the_textbook_point_and_for_two_features():
         assert found[name].gain_db == pytest.approx(-5 * math.log10(1 - 0.36), abs=1e-9)
         assert found[name].first_share == pytest.approx(0.8)
     assert found[IDENTITY].correlation == pytest.approx(2 * 0.36 / (2 + 2 * 0.36))
-
-
-def test_the_dct_approaches_the_klt_with_width_and_shuffling_ends_it():
-    ordered, shuffled = [], []
+    ordered, shuffled = [], []  # the DCT approaches the KLT with width, and shuffling ends it
     for width in (16, 64, 256):
         found = checks_of(width, 0.9)
         ordered.append(found[KLT].gain_db - found[DCT].gain_db)
@@ -60,38 +47,34 @@ def test_the_dct_approaches_the_klt_with_width_and_shuffling_ends_it():
     assert 0 < ordered[2] < ordered[1] < ordered[0] < 0.05
     assert shuffled[2] < 0.1 < shuffled[1] < shuffled[0]
     # Entropy is low only where the basis fits the order.
-    assert (
-        found[DCT].entropy_effect < -20 < -4 < found[SHUFFLED].entropy_effect
-        and abs(found[RANDOM].entropy_effect) < 0.5
-    )
+    dct, shuffled, random = (found[name].entropy_effect for name in (DCT, SHUFFLED, RANDOM))
+    assert dct < -20 < -4 < shuffled and abs(random) < 0.5
 
 
-def test_over_all_orders_the_dct_keeps_the_mean_of_the_features_only():
+def test_over_all_orders_the_dct_keeps_the_mean_of_the_features_only_and_white_features_nothing():
     """The mean of P R Pᵀ over all permutations P has 1 on the diagonal and m, the mean correlation, beside it: the
     constant vector gets 1 + (D − 1) m of the variance, every other DCT vector 1 − m."""
     covariance, dct = autoregression(4, 0.8), dct_matrix(4)
     m = (6 * 0.8 + 4 * 0.64 + 2 * 0.512) / 12
     seen = [dct[:, list(order)] @ covariance @ dct[:, list(order)].T for order in itertools.permutations(range(4))]
     assert torch.stack(seen).mean(0).diagonal().tolist() == pytest.approx([1 + 3 * m, 1 - m, 1 - m, 1 - m])
-
-
-def test_white_features_leave_nothing_to_gain():
-    for check in checks_of(32, 0.0).values():
+    for check in checks_of(32, 0.0).values():  # white features leave nothing to gain
         assert check.gain_db == pytest.approx(0, abs=1e-9) and check.first_share == pytest.approx(1 / 8)
         assert abs(check.entropy_effect) < 0.25  # of 256 draws: their mean is within 4 standard errors
 
 
 def test_the_command(tmp_path):
     def run(*arguments):
-        return CliRunner().invoke(app, ["--width", "4,8", "--rho", "0.5,0.9", "--shuffles", "2", *map(str, arguments)])
+        options = ["--width", "4,8", "--rho", "0.5,0.9", "--shuffles", "2", *map(str, arguments)]
+        return CliRunner().invoke(theorem.app, options)
 
     result = run("--json", tmp_path / "t.json", "--out", tmp_path / "t.svg")
     assert result.exit_code == 0 and "DCT, features shuffled" in result.output and (tmp_path / "t.svg").is_file()
     stored = json.loads((tmp_path / "t.json").read_text())
-    assert [(check["rho"], check["width"], check["basis"]) for check in stored["checks"]] == [
-        (rho, width, basis) for rho in (0.5, 0.9) for width in (4, 8) for basis in BASES
-    ]
-    assert sum(len(axes.lines) for axes in draw_theorem(check_theorem([4, 8], [0.5, 0.9])).axes) == 2 * 2 * len(BASES)
+    found = [(check["rho"], check["width"], check["basis"]) for check in stored["checks"]]
+    assert found == list(itertools.product((0.5, 0.9), (4, 8), theorem.BASES))
+    drawn = theorem.draw_theorem(check_theorem([4, 8], [0.5, 0.9]))
+    assert sum(len(axes.lines) for axes in drawn.axes) == 2 * 2 * len(theorem.BASES)
     assert json.loads(run("--json", "-").output) == stored
     for arguments, sentence in (
         (("--out", tmp_path / "t.svg"), "exists already"),

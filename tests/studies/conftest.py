@@ -15,28 +15,12 @@ tokens = 390
 test_rows = 8
 seeds = [0, 1]
 config = { hidden_size = 16, meta_router = false, layer_types = ["routed", "routed", "attention"] }
-[settings]
-length = 16
-batch = 4
-micro_batch = 2
-learning_rate = 0.01
-warmup = 1
-precision = "fp32"
-compile = false
-evaluate_every = 2
-evaluate_rows = 4
-save_every = 1
-[variants.dense]
-role = "control"
-config = { layer_types = ["attention", "attention", "attention"] }
-[variants.hash]
-role = "control"
-title = "random hash"
-config = { router = "random", random_fraction = 0.25 }
-[variants.learned]
-role = "candidate"
-seeds = [1]
-config = { router = "learned", routing = "hard", light_ffn = false }
+settings = { length = 16, batch = 4, micro_batch = 2, learning_rate = 0.01, warmup = 1, precision = "fp32", \
+compile = false, evaluate_every = 2, evaluate_rows = 4, save_every = 1 }
+[variants]
+dense = { role = "control", config = { layer_types = ["attention", "attention", "attention"] } }
+hash = { role = "control", title = "random hash", config = { router = "random", random_fraction = 0.25 } }
+learned = { role = "candidate", seeds = [1], config = { router = "learned", routing = "hard", light_ffn = false } }
 """
 
 

@@ -56,10 +56,7 @@ TABLES = {
     "table1": ([(45.78, 44.63), (46.75, 45.62), (46.86, 45.67), (49.62, 48.34), (49.70, 48.45)], 36_124, 500, 10),
     "table2": ([(23.73, 23.58), (27.75, 27.51), (28.81, 28.56)], 18_062, 1000, 5),
 }
-PARAMETERS = {
-    "table1": [16_025_344, 15_765_257, 15_765_257, 15_764_225, 15_764_225],
-    "table2": [404_159_488, 400_043_009, 400_043_009],
-}
+PARAMETERS = {"table1": [16_025_344, *[15_765_257] * 2, *[15_764_225] * 2], "table2": [404_159_488, *[400_043_009] * 2]}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -83,65 +80,50 @@ def test_the_papers_tables_have_its_numbers_models_and_schedule(name, corpus, li
         assert {key for key in ours if default[key] != ours[key]} <= {"router", "routing", "collapse_regulariser"}
 
 
-@pytest.mark.parametrize(
-    ("replaced", "message"),
-    [
-        (("tokens = 390", "token = 390"), "unknown field of study 'token'. Did you mean 'tokens'?"),
-        (("tokens = 390", ""), "how long runs train: epochs or tokens"),
-        (("tokens = 390", 'tokens = "all"'), "tokens of study must be int | None, got 'all'"),
-        (('baseline = "dense"', 'baseline = "learned"'), "unknown control as baseline 'learned'"),
-        (('role = "candidate"', 'role = "winner"'), "unknown role of variant learned 'winner'"),
-        (("seeds = [1]", "seeds = [-1]"), "seeds must not be negative"),
-        (("seeds = [1]", 'seeds = ["a"]'), "seeds of variant learned must be list[int] | None"),
-        (("seeds = [1]", "settings = { batch = 2 }"), "variant learned cannot set batch"),
-        (("seeds = [1]", "first = true"), "unknown field of variant learned 'first'"),
-        (("seeds = [1]", 'after = { weights = "lerned" }'), "unknown variant before learned 'lerned'"),
-        (("seeds = [1]", "paper = { tests = 3.0 }"), "'tests'. Did you mean 'test'?"),
-        (("[variants.learned]", '[variants."a/b"]'), "becomes a folder"),
-        (("seeds = [1]", "seeds ="), "is not TOML"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_bad_file_gets_one_sentence(toml, replaced, message):
-    path = toml(replaced)
-    code, output = run("study", "show", path)
-    assert code == 2
-    assert message in output and str(path) in output
-    assert "\n" not in output.strip()
+FILES = [
+    ("tokens = 390", "token = 390", "unknown field of study 'token'. Did you mean 'tokens'?"),
+    ("tokens = 390", "", "how long runs train: epochs or tokens"),
+    ("tokens = 390", 'tokens = "all"', "tokens of study must be int | None, got 'all'"),
+    ("tokens = 390", "tokens = 0", "must be positive"),
+    ('baseline = "dense"', 'baseline = "learned"', "unknown control as baseline 'learned'"),
+    ('role = "candidate"', 'role = "winner"', "unknown role of variant learned 'winner'"),
+    ("seeds = [1]", "seeds = [-1]", "seeds must not be negative"),
+    ("seeds = [1]", 'seeds = ["a"]', "seeds of variant learned must be list[int] | None"),
+    ("seeds = [1]", "settings = { batch = 2 }", "variant learned cannot set batch"),
+    ("seeds = [1]", "first = true", "unknown field of variant learned 'first'"),
+    ("seeds = [1]", 'after = { weights = "lerned" }', "unknown variant before learned 'lerned'"),
+    ("seeds = [1]", "paper = { tests = 3.0 }", "'tests'. Did you mean 'test'?"),
+    ("learned = {", '"a/b" = {', "becomes a folder"),
+    ("seeds = [1]", "seeds =", "is not TOML"),
+    ("length = 16", "length = 16, steps = 3", "the study cannot set steps"),
+]
+PLANS = [
+    ("seeds = [1]", "settings = { recalibrate_every = 2 }", "variant learned: recalibrate_every needs"),
+    ("seeds = [1]", "settings = { ratee = 2 }", "variant learned: unknown training setting 'ratee'"),
+    ("tokens = 390", "tokens = 39", "39 tokens is less than one step of 4 × 16 tokens"),
+    ('router = "learned"', 'own_ffn = true, router = "learned"', "commit bde4d4f runs it"),
+    ('router = "learned"', "operators = ['skip', 'attention']", "variant learned: the operator 'skip' is gone"),
+    ("micro_batch = 2", "micro_bath = 2", "Did you mean 'micro_batch'?"),
+    ("micro_batch = 2", "micro_batch = 3", "does not divide into micro-batches of 3"),
+]
 
 
-@pytest.mark.parametrize(
-    ("replaced", "more", "message"),
-    [
-        (("seeds = [1]", "settings = { recalibrate_every = 2 }"), [], "variant learned: recalibrate_every needs"),
-        (("seeds = [1]", "settings = { ratee = 2 }"), [], "variant learned: unknown training setting 'ratee'"),
-        (("tokens = 390", "tokens = 39"), [], "39 tokens is less than one step of 4 × 16 tokens"),
-        (('router = "learned"', 'own_ffn = true, router = "learned"'), [], "commit bde4d4f runs it"),
-        (
-            ('router = "learned"', "operators = ['skip', 'attention']"),
-            [],
-            "variant learned: the operator 'skip' is gone",
-        ),
-        ((), ["--only", "lerned"], "unknown variant 'lerned'. Did you mean 'learned'?"),
-        (("length = 16", "length = 16\nsteps = 3"), [], "the study cannot set steps"),
-        (("micro_batch = 2", "micro_bath = 2"), [], "Did you mean 'micro_batch'?"),
-        (("micro_batch = 2", "micro_batch = 3"), [], "does not divide into micro-batches of 3"),
-        (("tokens = 390", "tokens = 0"), [], "must be positive"),
-        ((), ["--seeds", "0,x"], "--seeds takes numbers"),
-        ((), ["--data", "CORPUS"], "give --data once, not 2 times"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_cannot_be_trained_is_refused_before_anything_is_written(toml, corpus, tmp_path, replaced, more, message):
-    path = toml(*([replaced] if replaced else []))
-    more = [corpus if part == "CORPUS" else part for part in more]
-    code, output = run("study", "run", path, "--data", corpus, "--out", tmp_path / "out", *more)
-    assert code == 2
-    assert message in output
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize(("before", "after", "message"), FILES + PLANS)
+def test_what_is_wrong_is_one_sentence_before_anything_is_written(toml, corpus, tmp_path, before, after, message):
+    path = toml((before, after))
+    code, output = run("study", "run", path, "--data", corpus, "--out", tmp_path / "out")
+    assert code == 2 and message in output and "\n" not in output.strip()
+    assert ((before, after, message) in PLANS or str(path) in output) and not (tmp_path / "out").exists()
 
 
-def test_studies_and_data_that_do_not_fit(corpus, listops, tmp_path):
+def test_studies_and_data_that_do_not_fit(toml, corpus, listops, tmp_path):
+    for more, message in (
+        (["--only", "lerned"], "unknown variant 'lerned'. Did you mean 'learned'?"),
+        (["--seeds", "0,x"], "--seeds takes numbers"),
+        (["--data", corpus], "give --data once, not 2 times"),
+    ):
+        code, output = run("study", "run", toml(), "--data", corpus, "--out", tmp_path / "out", *more)
+        assert code == 2 and message in output and not (tmp_path / "out").exists()
     assert "unknown study 'routers40'. Did you mean 'routers40m'?" in run("study", "show", "routers40")[1]
     assert "there is no file" in run("study", "show", tmp_path / "none.toml")[1]
     assert "is not a study" in run("study", "table", tmp_path)[1]

@@ -23,11 +23,9 @@ def linear_cross_entropy(
     states_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, ignore_index: int = -100, reduction: str = "mean",
     chunk_rows: int = CHUNK_ROWS, implementation: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """F.cross_entropy(states @ weight.T, targets), in fp32 (float64 for float64 states), in little memory.
-
-    Products run in the dtype of the states, or in autocast's; softmax, loss and the sum over chunks of the weight's
-    gradient are fp32. Where every target is ignored the mean is 0. "none" gives each row's loss and has no gradient.
-    """
+    """F.cross_entropy(states @ weight.T, targets), in fp32 (float64 for float64 states), in little memory. Products run
+    in the dtype of the states, or autocast's; softmax, loss and the weight's gradient are fp32. Where every target is
+    ignored the mean is 0. "none" gives each row's loss and has no gradient."""
     check_choice("reduction", reduction, ("mean", "sum", "none"))
     check_choice("implementation", implementation, ("auto", "torch", "triton"))
     if chunk_rows < 1:

@@ -33,12 +33,10 @@ def prefix_attention(
     q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, query_rows: Tensor, key_rows: Tensor, limit_N: Tensor,
     skip_M: Tensor, max_keys: int, *, implementation: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """softmax(QKᵀ/√d) V, each query over the first `limit_N` keys of its row; (N, H, d).
-
-    `skip_M` are the queries that do not see a key, int32. No row has more than `max_keys` keys, nor more queries.
-    Padding beyond the last offset, NaN or not, has a limit of 0; a query that sees no key gives zeros and gets zero
-    gradients. Sums are fp32. "auto" is Triton on CUDA and "rows", one row after another, on the CPU.
-    """
+    """softmax(QKᵀ/√d) V, each query over the first `limit_N` keys of its row; (N, H, d). `skip_M` are the queries that
+    do not see a key, int32. No row has more than `max_keys` keys, nor more queries. Padding beyond the last offset, NaN
+    or not, has a limit of 0; a query that sees no key gives zeros and gets zero gradients. Sums are fp32. "auto" is
+    Triton on CUDA and "rows", one row after another, on the CPU."""
     if max_keys < 1:
         raise ValueError(f"max_keys must be at least 1, got {max_keys}.")
     device = q_NHd.device.type
@@ -82,9 +80,7 @@ def packed_attention_backward(
 
 
 packed_attention_forward.register_fake(lambda q, *_: (q.new_empty(q.shape), log_sums(q)))
-packed_attention_backward.register_fake(
-    lambda grad, *qkv_and_more: tuple(x.new_empty(x.shape) for x in qkv_and_more[:3])
-)
+packed_attention_backward.register_fake(lambda grad, *qkv: tuple(x.new_empty(x.shape) for x in qkv[:3]))
 register_gradient(packed_attention_forward, packed_attention_backward, lambda ins, outs: (*ins[:3], *outs, *ins[3:]))
 
 
@@ -216,11 +212,9 @@ def rotary_attention(
     qkv_P3Hd: Tensor, bias_3Hd: Tensor, rope: tuple[Tensor, Tensor], table_P: Tensor, packing: Packing,
     limit_P: Tensor, max_keys: int,
 ) -> Tensor:  # fmt: skip
-    """Attention of the packed tokens over each other, (P, H, d), after `bias` was added to q, k and v, and RoPE.
-
-    `rope` are cos and sin, (R, d); `table_P` is the row of each token in them. Rows that are not in use are undefined.
-    One operator: left to autograd, three gradients would be stacked and turned back in passes over all P rows.
-    """
+    """Attention of the packed tokens over each other, (P, H, d), after `bias` was added to q, k and v, and RoPE, whose
+    cos and sin are `rope`, (R, d), a token's row in them `table_P`. Rows that are not in use are undefined. One
+    operator: left to autograd, three gradients would be stacked and turned back in passes over all P rows."""
     layout = table_P, packing.rows, packing.count, limit_P, max_keys
     return rotary_attention_forward(qkv_P3Hd, bias_3Hd, *rope, *layout, "auto")[0]
 
@@ -278,12 +272,8 @@ def rotate_into(
     out[:, :2] = turned.to(out.dtype)  # computed whole before it is written: out may be x
 
 
-rotary_attention_forward.register_fake(
-    lambda qkv, *_: (qkv.new_empty(qkv[:, 0].shape), log_sums(qkv), qkv.new_empty(qkv.shape))
-)
-rotary_attention_backward.register_fake(
-    lambda grad, out, log_sum, rotated, bias, *_: (rotated.new_empty(rotated.shape), bias.new_empty(bias.shape))
-)
+rotary_attention_forward.register_fake(lambda x, *_: (x.new_empty(x[:, 0].shape), log_sums(x), x.new_empty(x.shape)))
+rotary_attention_backward.register_fake(lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[3:5]))
 register_gradient(rotary_attention_forward, rotary_attention_backward, lambda ins, outs: (*outs, *ins[1:]))
 # At most: every token attends to half of `max_keys` tokens.
 register_flop_formula(torch.ops.chiar.rotary_attention)(lambda qkv, *a, **_: 2 * math.prod(qkv) // 3 * a[7])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from chiar.kernels.packing import Packing, accumulation_dtype, product_dtype, register_gradient, row_kernels, row_sum
 
+Two = tuple[Tensor, Tensor]
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -17,9 +18,7 @@ def packed_norm(
     add_bias_D: Tensor | None = None, implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """u and h, packed; rows that are not in use are undefined. Without `add` u is empty: nobody needs a copy of x.
-
-    `norm` is an nn.RMSNorm, an nn.LayerNorm or None. h has autocast's dtype where that is on: a product reads it.
-    """
+    `norm` is an nn.RMSNorm, an nn.LayerNorm or None. h has autocast's dtype where that is on: a product reads it."""
     options: tuple[Any, ...] = "none", 0.0
     if isinstance(norm, nn.RMSNorm):
         options = "rms", torch.finfo(x_ND.dtype).eps if norm.eps is None else norm.eps
@@ -55,9 +54,8 @@ class PackedNorm(torch.autograd.Function):
         read, token_P, place_N, chosen_N, count, weight_D, bias_D, add_bias_D, *scales = context.saved_tensors
         added, (du_PD, dh_PD) = context.added is not None, grads
         saved = du_PD if added else None, read, None if added else token_P, count, weight_D, *scales
-        dx_PD, dadd_PD, dweight_D, dbias_D = packed_norm_backward(
-            dh_PD, *saved, context.kind, context.added, context.implementation
-        )
+        options = context.kind, context.added, context.implementation
+        dx_PD, dadd_PD, dweight_D, dbias_D = packed_norm_backward(dh_PD, *saved, *options)
         dx_ND = torch.where(chosen_N[:, None], dx_PD[place_N], 0.0)
         dweight_D = None if weight_D is None else dweight_D.to(weight_D.dtype)
         dbias_D = None if bias_D is None else dbias_D.to(bias_D.dtype)
@@ -172,9 +170,8 @@ class UnpackSum(torch.autograd.Function):
     def backward(context: Any, *grads: Tensor) -> Any:
         token_P, chosen_N, count = context.saved_tensors
         (grad_ND,), (u_dtype, more_dtype, bias_dtype) = grads, context.dtypes
-        du_PD, dmore_PD, _, _ = packed_norm_forward(
-            grad_ND, token_P, count, None, None, None, None, "none", 0.0, more_dtype, True, context.implementation
-        )
+        options = "none", 0.0, more_dtype, True, context.implementation
+        du_PD, dmore_PD, _, _ = packed_norm_forward(grad_ND, token_P, count, None, None, None, None, *options)
         dbias_D = row_sum(dmore_PD, count, context.implementation)
         dother_ND = torch.where(chosen_N[:, None], 0.0, grad_ND)
         return du_PD.to(u_dtype), dmore_PD, dbias_D.to(bias_dtype), dother_ND, *(None,) * 5
@@ -195,9 +192,7 @@ def packed_gelu_forward(x_PK: Tensor, bias_K: Tensor, count: Tensor, implementat
 
 
 @torch.library.custom_op("chiar::packed_gelu_backward", mutates_args=())
-def packed_gelu_backward(
-    grad_PK: Tensor, x_PK: Tensor, bias_K: Tensor, count: Tensor, implementation: str
-) -> tuple[Tensor, Tensor]:
+def packed_gelu_backward(grad_PK: Tensor, x_PK: Tensor, bias_K: Tensor, count: Tensor, implementation: str) -> Two:
     """The gradients of x, undefined beyond `count`, and of b."""
     if kernels := row_kernels(x_PK, implementation):
         return kernels.launch_gelu(grad_PK.contiguous(), x_PK.contiguous(), bias_K, count)

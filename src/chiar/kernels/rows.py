@@ -22,8 +22,6 @@ class Reorder(torch.autograd.Function):
 
 
 class Take(torch.autograd.Function):
-    """x[places]; no place comes twice."""
-
     @staticmethod
     def forward(context: Any, x_ND: Tensor, place_P: Tensor) -> Tensor:
         context.save_for_backward(place_P)
@@ -37,6 +35,7 @@ class Take(torch.autograd.Function):
 
 
 def take(x_ND: Tensor, place_P: Tensor) -> Tensor:
+    """x[places]; no place comes twice."""
     return Take.apply(x_ND, place_P)
 
 

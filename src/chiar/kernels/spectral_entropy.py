@@ -9,12 +9,10 @@ from chiar.kernels.transform import Transform
 
 
 def spectral_entropy(x: Tensor, transform: Transform, eps: float = 0.0, dc_weight: float = 1.0) -> Tensor:
-    """Over the last axis, with x̂ = C x: Eq. 1, p_i = x̂_i² / Σ x̂_j², and Eq. 2, H(x) = −Σ p_i log p_i / log D.
-
-    With eps = 0 each row is first divided by its largest |x|, so that nothing over- or underflows and only the zero
-    vector is special (H = 0); H log D = log S − Σ y² log y² / S with S = Σ y². With eps > 0, the paper's form, it is
-    added to S and inside the logarithm. `dc_weight` multiplies the energy of the first basis vector.
-    """
+    """Over the last axis, with x̂ = C x: Eq. 1, p_i = x̂_i² / Σ x̂_j², and Eq. 2, H(x) = −Σ p_i log p_i / log D. With
+    eps = 0 rows are first divided by their largest |x|, so that nothing over- or underflows and only the zero vector is
+    special (H = 0); H log D = log S − Σ y² log y² / S with S = Σ y². With eps > 0, the paper's form, it is added to S
+    and inside the logarithm. `dc_weight` multiplies the energy of the first basis vector."""
     x = x if x.dtype == torch.float64 else x.float()
     with torch.autocast(x.device.type, enabled=False):
         if eps == 0.0:

@@ -7,6 +7,8 @@ from torch import Tensor
 from chiar.kernels.basis import dct_matrix
 from chiar.kernels.packing import register_gradient, row_kernels
 
+Two = tuple[Tensor, Tensor]
+
 
 def temporal_basis(window: int, coefficients: int) -> Tensor:
     """The first K DCT-II functions along the window, (W, K) in float64; row j belongs to the token j before."""
@@ -39,9 +41,7 @@ def shifted_sum(x_BTD: Tensor, taps_WD: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("chiar::temporal_filter_backward", mutates_args=())
-def temporal_filter_backward(
-    grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor, implementation: str
-) -> tuple[Tensor, Tensor]:
+def temporal_filter_backward(grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor, implementation: str) -> Two:
     """The gradients of x, the same filter backwards in time, and of the taps."""
     grad_BTD, x_BTD, taps_WD = grad_BTD.contiguous(), x_BTD.contiguous(), taps_WD.contiguous()
     if kernels := row_kernels(x_BTD, implementation):

@@ -207,8 +207,7 @@ def _backward_keys(
 
 
 def options(kernel: str, q_NHd: Tensor, max_keys: int, clear: bool) -> dict[str, int]:
-    """For "forward", "queries" (dQ) or "keys" (dK and dV), loops that fit the registers of an H200: queries and keys a
-    step, warps, and steps whose loads are under way at once."""
+    """Of "forward", "queries" (dQ) or "keys" (dK, dV), for the registers of an H200: block sizes, warps, and stages."""
     head = q_NHd.shape[2]
     stages = 3 if head <= 64 else 2
     if q_NHd.dtype == torch.float32:
@@ -243,8 +242,7 @@ def triton_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_HN: Tensor, layout: Layout, skip_M: Tensor,
     max_keys: int, into: Three | None = None,
 ) -> Three:  # fmt: skip
-    """As torch_backward, for fp32, fp16 and bf16. `into`: dq, dk and dv to fill, dk and dv with the same strides; their
-    padding stays undefined."""
+    """As torch_backward. `into`: dq, dk and dv to fill, dk and dv with the same strides; padding stays undefined."""
     d, clear = q.shape[2], into is None
     grad, q, k, v, out = (whole_vectors(x) for x in (grad, q, k, v, out))
     (N, H, _), M = q.shape, len(k)

@@ -4,11 +4,8 @@ import math
 
 
 def white_noise_entropy(width: int) -> tuple[float, float]:
-    """Mean and standard deviation of H for a white Gaussian vector.
-
-    Its normalised energies are Dirichlet(½, …, ½), whose entropy has known moments: the mean is
-    ψ(D/2 + 1) − ψ(3/2); the second moment is a sum over pairs of bins and over single bins.
-    """
+    """Mean and standard deviation of H for a white Gaussian vector. Its normalised energies are Dirichlet(½, …, ½), of
+    known moments: the mean is ψ(D/2 + 1) − ψ(3/2); the second is a sum over pairs of bins and over single bins."""
     total = width / 2
     (first, _), (second, spread), (third, slope) = polygammas(1.5), polygammas(2.5), polygammas(total + 2)
     mean = polygammas(total + 1)[0] - first

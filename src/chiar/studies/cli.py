@@ -11,9 +11,7 @@ HELP = "Train a declared grid of models on equal tokens; one table and one pictu
 study_app = typer.Typer(no_args_is_help=True, context_settings={"max_content_width": 120}, help=HELP)
 Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A study of ./research/studies, or a .toml file.")]
 Data = Annotated[list[str], typer.Option(metavar="CORPUS", help="Language corpus; then what is mixed into it.")]
-Vocabulary = Annotated[
-    list[str] | None, typer.Option("--data", metavar="CORPUS", help="Take the vocabulary of a corpus.")
-]
+Vocabulary = Annotated[list[str] | None, typer.Option("--data", metavar="CORPUS", help="Whose vocabulary to take.")]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Runs and tables; given again, the rest is done.")]
 Only = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only variants so named; may be given again.")]
 Seeds = Annotated[str, typer.Option(metavar="0,1,2", help="Seeds, instead of the declared ones.")]
@@ -40,26 +38,18 @@ def show(name: Name = "", data: Vocabulary = None, only: Only = None) -> None:
 
 @study_app.command()
 def run(
-    name: Name,
-    data: Data,
-    out: Out,
-    only: Only = None,
-    seeds: Seeds = "",
-    jobs: Jobs = 1,
-    limit_minutes: Limit = None,
-    device: Device = "auto",
-) -> None:
+    name: Name, data: Data, out: Out, only: Only = None, seeds: Seeds = "", jobs: Jobs = 1,
+    limit_minutes: Limit = None, device: Device = "auto",
+) -> None:  # fmt: skip
     """Run what is left of a study: each run a process and a run folder of its own, resumed where it stopped."""
     from chiar.studies.results import read_results, write_tables
     from chiar.studies.runner import held, run_study
     from chiar.studies.study import find, make_plan
 
-    plan = make_plan(find(name), data, only, seeds)
+    plan, limit = make_plan(find(name), data, only, seeds), limit_minutes
     try:
         with held(out, plan, device) as folder:
-            failed, left = run_study(
-                plan, folder, jobs, device, limit_minutes, lambda: write_tables(read_results(out), out)
-            )
+            failed, left = run_study(plan, folder, jobs, device, limit, lambda: write_tables(read_results(out), out))
     except KeyboardInterrupt:
         typer.echo("interrupted: the same command goes on from the last checkpoints.", err=True)
         os._exit(130)  # without waiting for the runs: they end with the pipe they read

@@ -77,10 +77,8 @@ def collect(folder: StudyFolder) -> dict[str, Any]:
     """All of results.json. The notes say what a reader must know before comparing."""
     study, common, times = folder.record, folder.record["common"], folder.record["times"]
     order = [variant["name"] for variant in study["variants"]]
-    runs = [
-        *study["added"].values(),
-        *(read_run(folder, run) for run in folder.runs.values() if folder.finished(run.name)),
-    ]
+    own = [read_run(folder, run) for run in folder.runs.values() if folder.finished(run.name)]
+    runs = [*study["added"].values(), *own]
     require(runs, f"no run of the study in {folder.path} is finished yet.")
     runs.sort(key=lambda run: (order.index(run["variant"]), run["seed"]))
     rows, done = summarise(study, runs), {run["variant"] for run in runs}

@@ -39,21 +39,18 @@ from chiar.training.loop import train
 from chiar.training.run_folder import MAY_CHANGE, RUN, RunFolder, versions
 
 FORMAT, STUDY, LOCK, VALIDATION = "chiar-study/2", "study.json", ".lock", "validation.json"
-CALIBRATION_ROWS, WARM_UP = (
-    200,
-    8,
-)  # steps before the clock: compiling, first allocations, and recording CUDA graphs happen in them
+CALIBRATION_ROWS = 200
+WARM_UP = 8  # steps before the clock: compiling, first allocations, and recording CUDA graphs happen in them
 
 
 class StudyFolder:
     """study.json; a process that changes it holds the folder."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.record: dict[str, Any] = {"variants": [], "added": {}, "times": None}
-        if (path / STUDY).is_file():
-            self.record = read_json(path / STUDY, FORMAT)
-        self.runs: dict[str, Run] = {name: Run(**told) for name, told in self.record.pop("runs", {}).items()}
+        self.path, begun = path, (path / STUDY).is_file()
+        new: dict[str, Any] = {"variants": [], "added": {}, "times": None}
+        self.record = read_json(path / STUDY, FORMAT) if begun else new
+        self.runs = {name: Run(**told) for name, told in self.record.pop("runs", {}).items()}
 
     def save(self) -> None:
         record = {"format": FORMAT, **self.record, "runs": {name: asdict(run) for name, run in self.runs.items()}}
@@ -131,8 +128,7 @@ def run_study(
 
     def do(run: Run) -> None:
         wait([futures[name] for name in run.after.values() if name in futures])
-        missing = [name for name in run.after.values() if not folder.finished(name)]
-        if missing:
+        if missing := [name for name in run.after.values() if not folder.finished(name)]:
             failed.append(run.name)
             return echo(f"{run.name}: not begun, the weights of {missing[0]} are not here")
         # As long as the longest run that was done in one go, less the steps done before.
@@ -149,8 +145,8 @@ def run_study(
             folder.runs[run.name] = run
             folder.save()
         echo(f"{run.name}: begun")
-        log, command = folder.path / "runs" / f"{run.name}.log", [sys.executable, "-m", __name__]
-        told: dict[str, Any] = {"args": [*command, folder.path, run.name, device], "env": {**threads, **os.environ}}
+        log, arguments = folder.path / "runs" / f"{run.name}.log", [folder.path, run.name, device]
+        told: dict[str, Any] = {"args": [sys.executable, "-m", __name__, *arguments], "env": {**threads, **os.environ}}
         with log.open("ab") as said, Popen(**told, stdin=PIPE, stdout=said, stderr=said) as process:
             code = process.wait()
         with one_by_one:
@@ -225,9 +221,8 @@ def time_study(plan: Plan, folder: StudyFolder, steps: int, device: str) -> None
         speed = median(record["tokens_per_second"] for record in records if record["step"] - every >= WARM_UP)
         found = {"step_ms": round(1e3 * settings.batch * settings.length / speed, 4), "tokens_per_second": speed}
         found |= {"weights": "trained" if trained else "first", "execution": config.execution}
-        stored["variants"][name] = found | {
-            part: records[-1].get(part) for part in ("use", "compiled", "peak_memory_gb")
-        }
+        found |= {part: records[-1].get(part) for part in ("use", "compiled", "peak_memory_gb")}
+        stored["variants"][name] = found
         folder.save()
         echo(f"{name}: {found['step_ms']:,.2f} ms a step, {found['weights']} weights")
 
