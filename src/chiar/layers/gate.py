@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from chiar.layers.context import LayerMemory, TokenContext
+from chiar.layers.context import Memory, TokenContext
 
-BIAS = 2.0
-"""b at first under gate_init="biased": g is then 0.88."""
+BIAS = 2.0  # b at first under gate_init="biased": g is then 0.88
 
 
 class Gate(nn.Linear):
@@ -25,7 +24,7 @@ class MetaRouter(nn.Module):
         self.pool, self.skip_below = pool, skip_below
         self.gate = Gate(width, 1)
 
-    def forward(self, x_BTD: Tensor, context: TokenContext, memory: LayerMemory | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: TokenContext, memory: Memory = None) -> Tensor:
         """The gate of each token, (B, T, 1) in fp32."""
         frozen = memory.get("gate") if memory is not None else None
         if frozen is not None:
@@ -45,7 +44,7 @@ class MetaRouter(nn.Module):
             return False
         return not bool(gate_BT1.any())
 
-    def _pooled(self, x_BTD: Tensor, context: TokenContext, memory: LayerMemory | None) -> Tensor:
+    def _pooled(self, x_BTD: Tensor, context: TokenContext, memory: Memory) -> Tensor:
         count = torch.ones_like(x_BTD[..., :1])
         if context.real_BT is not None:
             count = context.real_BT[..., None].to(x_BTD.dtype)

@@ -8,12 +8,9 @@ from torch import Tensor
 
 from chiar.kernels.decode_attention import decode_attention
 
-BLOCK = 32
-"""Capacities are multiples of this."""
-ROOM = 64
-"""Entries that are free behind a prompt's longest row, at least; a store that grows later gets an eighth more."""
-LEAST = 16
-"""With less room than this a store grows."""
+BLOCK = 32  # capacities are multiples of this
+ROOM = 64  # entries that are free behind a prompt's longest row, at least; a store that grows later gets an eighth more
+LEAST = 16  # with less room than this a store grows
 
 
 @dataclass
@@ -21,8 +18,7 @@ class Shelf:
     """The stores of all layers of a cache. They are looked at together, because looking means to wait."""
 
     stores: "list[RaggedStore]" = field(default_factory=list)
-    moves: int = 0
-    """Rises when a tensor gets another place in memory, so that whoever noted addresses can tell."""
+    moves: int = 0  # rises when a tensor gets another place in memory, so that whoever noted addresses can tell
 
     def make_room(self) -> None:
         """For one more token in every store: without a look at the device in all but few steps."""

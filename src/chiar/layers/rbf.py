@@ -6,18 +6,15 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor, nn
 
+from chiar.config import ChiarConfig
 from chiar.kernels.packing import pack
 from chiar.kernels.rows import Ragged, take
-from chiar.layers.context import LayerMemory, TokenContext, surely_none, visible_keys
+from chiar.layers.context import Maybe, Memory, TokenContext, surely_none, visible_keys
 from chiar.layers.operator import Operator
 from chiar.registry import Work
 
 if TYPE_CHECKING:
-    from chiar.config import ChiarConfig
-    from chiar.layers.sparse import PackedTokens
-    from chiar.layers.sparse_sorted import SortedTokens
-
-GAMMA = 1.0
+    from chiar.layers.sparse import PackedTokens, SortedTokens
 
 
 class RBFMixing(Operator):
@@ -31,30 +28,24 @@ class RBFMixing(Operator):
 
     def __init__(self, width: int, features: int) -> None:
         super().__init__()
-        self.features, self.std = features, math.sqrt(2.0 * GAMMA)
+        self.features, self.std = features, math.sqrt(2.0)  # γ = 1
         self.register_buffer("omega_Dm", self.std * torch.randn(width, features))
         self.out = nn.Linear(2 * features, width)
 
     @classmethod
-    def build(cls, config: "ChiarConfig") -> Self:
+    def build(cls, config: ChiarConfig) -> Self:
         return cls(config.hidden_size, config.rbf_features)
 
     @staticmethod
-    def flops(config: "ChiarConfig", work: Work) -> dict[str, float]:
+    def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
         D, features = config.hidden_size, config.rbf_features
         mapped = max(work.share, work.key_share)
         return {"rbf": mapped * 2 * D * features + work.share * 4 * features * D + work.pairs * 8 * features}
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        context: TokenContext,
-        key_BT: Tensor | None = None,
-        memory: LayerMemory | None = None,
-        only_keys: bool = False,
-        /,
+        self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, spare: bool = False, /
     ) -> Tensor:
-        if memory is not None and only_keys and surely_none(key_BT):
+        if memory is not None and spare and surely_none(key_BT):
             return torch.zeros_like(x_BTD)
         query_BTF = self.features_of(x_BTD)
         is_key_BS = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device) if key_BT is None else key_BT

@@ -10,8 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from chiar.errors import InputError
 from chiar.layers.ragged import RaggedStore, Shelf, may_write
 
-Joined = tuple[dict[str, RaggedStore], dict[str, Tensor]]
-"""The stores and named tensors of a layer."""
+Joined = tuple[dict[str, RaggedStore], dict[str, Tensor]]  # the stores and named tensors of a layer
 
 
 class LayerState(DynamicLayer):
@@ -100,8 +99,7 @@ class ChiarCache(Cache):
     def __init__(self, layers: int) -> None:
         self.shelf = Shelf()
         super().__init__(layers=[LayerState(self.shelf) for _ in range(layers)])
-        self.seen = 0
-        """Tokens of the longest row; rows that were joined later may have fewer."""
+        self.seen = 0  # tokens of the longest row; rows that were joined later may have fewer
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen

@@ -15,12 +15,10 @@ from transformers.utils import logging
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, refuse_misspelt
 from chiar.layers.block import Block, LayerOutput, make_norm
-from chiar.layers.context import LayerMemory, TokenContext
-from chiar.layers.derived import DerivedBuffers
+from chiar.layers.context import DerivedBuffers, LayerMemory, TokenContext
 from chiar.layers.gate import BIAS, Gate, MetaRouter
 from chiar.layers.rbf import RBFMixing
-from chiar.layers.router_state import RouterState
-from chiar.layers.routers import EntropyRouter, collapse_loss
+from chiar.layers.routers import EntropyRouter, RouterState, collapse_loss
 from chiar.layers.sparse import sparse_pays
 from chiar.layers.spectral import SpectralBasis, SpectralFilter
 from chiar.layers.temporal import TemporalFilter

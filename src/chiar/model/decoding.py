@@ -76,8 +76,7 @@ class FastDecoder:
         self.captured: Captured | None = None
         self.prepared: tuple[Any, ...] | None = None
         """The cache, and its state, that was last seen to be fit for writing."""
-        self.steps = 0
-        """Tokens a row decoded this way."""
+        self.steps = 0  # tokens a row decoded this way
 
     def __reduce__(self) -> Any:
         """A copy of a model begins anew: graphs belong to the weights they were captured with."""

@@ -108,10 +108,8 @@ class ChiarModelOutput(ModelOutput):
     attentions: tuple[Tensor | None, ...] | None = None
     routing: RoutingTrace | None = None
     routing_loss: Tensor | None = None
-    routes: tuple[Route, ...] | None = None
-    """The routed layers' decisions as they were used, with their gradients."""
-    gate_BT1: Tensor | None = None
-    """The MetaRouter's g."""
+    routes: tuple[Route, ...] | None = None  # the routed layers' decisions as they were used, with their gradients
+    gate_BT1: Tensor | None = None  # the MetaRouter's g
 
 
 @dataclass
