@@ -20,7 +20,6 @@ class LayerState(DynamicLayer):
     is_croppable = False
 
     def __init__(self, shelf: Shelf) -> None:
-        """`shelf` collects the stores of all layers."""
         super().__init__()
         self.state: dict[str, Tensor] = {}
         self.stores: dict[str, RaggedStore] = {}
@@ -52,17 +51,14 @@ class LayerState(DynamicLayer):
                 self.state[name] = value.detach().clone()
                 self.shelf.moves += 1
 
-    def _select_rows(self, rows: Tensor) -> None:
-        for store in self.stores.values():
-            store.select_rows(rows)
-        for name, value in list(self.state.items()):
-            self.put(name, value.index_select(0, rows.to(value.device)))
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select_rows(beam_idx)
+        for store in self.stores.values():
+            store.select_rows(beam_idx)
+        for name, value in list(self.state.items()):
+            self.put(name, value.index_select(0, beam_idx.to(value.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._select_rows(indices)
+        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for store in self.stores.values():
@@ -109,10 +105,8 @@ class ChiarCache(Cache):
         for layer in self.layers:
             for store in layer.stores.values():
                 if store.length_B is not None and len(store.length_B) != rows:
-                    raise InputError(
-                        f"the cache holds {len(store.length_B)} rows and the input has {rows}: "
-                        "a cache goes on with the batch it began with."
-                    )
+                    found = f"the cache holds {len(store.length_B)} rows and the input has {rows}"
+                    raise InputError(f"{found}: a cache goes on with the batch it began with.")
 
     def join(self, other: "ChiarCache", rows: int, more: int) -> None:
         """Go on with the `more` rows of another cache behind these `rows`. Lengths stay each row's own: whoever decodes
@@ -127,10 +121,8 @@ class ChiarCache(Cache):
         self.seen = 0
 
 
-def check_cache(cache: Any) -> ChiarCache:
-    """The cache as ours, or a TypeError: transformers' general ones have no place for key marks and gate sums."""
-    if isinstance(cache, ChiarCache):
-        return cache
-    raise TypeError(
-        f"CHIAR-Former needs a chiar.model.cache.ChiarCache, got {type(cache).__name__}: pass none to have one made."
-    )
+def check_cache(cache: Any) -> None:
+    """TypeError unless the cache is ours: transformers' general ones have no place for key marks and gate sums."""
+    if not isinstance(cache, ChiarCache):
+        got = type(cache).__name__
+        raise TypeError(f"CHIAR-Former needs a chiar.model.cache.ChiarCache, got {got}: pass none to have one made.")
