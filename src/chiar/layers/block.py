@@ -1,8 +1,7 @@
 """One layer: route every token, run the operators, combine, feed forward.
 
 The formula stands here once (`pre_norm`, `post_norm`). What it computes with is an execution's: dense runs every
-operator on every token and the route selects, the definition; sparse.py runs only what was chosen.
-"""
+operator on every token and the route selects, the definition; sparse.py runs only what was chosen."""
 
 from dataclasses import dataclass
 
@@ -54,10 +53,10 @@ def post_norm(block: "Block", tokens: Tokens) -> Summands:
     if block.light_ffn:
         residual = tokens.select(residuals)
         return block.ffn_norm(residual + block.ffn(tokens.select(inputs) if block.equation else residual)), None
-    ends = {}
     for name, u in residuals.items():
-        ends[name] = u if is_light(name) else tokens.norm(block.ffn_norm, u + tokens.feed(u, name), name)
-    return tokens.select(ends), None
+        if not is_light(name):
+            residuals[name] = tokens.norm(block.ffn_norm, u + tokens.feed(u, name), name)
+    return tokens.select(residuals), None
 
 
 class DenseTokens(Tokens):
@@ -69,7 +68,7 @@ class DenseTokens(Tokens):
         block, key_BT = self.block, self.context.real_BT
         seen_BTD = block.norms[name](self.x) if block.pre_norm else self.x
         spare = self.route is not None and block.routed_keys
-        if self.route is not None and block.routed_keys:
+        if self.route is not None and spare:
             chosen_BT = self.route.choice_BT == block.names.index(name)
             key_BT = chosen_BT if key_BT is None else key_BT & chosen_BT
         output = block.runs[name](seen_BTD, self.context, key_BT, self.memory, spare)
@@ -134,9 +133,8 @@ class Block(nn.Module):
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
 
         self.operators = nn.ModuleDict({name: registry.OPERATORS[name].make(name, config) for name in self.names})
-        self.runs: dict[str, Operator] = {
-            name: operator if isinstance(operator, Operator) else Adopted(operator)
-            for name, operator in self.operators.items()
+        self.runs = {
+            name: made if isinstance(made, Operator) else Adopted(made) for name, made in self.operators.items()
         }
         normed = [name for name in self.names if not (self.equation and is_light(name))]
         self.norms = nn.ModuleDict({name: make_norm(config, name) for name in normed})

@@ -57,10 +57,8 @@ def surely_none(key_BT: Maybe) -> bool:
 
 class DerivedBuffers(nn.Module):
     """A module whose buffers are computed, never saved, and stay in fp32 (float64 in a float64 model).
-
     `model.to(torch.bfloat16)` casts ordinary buffers; a threshold of 0.8954 would become 0.8945, a fifth of a
-    standard deviation away at width 1024. These are computed again instead, on whatever device they moved to.
-    """
+    standard deviation away at width 1024. These are computed again instead, on whatever device they moved to."""
 
     def derive(self) -> dict[str, Tensor]:
         """Name and CPU value of each buffer, in float64."""

@@ -14,10 +14,8 @@ class Gate(nn.Linear):
 
 class MetaRouter(nn.Module):
     """Eq. 4: g = σ(w_g · x̄ + b). Eq. 5: layer 1 gives g · spectral(x) + (1 − g) · x.
-
     `pool` says what x̄ averages over: "batch" (the paper) and "sequence" let a token see the future, "batch" also its
-    neighbours in the batch; "causal" is the running mean over the row so far. Padding is never counted.
-    """
+    neighbours in the batch; "causal" is the running mean over the row so far. Padding is never counted."""
 
     def __init__(self, width: int, pool: str, skip_below: float | None) -> None:
         super().__init__()

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 class Operator(nn.Module):
-    """An operator that may look at other tokens. By default sparse execution runs it on all of them and takes the
-    outputs that were asked for."""
+    """It may look at other tokens: by default sparse execution runs it on all, and takes what was asked for."""
 
     looks_back = False  # whether it must see every token to keep its memory up
 
@@ -46,7 +45,7 @@ class Operator(nn.Module):
 
     def run_sorted(self, tokens: "SortedTokens", name: str, x_PD: Tensor) -> Tensor:
         """Where the host knows the routes: the outputs of the P tokens sent to it."""
-        return tokens.taken(tokens.run_all(self, name), name)
+        return tokens.run_all(self, name)
 
 
 class TokenOperator(Operator):

@@ -28,8 +28,7 @@ class Shelf:
             store.most += 1
 
     def look(self) -> None:
-        """Wait for the longest row of every store. Whoever grows takes along those that would soon: a captured step
-        must be captured again."""
+        """Wait for every store's longest row. Who grows takes along who soon would: a step must be captured again."""
         known = [(store, store.length_B) for store in self.stores if store.length_B is not None]
         for device in {length_B.device for _, length_B in known}:
             here = {store: length_B.max() for store, length_B in known if length_B.device == device}
@@ -43,11 +42,9 @@ class Shelf:
 
 class RaggedStore:
     """Named tensors (B, H, L, d), L entries of which the first `length_B` of each row count, in the order of tokens.
-
     Lengths live on the device; the host has `most`, a bound on the longest row, and looks at the true lengths when it
     reaches the capacity. Between looks all is written in place. The last entry is never in use: of several tokens at
-    once those that are no keys are written there, which needs no look at values.
-    """
+    once those that are no keys are written there, which needs no look at values."""
 
     def __init__(self, shelf: Shelf) -> None:
         self.shelf = shelf

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 class RBFMixing(Operator):
     """Random Fourier features φ = [cos, sin](xω/√m), A = causal softmax(φφᵀ), output Linear(Aφ).
-
     ω ~ N(0, 2γ) is drawn once and saved with the weights. The paper gives no equation; this is the released code
-    made causal. On normalised inputs the diagonal of φφᵀ is m and the rest near 0, so A is almost the identity.
-    """
+    made causal. On normalised inputs the diagonal of φφᵀ is m and the rest near 0, so A is almost the identity."""
 
     omega_Dm: Tensor
 
@@ -64,7 +62,6 @@ class RBFMixing(Operator):
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
     def mix(self, query_BTF: Tensor, key_BSF: Tensor, visible_BTS: Tensor) -> Tensor:
-        """Aφ."""
         scores_BTS = (query_BTF @ key_BSF.transpose(1, 2)).float()
         weights_BTS = scores_BTS.masked_fill(~visible_BTS, float("-inf")).softmax(-1).to(key_BSF.dtype)
         return weights_BTS @ key_BSF
@@ -83,10 +80,10 @@ class RBFMixing(Operator):
                 tokens.remember(name, {"features": query_PF[:, None]})
         else:
             key_BSF, is_key_BT = self.features_of(tokens.all_seen(name)), tokens.is_key()
-            query_PF = take(key_BSF.flatten(0, 1), tokens.places(name))
+            query_PF = take(key_BSF.flatten(0, 1), tokens.places[name])
             if tokens.memory is not None:
                 tokens.memory.ragged(name).append({"features": key_BSF[:, None]}, is_key_BT)
-            place_BQ1 = ragged.batched((tokens.places(name) % tokens.length)[:, None])
+            place_BQ1 = ragged.batched((tokens.places[name] % tokens.length)[:, None])
             place_S = torch.arange(tokens.length)
             # What fills a short row up must see something, or its softmax would be NaN.
             visible_BQS = (place_S <= place_BQ1) & is_key_BT[:, None] | (place_S == place_BQ1)

@@ -15,8 +15,7 @@ from chiar.kernels.white_noise import white_noise_entropy
 from chiar.layers.context import DerivedBuffers, Maybe, TokenContext, stored_in
 
 FEW = 3  # outputs up to which a compiled map is written as sums
-SAMPLE = 4096
-"""Scores a pass sorts, or up to twice as many: their quantile is off by some 0.008 in its share before averaging."""
+SAMPLE = 4096  # scores a pass sorts, or up to twice as many: their quantile is off by some 0.008 before averaging
 RATE = 0.2  # how far a pass moves the averages, once there were 1 / RATE of them
 
 
@@ -100,11 +99,9 @@ class EntropyRouter(DerivedBuffers, Router):
 class LearnedRouter(Router):
     """A linear map of [x; H]. Soft: its softmax blends the operators. Hard: its argmax picks one, or with `follows`
     attention where its logit leads by more than a threshold, which is then taken off before the softmax.
-
     The gradient of hard routing is the paper's straight-through estimator, `both`: forward one-hot, backward the
     softmax, which needs every operator's output. `selected` multiplies the chosen output by p / stopgrad(p) = 1, which
-    needs only that one. With the scale `probability` attention's is multiplied by 2p instead, the other's by 1.
-    """
+    needs only that one. With the scale `probability` attention's is multiplied by 2p instead, the other's by 1."""
 
     def __init__(
         self, width: int, outputs: int, routing: str, estimator: str = "both", scale: str = "one", follows: bool = False
@@ -233,11 +230,9 @@ def collapse_loss(routes: list[Route], real_BT: Maybe, strength: float) -> Tenso
 
 class RouterState(DerivedBuffers):
     """For L routed layers, saved with the weights and kept in fp32 or wider.
-
     In training every pass moves a threshold towards the (1 − f)-quantile of its scores, after the pass and without
     looking at a value: compiled and recorded passes do the same. Evaluation leaves it where it is, so a token's route
-    depends on that token alone, whereas Mixture-of-Depths' top-k compares it with later ones.
-    """
+    depends on that token alone, whereas Mixture-of-Depths' top-k compares it with later ones."""
 
     threshold_L: Tensor
     updates_L: Tensor

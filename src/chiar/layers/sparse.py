@@ -3,8 +3,7 @@
 Attention and feed-forward products work on packed rows (kernels/packing.py); norms of light tokens, filters in the
 identity basis and additions pass over all tokens, which costs memory traffic but no products, and so do filters along
 time. RBF mixing runs on every token. On a CPU, outside compiled graphs, the host may look at the routes: there tokens
-are sorted by operator instead.
-"""
+are sorted by operator instead."""
 
 from typing import TYPE_CHECKING
 
@@ -49,8 +48,7 @@ def host_sees_routes(device: torch.device) -> bool:
 def sparse_pays(x_BTD: Tensor, keys: str) -> bool:
     """Whether packing tokens costs less than it saves (on a CPU as measured: docs/execution.md)."""
     if x_BTD.is_cuda:
-        autocast = torch.is_autocast_enabled("cuda")
-        dtype = torch.get_autocast_dtype("cuda") if autocast else x_BTD.dtype
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x_BTD.dtype
         return dtype == torch.bfloat16 and has_fast_grouped_products(x_BTD.device.index)
     return x_BTD.shape[0] * x_BTD.shape[1] >= FEWEST[keys] or not host_sees_routes(x_BTD.device)
 
@@ -66,8 +64,7 @@ class SparseTokens(Tokens):
 
     def __init__(self, block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: Memory) -> None:
         super().__init__(block, x_BTD.flatten(0, 1), context, route, memory)
-        self.shape = x_BTD.shape
-        self.batch, self.length, _ = x_BTD.shape
+        self.shape = self.batch, self.length, _ = x_BTD.shape
 
     def together(self, y_ND: Tensor) -> Tensor:
         """All tokens in their places, (B, T, D)."""
@@ -159,16 +156,13 @@ class PackedTokens(SparseTokens):
     def attend(self, attention: CausalAttention, bias: bool = True) -> Tensor:
         """Packed output of the dark tokens, over each other or over all; on demand without the last bias."""
         norm = self.block.norms["attention"] if self.block.pre_norm else None
-        run = self.among_themselves if self.rotates_inside(attention) else self.over_keys
-        out_PHd = run(attention, norm)
+        alone = self.block.routed_keys and self.memory is None  # a cache needs the rotated keys by themselves
+        inside = alone and self.context.rope is not None and fits(self.x.shape[1] // attention.heads)
+        out_PHd = self.among_themselves(attention, norm) if inside else self.over_keys(attention, norm)
         return packed_linear(out_PHd.flatten(1), attention.out.weight, attention.out.bias if bias else None, self.dark)
 
-    def rotates_inside(self, attention: CausalAttention) -> bool:
-        """Whether keys are the dark tokens themselves and RoPE can be part of the attention operator."""
-        alone = self.block.routed_keys and self.memory is None  # a cache needs the rotated keys by themselves
-        return alone and self.context.rope is not None and fits(self.x.shape[1] // attention.heads)
-
     def among_themselves(self, attention: CausalAttention, norm: Norm) -> Tensor:
+        """Where keys are the dark tokens themselves and RoPE can be part of the attention operator."""
         dark, heads = self.dark, attention.heads
         qkv_P3Hd = packed_linear(self.dark_seen(norm), attention.qkv.weight, None, dark).unflatten(1, (3, heads, -1))
         assert self.context.rope is not None
@@ -190,8 +184,7 @@ class PackedTokens(SparseTokens):
         q_PHd, k_MHd, v_MHd, keys = self.project(attention, norm)
         if self.memory is not None:
             self.remember(self.memory, k_MHd, v_MHd, keys)
-        skip_M = self.dark.before_N[keys.token_P]
-        rows = self.dark.rows, keys.rows
+        skip_M, rows = self.dark.before_N[keys.token_P], (self.dark.rows, keys.rows)
         return prefix_attention(q_PHd, k_MHd, v_MHd, *rows, self.limits(keys), skip_M, self.length)
 
     def remember(self, memory: LayerMemory, k_MHd: Tensor, v_MHd: Tensor, keys: Packing) -> None:
@@ -256,7 +249,7 @@ class SortedTokens(SparseTokens):
         *slices, self.padding_PD = x_ND.split(counts)
         self.x = x_ND[: len(x_ND) - len(self.padding_PD)]
         self.slices = dict(zip(block.names, slices, strict=True))
-        self.places_of = dict(zip(block.names, self.order_N.split(counts), strict=False))
+        self.places = dict(zip(block.names, self.order_N.split(counts), strict=False))  # among B·T
 
     def view(self, name: str) -> Tensor:
         return self.slices[name]
@@ -284,15 +277,9 @@ class SortedTokens(SparseTokens):
         return self.seen(name, self.unsorted_ND).view(self.batch, self.length, -1)
 
     def run_all(self, operator: Operator, name: str) -> Tensor:
-        """The definition, for every token, (N, D)."""
-        return operator(self.all_seen(name), self.context, self.context.real_BT, self.memory).flatten(0, 1)
-
-    def taken(self, y_ND: Tensor, name: str) -> Tensor:
-        return take(y_ND, self.places(name))
-
-    def places(self, name: str) -> Tensor:
-        """The numbers, among B·T, of the tokens sent to an operator."""
-        return self.places_of[name]
+        """The definition, for every token, of which those sent to the operator are taken, (P, D)."""
+        y_BTD = operator(self.all_seen(name), self.context, self.context.real_BT, self.memory)
+        return take(y_BTD.flatten(0, 1), self.places[name])
 
     def sent_to(self, name: str) -> Tensor:
         return self.choice_BT == self.block.names.index(name)
@@ -310,7 +297,7 @@ class SortedTokens(SparseTokens):
             return
         new = {}
         for part, x_PHd in parts_PHd.items():
-            x_ND = put(x_PHd.flatten(1), self.places(name), self.batch * self.length)
+            x_ND = put(x_PHd.flatten(1), self.places[name], self.batch * self.length)
             new[part] = x_ND.view(self.batch, self.length, *x_PHd.shape[1:]).transpose(1, 2)
         self.memory.ragged(name).append(new, self.sent_to(name))
 
@@ -318,31 +305,27 @@ class SortedTokens(SparseTokens):
         """Attention of the dark tokens, over each other or over all, (P, D)."""
         if self.block.routed_keys:
             return attention.out(self.among_themselves(attention, self.seen("attention", x_PD)))
-        return attention.out(self.over_all(attention, x_PD))
+        if self.length >= LONG and 2 * len(x_PD) <= self.batch * self.length:
+            return attention.out(self.over_all(attention, self.seen("attention", x_PD)))
+        x_BTD = self.all_seen("attention")
+        mixed_BTD, _ = attention.mix(x_BTD, self.context, self.context.real_BT, self.memory)
+        return attention.out(take(mixed_BTD.flatten(0, 1), self.places["attention"]))
 
     def among_themselves(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
         """Attention of the dark tokens over each other, (P, D)."""
         qkv_P3Hd = attention.qkv(seen_PD).unflatten(1, (3, attention.heads, -1))
-        q_PHd, k_PHd = self.rotated(qkv_P3Hd[:, :2], self.places("attention")).unbind(1)
+        q_PHd, k_PHd = self.rotated(qkv_P3Hd[:, :2], self.places["attention"]).unbind(1)
         v_PHd = qkv_P3Hd[:, 2]
         if len(seen_PD):
             self.remember("attention", {"key": k_PHd, "value": v_PHd})
         return causal_attention(q_PHd, k_PHd, v_PHd, self.counts_by_row("attention"))
 
-    def over_all(self, attention: CausalAttention, x_PD: Tensor) -> Tensor:
-        """Attention of the dark tokens over all keys, (P, D)."""
-        if self.length >= LONG and 2 * len(x_PD) <= self.batch * self.length:
-            return self.by_rows(attention, self.seen("attention", x_PD))
-        x_BTD = self.all_seen("attention")
-        mixed_BTD, _ = attention.mix(x_BTD, self.context, self.context.real_BT, self.memory)
-        return take(mixed_BTD.flatten(0, 1), self.places("attention"))
-
-    def by_rows(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
-        """The same without the queries of other tokens."""
+    def over_all(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
+        """Attention of the dark tokens over all keys, without the queries of other tokens, (P, D)."""
         heads, width = attention.heads, seen_PD.shape[1]
         weight, bias = attention.qkv.weight, attention.qkv.bias
         q_PHd = F.linear(seen_PD, weight[:width], bias[:width]).unflatten(1, (heads, -1))
-        q_PHd = self.rotated(q_PHd, self.places("attention"))
+        q_PHd = self.rotated(q_PHd, self.places["attention"])
         kv_BTD = F.linear(self.all_seen("attention"), weight[width:], bias[width:])
         k_BHTd, v_BHTd = kv_BTD.unflatten(2, (2, heads, -1)).permute(2, 0, 3, 1, 4)
         if self.context.rope is not None:
@@ -350,7 +333,7 @@ class SortedTokens(SparseTokens):
         if self.memory is not None:
             self.memory.ragged("attention").append({"key": k_BHTd, "value": v_BHTd}, self.is_key())
         dark_BT, is_key_BT = self.sent_to("attention"), self.is_key()
-        limit_P = is_key_BT.cumsum(1).flatten().int()[self.places("attention")]
+        limit_P = is_key_BT.cumsum(1).flatten().int()[self.places["attention"]]
         skip_M = (dark_BT.cumsum(1) - dark_BT.long()).flatten().int()
         k_MHd, v_MHd = (x.transpose(1, 2).flatten(0, 1) for x in (k_BHTd, v_BHTd))
         if self.context.real_BT is not None:

@@ -15,11 +15,9 @@ from chiar.registry import Work
 
 class TemporalFilter(DerivedBuffers, Operator):
     """A causal filter of each channel over the last W tokens: taps = basis · coefficients, plus one for the token now.
-
     Few low frequencies cannot single out one token, so the weight `now` of the token itself is a parameter of its own.
     With coefficients 0 the filter starts as `initial` times the identity: 1 is what the spectral filter starts as, 0
-    adds nothing to a residual stream. Both have gradients from the first step.
-    """
+    adds nothing to a residual stream. Both have gradients from the first step."""
 
     basis_WK: Tensor
     looks_back = True

@@ -186,8 +186,10 @@ class ChiarModel(ChiarPreTrainedModel):
         if cache is not None:
             check_cache(cache)
             self.check_gate_can_generate()
-            if self.training and torch.is_grad_enabled():
-                self._check_cache_has_gradients()
+            both = config.routing == "hard" and config.hard_estimator == "both"
+            if config.keys == "routed" and both and self.training and torch.is_grad_enabled():
+                needed = "hard_estimator='both' needs attention's output for light tokens"
+                raise InputError(f"{needed}, which a cache under keys='routed' has not: train with use_cache=False.")
         check_tokens(input_ids, inputs_embeds, self.embed_tokens.num_embeddings)
         given = input_ids if inputs_embeds is None else inputs_embeds
         assert given is not None
@@ -229,12 +231,6 @@ class ChiarModel(ChiarPreTrainedModel):
             gate_BT1=done[0].gate_BT1 if output_routes else None,
         )
         return output if return_dict is not False else output.to_tuple()
-
-    def _check_cache_has_gradients(self) -> None:
-        config: ChiarConfig = self.config
-        if config.keys == "routed" and config.routing == "hard" and config.hard_estimator == "both":
-            needed = "hard_estimator='both' needs attention's output for light tokens"
-            raise InputError(f"{needed}, which a cache under keys='routed' has not: train with use_cache=False.")
 
     def _runs_sparse(self, context: TokenContext, x_BTD: Tensor) -> bool:
         """Whether routed layers run only what was chosen; where `sparse` was asked for and cannot be, an error."""

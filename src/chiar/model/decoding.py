@@ -1,8 +1,7 @@
 """One token for every row, as a step that is the same each time: fixed shapes, fixed addresses, no look at values.
 
 Such a step can be compiled layer by layer and, on a GPU, captured as one CUDA graph and replayed: the host's part of a
-step is then a few copies. On a CPU the same step runs plainly.
-"""
+step is then a few copies. On a CPU the same step runs plainly."""
 
 import weakref
 from contextlib import nullcontext
