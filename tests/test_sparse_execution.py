@@ -11,7 +11,7 @@ from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
 from chiar.kernels import packing
 from chiar.kernels import rows as rows_module
-from chiar.layers import block, sparse, sparse_sorted
+from chiar.layers import block, sparse
 from helpers import ROUTER_OPTIONS, router_options
 
 B, T = 3, 12
@@ -23,7 +23,7 @@ def form(request, monkeypatch):
     if request.param == "packed":
         monkeypatch.setattr(sparse, "host_sees_routes", lambda device: False)
     if request.param == "sorted, long":
-        monkeypatch.setattr(sparse_sorted, "LONG", 1)
+        monkeypatch.setattr(sparse, "LONG", 1)
         monkeypatch.setattr(rows_module, "LONG", 1)
     return request.param
 

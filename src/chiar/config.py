@@ -179,7 +179,7 @@ class ChiarConfig(PreTrainedConfig):
 
     @property
     def follows_quantile(self) -> bool:
-        """Whether thresholds follow the scores in training (layers/router_state.py)."""
+        """Whether thresholds follow the scores in training (layers/routers.py)."""
         return self.target_fraction is not None and bool(self.routed_layers)
 
     def layer_fractions(self) -> list[float] | None:

@@ -116,7 +116,7 @@ def adopted(kind: str, name: str, module: Any) -> Any:
         unsaved = list(part._non_persistent_buffers_set)
         if unsaved and not hasattr(part, "derive"):
             what = f"the {kind} {name!r} has a buffer that is not saved ({unsaved[0]})"
-            raise InputError(f"{what}: register it with persistent=True, or derive it (layers/derived.py).")
+            raise InputError(f"{what}: register it with persistent=True, or derive it (layers/context.py).")
         tensors = [*dict(part.named_parameters(recurse=False)), *dict(part.named_buffers(recurse=False))]
         own = [tensor for tensor in tensors if tensor not in unsaved]
         if not own or type(part).__name__ in DRAWN:

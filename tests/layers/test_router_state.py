@@ -7,7 +7,7 @@ import torch
 
 from chiar import ChiarForCausalLM
 from chiar.errors import InputError
-from chiar.layers.router_state import SAMPLE, RouterState
+from chiar.layers.routers import SAMPLE, RouterState
 from chiar.model.coordinates import to_spectral_coordinates
 from chiar.model.inputs import make_context
 from chiar.routing.calibration import calibrate

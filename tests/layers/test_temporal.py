@@ -18,7 +18,7 @@ MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1], [1] * 12, [0, 1, 0, 0
 
 
 def make():
-    filter = TemporalFilter(WIDTH, WINDOW, 3).double()
+    filter = TemporalFilter(WIDTH, WINDOW, 3, 1.0).double()
     torch.nn.init.normal_(filter.coefficients_KD)
     torch.nn.init.normal_(filter.now_D)
     return lambda x, real, memory: filter(x, context(real), None, memory)
@@ -61,7 +61,7 @@ def test_a_step_writes_where_the_one_before_wrote(x_BTD):
 
 
 def test_the_filter_starts_as_the_identity_and_learns_from_the_first_step(x_BTD):
-    filter = TemporalFilter(WIDTH, WINDOW, 2).double()
+    filter = TemporalFilter(WIDTH, WINDOW, 2, 1.0).double()
     y_BTD = filter(x_BTD, context(None))
     torch.testing.assert_close(y_BTD, x_BTD)
     (y_BTD * torch.randn_like(y_BTD)).sum().backward()

@@ -6,35 +6,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chiar.layers.context import LayerMemory, TokenContext, surely_none, visible_keys
+from chiar.config import ChiarConfig
+from chiar.layers.context import Maybe, Memory, TokenContext, surely_none, visible_keys
 from chiar.layers.operator import Operator
 from chiar.registry import Work
 
 if TYPE_CHECKING:
-    from chiar.config import ChiarConfig
-    from chiar.layers.sparse import PackedTokens
-    from chiar.layers.sparse_sorted import SortedTokens
-
-
-@torch.library.custom_op("chiar::rotary_tables", mutates_args=())
-def rotary_tables(positions_BT: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of RoPE's angles, (B, 1, T, head size) in fp32: bf16 would blur stored ones. An operator, so
-    that a compiler keeps the tables and does not compute sines again for every head of every layer."""
-    return compute_rotary_tables(positions_BT, head_size, base)
+    from chiar.layers.sparse import PackedTokens, SortedTokens
 
 
 def compute_rotary_tables(positions_BT: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of RoPE's angles, (B, 1, T, head size) in fp32: bf16 would blur stored ones."""
     exponents = torch.arange(0, head_size, 2, device=positions_BT.device, dtype=torch.float32) / head_size
     angles = positions_BT[:, None, :, None].float() * base**-exponents
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
 
 
+# An operator, so that a compiler keeps the tables and does not compute sines again for every head of every layer.
+rotary_tables = torch.library.custom_op("chiar::rotary_tables", compute_rotary_tables, mutates_args=())
+
+
 @rotary_tables.register_fake
 def _(positions_BT: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
-    B, T = positions_BT.shape
-    shape = (B, 1, T, head_size)
-    return tuple(torch.empty(shape, device=positions_BT.device) for _ in range(2))  # type: ignore[return-value]
+    cos = torch.empty(len(positions_BT), 1, positions_BT.shape[1], head_size, device=positions_BT.device)
+    return cos, torch.empty_like(cos)
 
 
 def rotate(x_BHTd: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -54,28 +50,21 @@ class CausalAttention(Operator):
         self.out = nn.Linear(width, width)
 
     @classmethod
-    def build(cls, config: "ChiarConfig") -> Self:
+    def build(cls, config: ChiarConfig) -> Self:
         return cls(config.hidden_size, config.num_attention_heads, config.dropout)
 
     @staticmethod
-    def flops(config: "ChiarConfig", work: Work) -> dict[str, float]:
+    def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
         """Queries and outputs of the tokens it runs on, keys and values of those that are keys."""
         D = config.hidden_size
         return {"projections": (work.share + work.key_share) * 4 * D * D, "scores": work.pairs * 4 * D}
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        context: TokenContext,
-        key_BT: Tensor | None = None,
-        memory: LayerMemory | None = None,
-        only_keys: bool = False,
-        /,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The output and, if eager, the weights; over tokens that were stored before these are over the entries of the
-        store."""
+        self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, spare: bool = False, /
+    ) -> tuple[Tensor, Maybe]:
+        """The output and, if eager, the weights: over the store's entries, where tokens were stored before."""
         eager = context.attention_implementation == "eager"
-        if memory is not None and only_keys and not eager and surely_none(key_BT):
+        if memory is not None and spare and not eager and surely_none(key_BT):
             return torch.zeros_like(x_BTD), None
         mixed_BTD, weights = self.mix(x_BTD, context, key_BT, memory)
         return self.out(mixed_BTD), weights
@@ -86,9 +75,7 @@ class CausalAttention(Operator):
     def run_sorted(self, tokens: "SortedTokens", name: str, x_PD: Tensor) -> Tensor:
         return tokens.attend(self, x_PD)
 
-    def mix(
-        self, x_BTD: Tensor, context: TokenContext, key_BT: Tensor | None, memory: LayerMemory | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def mix(self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe, memory: Memory) -> tuple[Tensor, Maybe]:
         """The same before the output projection."""
         B, T, D = x_BTD.shape
         qkv = self.qkv(x_BTD).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
@@ -98,7 +85,7 @@ class CausalAttention(Operator):
         elif context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
         eager = context.attention_implementation == "eager"
-        visible: Tensor | None = None if key_BT is None else visible_keys(key_BT, T)
+        visible: Maybe = None if key_BT is None else visible_keys(key_BT, T)
         if memory is not None:
             store = memory.ragged("attention")
             if key_BT is None:
@@ -106,25 +93,21 @@ class CausalAttention(Operator):
             if T == 1 and not (eager or torch.is_grad_enabled() or self.training):
                 if not context.room_is_made:
                     store.make_room(k, v)
-                mixed = store.attend(q[:, :, 0], k[:, :, 0], v[:, :, 0], key_BT[:, 0])
-                return mixed.reshape(B, 1, D), None
+                return store.attend(q[:, :, 0], k[:, :, 0], v[:, :, 0], key_BT[:, 0]).reshape(B, 1, D), None
             is_first = store.is_empty
             count_BT = store.append({"key": k, "value": v}, key_BT)
             if not is_first:
                 k, v, visible = store.used("key"), store.used("value"), store.visible(count_BT)
 
-        dropout = self.dropout if self.training else 0.0
+        dropout, weights = self.dropout if self.training else 0.0, None
         if eager:
             mixed, weights = eager_attention(q, k, v, visible, dropout)
         else:
-            mixed = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=visible, dropout_p=dropout, is_causal=visible is None
-            )
-            weights = None
+            mixed = F.scaled_dot_product_attention(q, k, v, visible, dropout_p=dropout, is_causal=visible is None)
         return mixed.transpose(1, 2).reshape(B, T, D), weights
 
 
-def eager_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
+def eager_attention(q: Tensor, k: Tensor, v: Tensor, visible: Maybe, dropout: float) -> tuple[Tensor, Tensor]:
     """The definition, with the weights in the open."""
     if visible is None:
         visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()

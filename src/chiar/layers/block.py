@@ -1,11 +1,9 @@
 """One layer: route every token, run the operators, combine, feed forward.
 
 The formula stands here once (`pre_norm`, `post_norm`). What it computes with is an execution's: dense runs every
-operator on every token and the route selects, the definition; sparse.py runs only what was chosen.
-"""
+operator on every token and the route selects, the definition; sparse.py runs only what was chosen."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,33 +12,17 @@ from torch import Tensor, nn
 from chiar import registry
 from chiar.config import ChiarConfig
 from chiar.kernels.spectral_entropy import spectral_entropy
-from chiar.layers.context import LayerMemory, TokenContext
-from chiar.layers.operator import Adopted, Operator
+from chiar.layers.context import Maybe, Memory, TokenContext
+from chiar.layers.operator import Adopted, Operator, Tokens
 from chiar.layers.routers import Route, Router
 from chiar.layers.sparse import sparse_tokens
-from chiar.layers.temporal import TemporalFilter, TemporalSublayer
+from chiar.layers.temporal import TemporalSublayer
 from chiar.registry import is_light
 
-NORM_EPS = 1e-5
-LIGHT = "spectral"
-"""The operator whose norm may do without γ (filter_gamma)."""
+Summands = tuple[Tensor, Maybe]  # a state, which may be a sum of two
 
 
-class Tokens(Protocol):
-    """A routed layer's tokens as an execution lays them out: together, and for each operator."""
-
-    x: Tensor
-    """The layer's input, all tokens together."""
-
-    def view(self, name: str) -> Tensor: ...  # x of the tokens laid out for an operator
-    def operate(self, name: str) -> Tensor: ...  # op(x), or op(LN_op(x)) under pre-norm, in that layout
-    def norm(self, norm: nn.Module, y: Tensor, name: str) -> Tensor: ...
-    def feed(self, y: Tensor, name: str) -> Tensor: ...  # the feed-forward network, in that layout
-    def select(self, parts: dict[str, Tensor]) -> Tensor: ...  # Σ w_k part_k, all tokens together
-    def fused_ends(self) -> Tensor | None: ...  # a whole layer whose light tokens skip the FFN, by fewer kernels
-
-
-def pre_norm(block: "Block", tokens: Tokens) -> tuple[Tensor, Tensor | None]:
+def pre_norm(block: "Block", tokens: Tokens) -> Summands:
     """u = x + op(LN_op(x)); y = u + FFN(LN_f(u)), as two summands. Weights act on what is added, never on the residual.
     Without `light_ffn` light tokens stop at u."""
     if block.light_ffn:
@@ -58,7 +40,7 @@ def pre_norm(block: "Block", tokens: Tokens) -> tuple[Tensor, Tensor | None]:
     return tokens.x, tokens.select(changes)
 
 
-def post_norm(block: "Block", tokens: Tokens) -> tuple[Tensor, Tensor | None]:
+def post_norm(block: "Block", tokens: Tokens) -> Summands:
     """u = LN_op(x + op(x)); y = LN_f(u + FFN(u)). In the equation form light tokens get Eq. 3: LN_f(x + FFN(op(x))).
     Without `light_ffn` light tokens stop at u."""
     residuals, inputs = {}, {}
@@ -71,42 +53,28 @@ def post_norm(block: "Block", tokens: Tokens) -> tuple[Tensor, Tensor | None]:
     if block.light_ffn:
         residual = tokens.select(residuals)
         return block.ffn_norm(residual + block.ffn(tokens.select(inputs) if block.equation else residual)), None
-    ends = {}
     for name, u in residuals.items():
-        ends[name] = u if is_light(name) else tokens.norm(block.ffn_norm, u + tokens.feed(u, name), name)
-    return tokens.select(ends), None
+        if not is_light(name):
+            residuals[name] = tokens.norm(block.ffn_norm, u + tokens.feed(u, name), name)
+    return tokens.select(residuals), None
 
 
-class DenseTokens:
+class DenseTokens(Tokens):
     """Every operator on every token; the route's weights select."""
 
-    def __init__(
-        self, block: "Block", x_BTD: Tensor, context: TokenContext, route: Route | None, memory: LayerMemory | None
-    ) -> None:
-        self.block, self.x, self.context, self.route, self.memory = block, x_BTD, context, route, memory
-        self.attention_weights: Tensor | None = None
-        """Of eager attention."""
-
-    def view(self, name: str) -> Tensor:
-        return self.x
+    attention_weights: Maybe = None  # of eager attention
 
     def operate(self, name: str) -> Tensor:
         block, key_BT = self.block, self.context.real_BT
         seen_BTD = block.norms[name](self.x) if block.pre_norm else self.x
-        only_keys = self.route is not None and block.routed_keys
-        if self.route is not None and block.routed_keys:
+        spare = self.route is not None and block.routed_keys
+        if self.route is not None and spare:
             chosen_BT = self.route.choice_BT == block.names.index(name)
             key_BT = chosen_BT if key_BT is None else key_BT & chosen_BT
-        output = block.runs[name](seen_BTD, self.context, key_BT, self.memory, only_keys)
+        output = block.runs[name](seen_BTD, self.context, key_BT, self.memory, spare)
         if isinstance(output, tuple):
             output, self.attention_weights = output
         return output
-
-    def norm(self, norm: nn.Module, y: Tensor, name: str) -> Tensor:
-        return norm(y)
-
-    def feed(self, y: Tensor, name: str) -> Tensor:
-        return self.block.ffn(y)
 
     def select(self, parts: dict[str, Tensor]) -> Tensor:
         first, *others = parts.values()
@@ -117,9 +85,6 @@ class DenseTokens:
         for k, part in enumerate(others, start=1):
             mixed = mixed + weights_BTK[..., k : k + 1] * part
         return mixed
-
-    def fused_ends(self) -> None:
-        return None
 
 
 class FeedForward(nn.Module):
@@ -137,29 +102,19 @@ class FeedForward(nn.Module):
 
 def make_norm(config: ChiarConfig, operator: str | None = None) -> nn.Module:
     norm = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
-    weighted = config.filter_gamma or operator != LIGHT
-    return norm(config.hidden_size, eps=NORM_EPS, elementwise_affine=weighted)
-
-
-def make_sublayer(config: ChiarConfig) -> TemporalSublayer:
-    """The filter along time that every token passes before a layer's own operators."""
-    sizes = config.hidden_size, config.temporal_window, config.temporal_coefficients
-    filter = TemporalFilter(*sizes, initial=0.0, name="everywhere")
-    return TemporalSublayer(make_norm(config), config.norm_position == "pre", filter)
+    weighted = config.filter_gamma or operator != "spectral"
+    return norm(config.hidden_size, eps=1e-5, elementwise_affine=weighted)
 
 
 @dataclass
 class LayerOutput:
     """What a layer did to its tokens."""
 
-    route: Route | None = None
-    """The decision of a routed layer."""
+    route: Route | None = None  # the decision of a routed layer
     entropy_BT: Tensor | None = None
     """H of what the layer's operators read, where computed: its input, or what `temporal_everywhere` makes of it."""
-    attention_weights: Tensor | None = None
-    """Of eager attention."""
-    gate_BT1: Tensor | None = None
-    """The MetaRouter's g, on layer 1."""
+    attention_weights: Tensor | None = None  # of eager attention
+    gate_BT1: Tensor | None = None  # the MetaRouter's g, on layer 1
 
 
 class Block(nn.Module):
@@ -178,9 +133,8 @@ class Block(nn.Module):
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
 
         self.operators = nn.ModuleDict({name: registry.OPERATORS[name].make(name, config) for name in self.names})
-        self.runs: dict[str, Operator] = {
-            name: operator if isinstance(operator, Operator) else Adopted(operator)
-            for name, operator in self.operators.items()
+        self.runs = {
+            name: made if isinstance(made, Operator) else Adopted(made) for name, made in self.operators.items()
         }
         normed = [name for name in self.names if not (self.equation and is_light(name))]
         self.norms = nn.ModuleDict({name: make_norm(config, name) for name in normed})
@@ -190,16 +144,12 @@ class Block(nn.Module):
         self.router_reads_entropy = routed and config.router_kind.reads_entropy
         self.router_reads_state = routed and config.router_kind.reads_state
         self.weights_have_gradient = config.router_kind.has_gradient
-        self.everywhere = make_sublayer(config) if config.temporal_everywhere else None
+        self.everywhere = TemporalSublayer(make_norm(config), config) if config.temporal_everywhere else None
         self.looks_back = self.everywhere is not None or any(operator.looks_back for operator in self.runs.values())
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        context: TokenContext,
-        memory: LayerMemory | None = None,
-        forced_BT: Tensor | None = None,
-    ) -> tuple[tuple[Tensor, Tensor | None], LayerOutput]:
+        self, x_BTD: Tensor, context: TokenContext, memory: Memory = None, forced_BT: Maybe = None
+    ) -> tuple[Summands, LayerOutput]:
         """The output, and what was done. In a fixed decoding step the output of a pre-norm layer is two summands: a
         compiled next layer adds them where it reads them."""
         if self.everywhere is not None:
@@ -217,16 +167,14 @@ class Block(nn.Module):
             y, more = y + more, None
         return (y, more), LayerOutput(route, entropy_BT, dense.attention_weights)
 
-    def entropy(self, x_BTD: Tensor, context: TokenContext) -> Tensor | None:
+    def entropy(self, x_BTD: Tensor, context: TokenContext) -> Maybe:
         if not (self.router_reads_entropy or context.keep_entropy):
             return None
         learns = self.router_reads_entropy and self.weights_have_gradient
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
             return spectral_entropy(x_BTD, context.transform, self.entropy_eps, self.entropy_dc_weight)
 
-    def choose(
-        self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
-    ) -> Route | None:
+    def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route | None:
         if self.router is None:
             return None
         # The question is whether a token needs attention, so a pre-norm router reads what attention would read.

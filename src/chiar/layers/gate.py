@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from chiar.layers.context import LayerMemory, TokenContext
+from chiar.layers.context import Memory, TokenContext
 
-BIAS = 2.0
-"""b at first under gate_init="biased": g is then 0.88."""
+BIAS = 2.0  # b at first under gate_init="biased": g is then 0.88
 
 
 class Gate(nn.Linear):
@@ -15,17 +14,15 @@ class Gate(nn.Linear):
 
 class MetaRouter(nn.Module):
     """Eq. 4: g = σ(w_g · x̄ + b). Eq. 5: layer 1 gives g · spectral(x) + (1 − g) · x.
-
     `pool` says what x̄ averages over: "batch" (the paper) and "sequence" let a token see the future, "batch" also its
-    neighbours in the batch; "causal" is the running mean over the row so far. Padding is never counted.
-    """
+    neighbours in the batch; "causal" is the running mean over the row so far. Padding is never counted."""
 
     def __init__(self, width: int, pool: str, skip_below: float | None) -> None:
         super().__init__()
         self.pool, self.skip_below = pool, skip_below
         self.gate = Gate(width, 1)
 
-    def forward(self, x_BTD: Tensor, context: TokenContext, memory: LayerMemory | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: TokenContext, memory: Memory = None) -> Tensor:
         """The gate of each token, (B, T, 1) in fp32."""
         frozen = memory.get("gate") if memory is not None else None
         if frozen is not None:
@@ -45,7 +42,7 @@ class MetaRouter(nn.Module):
             return False
         return not bool(gate_BT1.any())
 
-    def _pooled(self, x_BTD: Tensor, context: TokenContext, memory: LayerMemory | None) -> Tensor:
+    def _pooled(self, x_BTD: Tensor, context: TokenContext, memory: Memory) -> Tensor:
         count = torch.ones_like(x_BTD[..., :1])
         if context.real_BT is not None:
             count = context.real_BT[..., None].to(x_BTD.dtype)

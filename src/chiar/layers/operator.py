@@ -1,47 +1,40 @@
-"""What an operator is: a dense definition, and how sparse execution runs it on the tokens sent to it."""
+"""What an operator is: a dense definition, and how sparse execution runs it on tokens laid out for it."""
 
 from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 
+from chiar.config import ChiarConfig
 from chiar.kernels.packing import pack, unpack, used
-from chiar.layers.context import LayerMemory, TokenContext
+from chiar.layers.context import Maybe, Memory, TokenContext
+from chiar.layers.routers import Route
 from chiar.registry import Work
 
 if TYPE_CHECKING:
-    from chiar.config import ChiarConfig
-    from chiar.layers.sparse import PackedTokens
-    from chiar.layers.sparse_sorted import SortedTokens
+    from chiar.layers.block import Block
+    from chiar.layers.sparse import PackedTokens, SortedTokens
 
 
 class Operator(nn.Module):
-    """An operator that may look at other tokens. By default sparse execution runs it on all of them and takes the
-    outputs that were asked for."""
+    """It may look at other tokens: by default sparse execution runs it on all, and takes what was asked for."""
 
-    looks_back = False
-    """Whether it must see every token to keep its memory up."""
+    looks_back = False  # whether it must see every token to keep its memory up
 
     @classmethod
-    def build(cls, config: "ChiarConfig") -> Self:
+    def build(cls, config: ChiarConfig) -> Self:
         raise NotImplementedError
 
     @staticmethod
-    def flops(config: "ChiarConfig", work: Work) -> dict[str, float]:
+    def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
         """Per token of the text, by part."""
         raise NotImplementedError
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        context: TokenContext,
-        key_BT: Tensor | None = None,
-        memory: LayerMemory | None = None,
-        only_keys: bool = False,
-        /,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, spare: bool = False, /
+    ) -> Tensor | tuple[Tensor, Maybe]:
         """The definition: the output for every token. `key_BT` marks the tokens that are keys (None: all). With
-        `only_keys` nobody reads the output of other tokens: the memory stores nothing of them, and their output is
+        `spare` nobody reads the output of other tokens: the memory stores nothing of them, and their output is
         arbitrary but finite. Eager attention also returns its weights."""
         raise NotImplementedError
 
@@ -52,7 +45,7 @@ class Operator(nn.Module):
 
     def run_sorted(self, tokens: "SortedTokens", name: str, x_PD: Tensor) -> Tensor:
         """Where the host knows the routes: the outputs of the P tokens sent to it."""
-        return tokens.taken(tokens.run_all(self, name), name)
+        return tokens.run_all(self, name)
 
 
 class TokenOperator(Operator):
@@ -76,3 +69,35 @@ class Adopted(TokenOperator):
 
     def forward(self, x_BTD: Tensor, context: TokenContext, *_: object) -> Tensor:
         return self.held[0](x_BTD)
+
+
+class Tokens:
+    """A routed layer's tokens as an execution lays them out: together, and for each operator."""
+
+    x: Tensor  # the layer's input, all tokens together
+
+    def __init__(self, block: "Block", x: Tensor, context: TokenContext, route: Route | None, memory: Memory) -> None:
+        self.block, self.x, self.context, self.route, self.memory = block, x, context, route, memory
+
+    def view(self, name: str) -> Tensor:
+        """x of the tokens laid out for an operator."""
+        return self.x
+
+    def operate(self, name: str) -> Tensor:
+        """op(x), or op(LN_op(x)) under pre-norm, in that layout."""
+        raise NotImplementedError
+
+    def norm(self, norm: nn.Module, y: Tensor, name: str) -> Tensor:
+        return norm(y)
+
+    def feed(self, y: Tensor, name: str) -> Tensor:
+        """The feed-forward network, in that layout."""
+        return self.block.ffn(y)
+
+    def select(self, parts: dict[str, Tensor]) -> Tensor:
+        """Σ w_k part_k, all tokens together."""
+        raise NotImplementedError
+
+    def fused_ends(self) -> Maybe:
+        """A whole layer whose light tokens skip the FFN, by fewer kernels."""
+        return None

@@ -8,12 +8,9 @@ from torch import Tensor
 
 from chiar.kernels.decode_attention import decode_attention
 
-BLOCK = 32
-"""Capacities are multiples of this."""
-ROOM = 64
-"""Entries that are free behind a prompt's longest row, at least; a store that grows later gets an eighth more."""
-LEAST = 16
-"""With less room than this a store grows."""
+BLOCK = 32  # capacities are multiples of this
+ROOM = 64  # entries that are free behind a prompt's longest row, at least; a store that grows later gets an eighth more
+LEAST = 16  # with less room than this a store grows
 
 
 @dataclass
@@ -21,8 +18,7 @@ class Shelf:
     """The stores of all layers of a cache. They are looked at together, because looking means to wait."""
 
     stores: "list[RaggedStore]" = field(default_factory=list)
-    moves: int = 0
-    """Rises when a tensor gets another place in memory, so that whoever noted addresses can tell."""
+    moves: int = 0  # rises when a tensor gets another place in memory, so that whoever noted addresses can tell
 
     def make_room(self) -> None:
         """For one more token in every store: without a look at the device in all but few steps."""
@@ -32,8 +28,7 @@ class Shelf:
             store.most += 1
 
     def look(self) -> None:
-        """Wait for the longest row of every store. Whoever grows takes along those that would soon: a captured step
-        must be captured again."""
+        """Wait for every store's longest row. Who grows takes along who soon would: a step must be captured again."""
         known = [(store, store.length_B) for store in self.stores if store.length_B is not None]
         for device in {length_B.device for _, length_B in known}:
             here = {store: length_B.max() for store, length_B in known if length_B.device == device}
@@ -47,11 +42,9 @@ class Shelf:
 
 class RaggedStore:
     """Named tensors (B, H, L, d), L entries of which the first `length_B` of each row count, in the order of tokens.
-
     Lengths live on the device; the host has `most`, a bound on the longest row, and looks at the true lengths when it
     reaches the capacity. Between looks all is written in place. The last entry is never in use: of several tokens at
-    once those that are no keys are written there, which needs no look at values.
-    """
+    once those that are no keys are written there, which needs no look at values."""
 
     def __init__(self, shelf: Shelf) -> None:
         self.shelf = shelf

@@ -6,55 +6,44 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor, nn
 
+from chiar.config import ChiarConfig
 from chiar.kernels.packing import pack
 from chiar.kernels.rows import Ragged, take
-from chiar.layers.context import LayerMemory, TokenContext, surely_none, visible_keys
+from chiar.layers.context import Maybe, Memory, TokenContext, surely_none, visible_keys
 from chiar.layers.operator import Operator
 from chiar.registry import Work
 
 if TYPE_CHECKING:
-    from chiar.config import ChiarConfig
-    from chiar.layers.sparse import PackedTokens
-    from chiar.layers.sparse_sorted import SortedTokens
-
-GAMMA = 1.0
+    from chiar.layers.sparse import PackedTokens, SortedTokens
 
 
 class RBFMixing(Operator):
     """Random Fourier features φ = [cos, sin](xω/√m), A = causal softmax(φφᵀ), output Linear(Aφ).
-
     ω ~ N(0, 2γ) is drawn once and saved with the weights. The paper gives no equation; this is the released code
-    made causal. On normalised inputs the diagonal of φφᵀ is m and the rest near 0, so A is almost the identity.
-    """
+    made causal. On normalised inputs the diagonal of φφᵀ is m and the rest near 0, so A is almost the identity."""
 
     omega_Dm: Tensor
 
     def __init__(self, width: int, features: int) -> None:
         super().__init__()
-        self.features, self.std = features, math.sqrt(2.0 * GAMMA)
+        self.features, self.std = features, math.sqrt(2.0)  # γ = 1
         self.register_buffer("omega_Dm", self.std * torch.randn(width, features))
         self.out = nn.Linear(2 * features, width)
 
     @classmethod
-    def build(cls, config: "ChiarConfig") -> Self:
+    def build(cls, config: ChiarConfig) -> Self:
         return cls(config.hidden_size, config.rbf_features)
 
     @staticmethod
-    def flops(config: "ChiarConfig", work: Work) -> dict[str, float]:
+    def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
         D, features = config.hidden_size, config.rbf_features
         mapped = max(work.share, work.key_share)
         return {"rbf": mapped * 2 * D * features + work.share * 4 * features * D + work.pairs * 8 * features}
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        context: TokenContext,
-        key_BT: Tensor | None = None,
-        memory: LayerMemory | None = None,
-        only_keys: bool = False,
-        /,
+        self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, spare: bool = False, /
     ) -> Tensor:
-        if memory is not None and only_keys and surely_none(key_BT):
+        if memory is not None and spare and surely_none(key_BT):
             return torch.zeros_like(x_BTD)
         query_BTF = self.features_of(x_BTD)
         is_key_BS = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device) if key_BT is None else key_BT
@@ -73,7 +62,6 @@ class RBFMixing(Operator):
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
     def mix(self, query_BTF: Tensor, key_BSF: Tensor, visible_BTS: Tensor) -> Tensor:
-        """Aφ."""
         scores_BTS = (query_BTF @ key_BSF.transpose(1, 2)).float()
         weights_BTS = scores_BTS.masked_fill(~visible_BTS, float("-inf")).softmax(-1).to(key_BSF.dtype)
         return weights_BTS @ key_BSF
@@ -92,10 +80,10 @@ class RBFMixing(Operator):
                 tokens.remember(name, {"features": query_PF[:, None]})
         else:
             key_BSF, is_key_BT = self.features_of(tokens.all_seen(name)), tokens.is_key()
-            query_PF = take(key_BSF.flatten(0, 1), tokens.places(name))
+            query_PF = take(key_BSF.flatten(0, 1), tokens.places[name])
             if tokens.memory is not None:
                 tokens.memory.ragged(name).append({"features": key_BSF[:, None]}, is_key_BT)
-            place_BQ1 = ragged.batched((tokens.places(name) % tokens.length)[:, None])
+            place_BQ1 = ragged.batched((tokens.places[name] % tokens.length)[:, None])
             place_S = torch.arange(tokens.length)
             # What fills a short row up must see something, or its softmax would be NaN.
             visible_BQS = (place_S <= place_BQ1) & is_key_BT[:, None] | (place_S == place_BQ1)

@@ -1,36 +1,32 @@
-"""Routers: which operator each token of a routed layer goes to."""
+"""Routers: which operator each token of a routed layer goes to; and thresholds that follow the scores in training."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chiar.config import ChiarConfig
 from chiar.errors import InputError
 from chiar.kernels.hash import uniform_hash
-from chiar.layers.context import TokenContext
-from chiar.layers.derived import DerivedBuffers, stored_in
+from chiar.kernels.white_noise import white_noise_entropy
+from chiar.layers.context import DerivedBuffers, Maybe, TokenContext, stored_in
 
-if TYPE_CHECKING:
-    from chiar.config import ChiarConfig
-
-FEW = 3
-"""Outputs up to which a compiled map is written as sums."""
+FEW = 3  # outputs up to which a compiled map is written as sums
+SAMPLE = 4096  # scores a pass sorts, or up to twice as many: their quantile is off by some 0.008 before averaging
+RATE = 0.2  # how far a pass moves the averages, once there were 1 / RATE of them
 
 
 @dataclass
 class Route:
     """The decision of one layer for B×T tokens over K operators."""
 
-    choice_BT: Tensor
-    """Index of the chosen operator (under soft routing: the one with the largest weight)."""
-    weights_BTK: Tensor
-    """What each operator's output is multiplied by: one-hot, or probabilities under soft routing."""
-    probabilities_BTK: Tensor | None = None
-    """The learned router's softmax."""
-    score_BT: Tensor | None = None
-    """What was compared with the threshold, for whoever follows its quantiles."""
+    choice_BT: Tensor  # index of the chosen operator (under soft routing: the one with the largest weight)
+    weights_BTK: Tensor  # what each operator's output is multiplied by: one-hot, or probabilities under soft routing
+    probabilities_BTK: Tensor | None = None  # the learned router's softmax
+    score_BT: Tensor | None = None  # what was compared with the threshold, for whoever follows its quantiles
 
 
 def one_hot(choice_BT: Tensor, operators: int) -> Tensor:
@@ -42,17 +38,15 @@ class Router(nn.Module):
     """What every router is: built from the configuration, called once a pass."""
 
     @classmethod
-    def build(cls, config: "ChiarConfig", layer: int) -> Self:
+    def build(cls, config: ChiarConfig, layer: int) -> Self:
         raise NotImplementedError
 
     @staticmethod
-    def flops(config: "ChiarConfig") -> float:
+    def flops(config: ChiarConfig) -> float:
         """Of one token, without those of H."""
         return 0.0
 
-    def forward(
-        self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
-    ) -> Route:
+    def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
         """`x` is what attention would read, `entropy` the layer's H, each if the router's kind says that it reads it;
         a forced choice is used as it is."""
         raise NotImplementedError
@@ -65,13 +59,11 @@ class ChoiceRouter(Router):
         super().__init__()
         self.operators = operators
 
-    def choose(self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext) -> Tensor:
+    def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
         """The index of each token's operator, (B, T) int64: 0 is light, the last attention."""
         raise NotImplementedError
 
-    def forward(
-        self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
-    ) -> Route:
+    def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
         choice_BT = self.choose(x_BTD, entropy_BT, context) if forced_BT is None else forced_BT
         return Route(choice_BT, one_hot(choice_BT, self.operators))
 
@@ -88,18 +80,15 @@ class EntropyRouter(DerivedBuffers, Router):
         self.register_derived()
 
     @classmethod
-    def build(cls, config: "ChiarConfig", layer: int) -> Self:
+    def build(cls, config: ChiarConfig, layer: int) -> Self:
         return cls(config.layer_thresholds()[config.routed_layers.index(layer)], config.follows_quantile)
 
     def derive(self) -> dict[str, Tensor]:
         return {"thresholds": torch.tensor(self.values, dtype=torch.float64)}
 
-    def forward(
-        self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
-    ) -> Route:
+    def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
         assert entropy_BT is not None
-        # Only buffers are read: a compiled graph must not depend on the numbers.
-        thresholds = self.thresholds
+        thresholds = self.thresholds  # a buffer: a compiled graph must not depend on the numbers
         if self.follows:
             assert context.threshold is not None
             thresholds = context.threshold[None]
@@ -110,33 +99,25 @@ class EntropyRouter(DerivedBuffers, Router):
 class LearnedRouter(Router):
     """A linear map of [x; H]. Soft: its softmax blends the operators. Hard: its argmax picks one, or with `follows`
     attention where its logit leads by more than a threshold, which is then taken off before the softmax.
-
     The gradient of hard routing is the paper's straight-through estimator, `both`: forward one-hot, backward the
     softmax, which needs every operator's output. `selected` multiplies the chosen output by p / stopgrad(p) = 1, which
-    needs only that one. With the scale `probability` attention's is multiplied by 2p instead, the other's by 1.
-    """
+    needs only that one. With the scale `probability` attention's is multiplied by 2p instead, the other's by 1."""
 
     def __init__(
-        self,
-        width: int,
-        operators: int,
-        routing: str,
-        estimator: str = "both",
-        scale: str = "one",
-        follows: bool = False,
+        self, width: int, outputs: int, routing: str, estimator: str = "both", scale: str = "one", follows: bool = False
     ) -> None:
         super().__init__()
         self.routing, self.estimator, self.scale, self.follows = routing, estimator, scale, follows
-        self.score = nn.Linear(width + 1, operators)
+        self.score = nn.Linear(width + 1, outputs)
 
     @classmethod
-    def build(cls, config: "ChiarConfig", layer: int) -> Self:
+    def build(cls, config: ChiarConfig, layer: int) -> Self:
         assert config.operators is not None and config.routing is not None
         how = config.routing, config.hard_estimator, config.router_scale, config.follows_quantile
         return cls(config.hidden_size, len(config.operators), *how)
 
     @staticmethod
-    def flops(config: "ChiarConfig") -> float:
+    def flops(config: ChiarConfig) -> float:
         return 2.0 * (config.hidden_size + 1) * len(config.operators or [])
 
     def scores(self, x_BTD: Tensor, entropy_BT: Tensor) -> Tensor:
@@ -146,12 +127,11 @@ class LearnedRouter(Router):
             seen_BTD, entropy_BT1 = x_BTD.to(dtype), entropy_BT[..., None].to(dtype)
             weight, bias_K = self.score.weight.to(dtype), self.score.bias.to(dtype)
             if len(weight) <= FEW and joins_a_norm(seen_BTD):
-                return linear_as_sums(seen_BTD, weight[:, :width], bias_K) + entropy_BT1 * weight[:, width]
+                sums_BTK = torch.stack([(seen_BTD * weight_D).sum(-1) for weight_D in weight[:, :width]], dim=-1)
+                return sums_BTK + bias_K + entropy_BT1 * weight[:, width]
             return F.linear(torch.cat([seen_BTD, entropy_BT1], -1), weight, bias_K)
 
-    def forward(
-        self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext, forced_BT: Tensor | None
-    ) -> Route:
+    def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
         assert entropy_BT is not None
         scores_BTK = self.scores(x_BTD, entropy_BT)
         lead_BT = scores_BTK[..., -1] - scores_BTK[..., 0]
@@ -176,12 +156,9 @@ class LearnedRouter(Router):
         return chosen_BTK * (log_p_BTK - log_p_BTK.detach()).exp()
 
 
-def without_common_shift(score_BT: Tensor, real_BT: Tensor | None) -> Tensor:
-    """The same scores, but no gradient moves all of them alike.
-
-    Where a threshold follows them such a move changes no choice. Yet every layer wants more attention, so the scores
-    would climb for ever, with the threshold behind them and the fraction too high.
-    """
+def without_common_shift(score_BT: Tensor, real_BT: Maybe) -> Tensor:
+    """The same scores, but no gradient moves all of them alike. Where a threshold follows them such a move changes no
+    choice, yet every layer wants more attention: scores would climb for ever, and the fraction stay too high."""
     if real_BT is None:
         mean = score_BT.mean()
     else:
@@ -194,11 +171,6 @@ def joins_a_norm(x_BTD: Tensor) -> bool:
     return torch.compiler.is_compiling() and x_BTD.is_cuda
 
 
-def linear_as_sums(x_BTD: Tensor, weight_KD: Tensor, bias_K: Tensor) -> Tensor:
-    """F.linear for few outputs, which a compiled layer takes along while it reads x for its norm."""
-    return torch.stack([(x_BTD * weight_D).sum(-1) for weight_D in weight_KD], dim=-1) + bias_K
-
-
 class RandomRouter(ChoiceRouter):
     """Control: a fixed hash of (seed, layer, token id) or of (seed, layer, position)."""
 
@@ -207,17 +179,14 @@ class RandomRouter(ChoiceRouter):
         self.layer, self.key, self.fraction, self.seed = layer, key, fraction, seed
 
     @classmethod
-    def build(cls, config: "ChiarConfig", layer: int) -> Self:
+    def build(cls, config: ChiarConfig, layer: int) -> Self:
         assert config.operators is not None
         return cls(layer, len(config.operators), config.random_key, config.random_fraction, config.router_seed)
 
-    def choose(self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext) -> Tensor:
+    def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
         keys_BT = context.positions_BT if self.key == "position" else context.token_ids_BT
         if keys_BT is None:
-            raise InputError(
-                "random_key='token' hashes token ids, but only inputs_embeds were given: pass input_ids, "
-                "or use random_key='position'."
-            )
+            raise InputError("random_key='token' hashes token ids: pass input_ids, or use random_key='position'.")
         number_BT = uniform_hash(keys_BT, self.seed, self.layer)
         share = (1.0 - self.fraction) / (self.operators - 1)
         edges = share * torch.arange(1, self.operators, device=number_BT.device)
@@ -232,24 +201,23 @@ class StaticRouter(ChoiceRouter):
         self.operator = operator
 
     @classmethod
-    def build(cls, config: "ChiarConfig", layer: int) -> Self:
+    def build(cls, config: ChiarConfig, layer: int) -> Self:
         assert config.operators is not None and config.static_operators is not None
         chosen = config.static_operators[config.routed_layers.index(layer)]
         return cls(len(config.operators), config.operators.index(chosen))
 
-    def choose(self, x_BTD: Tensor, entropy_BT: Tensor | None, context: TokenContext) -> Tensor:
+    def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
         return torch.full(x_BTD.shape[:2], self.operator, device=x_BTD.device)
 
 
-def mean_over_tokens(values_BTK: Tensor, real_BT: Tensor | None) -> Tensor:
-    """The mean over real tokens."""
+def mean_over_tokens(values_BTK: Tensor, real_BT: Maybe) -> Tensor:
     if real_BT is None:
         return values_BTK.mean((0, 1))
     real_BT1 = real_BT[..., None].to(values_BTK.dtype)
     return (values_BTK * real_BT1).sum((0, 1)) / real_BT1.sum().clamp_min(1)
 
 
-def collapse_loss(routes: list[Route], real_BT: Tensor | None, strength: float) -> Tensor | None:
+def collapse_loss(routes: list[Route], real_BT: Maybe, strength: float) -> Tensor | None:
     """−λ · (entropy of mean operator use), averaged over routed layers; it has a gradient where routers do."""
     if strength == 0.0 or not routes:
         return None
@@ -258,3 +226,81 @@ def collapse_loss(routes: list[Route], real_BT: Tensor | None, strength: float) 
         use_BTK = route.weights_BTK.detach() if route.probabilities_BTK is None else route.probabilities_BTK
         terms.append(torch.special.entr(mean_over_tokens(use_BTK, real_BT).clamp_min(1e-12)).sum())
     return -strength * torch.stack(terms).mean()
+
+
+class RouterState(DerivedBuffers):
+    """For L routed layers, saved with the weights and kept in fp32 or wider.
+    In training every pass moves a threshold towards the (1 − f)-quantile of its scores, after the pass and without
+    looking at a value: compiled and recorded passes do the same. Evaluation leaves it where it is, so a token's route
+    depends on that token alone, whereas Mixture-of-Depths' top-k compares it with later ones."""
+
+    threshold_L: Tensor
+    updates_L: Tensor
+    shares_L: Tensor  # which quantiles are followed
+
+    def __init__(self, config: ChiarConfig) -> None:
+        super().__init__()
+        self.fractions: list[float] = config.layer_fractions() or []
+        self.first = white_noise_entropy(config.hidden_size)[0] if config.router == "entropy" else 0.0
+        """Threshold before the first pass."""
+        dtype = stored_in(torch.get_default_dtype())
+        for name, value in self.initial().items():
+            self.register_buffer(name, value.to(dtype))
+        self.register_derived()
+
+    def derive(self) -> dict[str, Tensor]:
+        return {"shares_L": 1 - torch.tensor(self.fractions, dtype=torch.float64)}
+
+    def initial(self) -> dict[str, Tensor]:
+        every = torch.ones(len(self.fractions))
+        return {"threshold_L": self.first * every, "updates_L": torch.zeros_like(every)}
+
+    def of_layers(self) -> list[Tensor]:
+        """The coming pass's thresholds; in training copies, as the originals move before a backward pass used them."""
+        return list((copied(self.threshold_L) if self.training else self.threshold_L).unbind())
+
+    @torch.no_grad()
+    def follow(self, scores: list[Tensor], real_BT: Maybe = None) -> None:
+        """Take note of the (B, T) scores of each routed layer in one training pass, padding left out."""
+        tokens = scores[0].numel()
+        step = (tokens // SAMPLE) | 1  # odd: an even one could keep meeting the same positions of a row
+        scores_LN = torch.stack([score_BT.detach().flatten()[::step] for score_BT in scores]).to(self.threshold_L.dtype)
+        count = scores_LN.new_full((), scores_LN.shape[1])
+        if real_BT is not None:
+            real_N = real_BT.flatten()[::step]
+            scores_LN, count = torch.where(real_N, scores_LN, torch.inf), real_N.sum().to(scores_LN.dtype)
+        now_L = quantile(scores_LN.sort(1).values, count.expand(len(scores)), self.shares_L)
+        rate_L = (1 / (self.updates_L + 1)).clamp_min(RATE)
+        # Where nothing counts there is no quantile either.
+        moved_L = self.threshold_L + rate_L * (now_L - self.threshold_L)
+        self.threshold_L.copy_(torch.where(count > 0, moved_L, self.threshold_L))
+        self.updates_L.add_(count > 0)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = {name: getattr(self, name) for name in self.initial()}
+        super()._apply(fn, recurse)
+        for name, value in before.items():
+            after = getattr(self, name)
+            if after.dtype != stored_in(after.dtype):
+                setattr(self, name, value.to(after.device))
+        return self
+
+
+@torch.library.custom_op("chiar::copied", mutates_args=())
+def copied(x: Tensor) -> Tensor:
+    """A copy that a compiler keeps: left to itself it reads the original again in the backward pass."""
+    return x.clone()
+
+
+@copied.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def quantile(sorted_LN: Tensor, count_L: Tensor, share_L: Tensor) -> Tensor:
+    """Of the first `count` of each row, linear between neighbours."""
+    place_L = share_L * (count_L - 1).clamp_min(0)
+    below_L1 = place_L.floor().long()[:, None]
+    above_L1 = torch.minimum(below_L1 + 1, (count_L.long() - 1).clamp_min(0)[:, None])
+    low_L, high_L = (sorted_LN.gather(1, index_L1)[:, 0] for index_L1 in (below_L1, above_L1))
+    return low_L + (place_L - place_L.floor()) * (high_L - low_L)

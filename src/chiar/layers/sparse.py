@@ -2,8 +2,8 @@
 
 Attention and feed-forward products work on packed rows (kernels/packing.py); norms of light tokens, filters in the
 identity basis and additions pass over all tokens, which costs memory traffic but no products, and so do filters along
-time. RBF mixing runs on every token. On a CPU, outside compiled graphs, sparse_sorted.py takes their place.
-"""
+time. RBF mixing runs on every token. On a CPU, outside compiled graphs, the host may look at the routes: there tokens
+are sorted by operator instead."""
 
 from typing import TYPE_CHECKING
 
@@ -14,24 +14,26 @@ from torch import Tensor, nn
 from chiar.kernels.packed_attention import fits, prefix_attention, rotary_attention
 from chiar.kernels.packed_norm import packed_gelu, packed_norm, unpack_sum
 from chiar.kernels.packing import Packing, make_packing, pack, pack_all, packed_linear, unpack, used
+from chiar.kernels.rows import Reorder, causal_attention, inverse_of, put, take
 from chiar.layers.attention import CausalAttention, rotate
-from chiar.layers.context import LayerMemory, TokenContext, surely_none
-from chiar.layers.operator import Operator
+from chiar.layers.context import LayerMemory, Memory, TokenContext, surely_none
+from chiar.layers.operator import Operator, Tokens
 from chiar.layers.routers import Route
-from chiar.layers.sparse_sorted import SortedTokens
 from chiar.registry import is_light
 
 if TYPE_CHECKING:
     from chiar.layers.block import Block
 
-FEWEST = {"routed": 256, "all": 512}
-"""Tokens in a batch, for each key policy, below which "auto" runs densely on a CPU."""
+FEWEST = {"routed": 256, "all": 512}  # tokens in a batch, for each key policy, below which "auto" runs densely on a CPU
+LONG = 512
+"""From here on, and where at most half of the tokens are dark, all keys get attention for dark queries only: torch's
+causal attention of every query, in one call for all rows, is faster below."""
 Norm = nn.Module | None
 
 
 def sparse_tokens(
-    block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: LayerMemory | None = None
-) -> "PackedTokens | SortedTokens":
+    block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: Memory = None
+) -> "SparseTokens":
     """Padding is never sent to attention: its output is arbitrary, as in dense execution. `memory` is empty: tokens see
     each other, not what was stored before."""
     layout = SortedTokens if host_sees_routes(x_BTD.device) else PackedTokens
@@ -46,8 +48,7 @@ def host_sees_routes(device: torch.device) -> bool:
 def sparse_pays(x_BTD: Tensor, keys: str) -> bool:
     """Whether packing tokens costs less than it saves (on a CPU as measured: docs/execution.md)."""
     if x_BTD.is_cuda:
-        autocast = torch.is_autocast_enabled("cuda")
-        dtype = torch.get_autocast_dtype("cuda") if autocast else x_BTD.dtype
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x_BTD.dtype
         return dtype == torch.bfloat16 and has_fast_grouped_products(x_BTD.device.index)
     return x_BTD.shape[0] * x_BTD.shape[1] >= FEWEST[keys] or not host_sees_routes(x_BTD.device)
 
@@ -58,17 +59,28 @@ def has_fast_grouped_products(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-class PackedTokens:
+class SparseTokens(Tokens):
+    route: Route
+
+    def __init__(self, block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: Memory) -> None:
+        super().__init__(block, x_BTD.flatten(0, 1), context, route, memory)
+        self.shape = self.batch, self.length, _ = x_BTD.shape
+
+    def together(self, y_ND: Tensor) -> Tensor:
+        """All tokens in their places, (B, T, D)."""
+        raise NotImplementedError
+
+    def weight_N1(self) -> Tensor:
+        """Of the chosen operator: mostly 1, but a router gets its gradient through it."""
+        return self.route.weights_BTK.flatten(0, 1).gather(1, self.route.choice_BT.reshape(-1, 1))
+
+
+class PackedTokens(SparseTokens):
     """Light operators have all tokens in their places, (N, D), and are right where they were chosen; the others have
     the tokens sent to them, packed."""
 
-    def __init__(
-        self, block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: LayerMemory | None
-    ) -> None:
-        self.block, self.context, self.route, self.memory = block, context, route, memory
-        self.shape = x_BTD.shape
-        self.batch, self.length, _ = x_BTD.shape
-        self.x = x_BTD.flatten(0, 1)
+    def __init__(self, block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: Memory) -> None:
+        super().__init__(block, x_BTD, context, route, memory)
         self.packings: dict[str, Packing] = {}
         self.dark = self.packing("attention")
 
@@ -118,11 +130,7 @@ class PackedTokens:
         return self.weighted(y_ND)
 
     def weighted(self, y_ND: Tensor) -> Tensor:
-        """Times the weight of the chosen operator: mostly 1, but a router gets its gradient through it."""
-        if not self.block.weights_have_gradient:
-            return y_ND
-        weight_N1 = self.route.weights_BTK.flatten(0, 1).gather(1, self.route.choice_BT.reshape(-1, 1))
-        return y_ND * weight_N1.to(y_ND.dtype)
+        return y_ND * self.weight_N1().to(y_ND.dtype) if self.block.weights_have_gradient else y_ND
 
     def together(self, y_ND: Tensor) -> Tensor:
         return y_ND.view(self.shape)
@@ -148,16 +156,13 @@ class PackedTokens:
     def attend(self, attention: CausalAttention, bias: bool = True) -> Tensor:
         """Packed output of the dark tokens, over each other or over all; on demand without the last bias."""
         norm = self.block.norms["attention"] if self.block.pre_norm else None
-        run = self.among_themselves if self.rotates_inside(attention) else self.over_keys
-        out_PHd = run(attention, norm)
+        alone = self.block.routed_keys and self.memory is None  # a cache needs the rotated keys by themselves
+        inside = alone and self.context.rope is not None and fits(self.x.shape[1] // attention.heads)
+        out_PHd = self.among_themselves(attention, norm) if inside else self.over_keys(attention, norm)
         return packed_linear(out_PHd.flatten(1), attention.out.weight, attention.out.bias if bias else None, self.dark)
 
-    def rotates_inside(self, attention: CausalAttention) -> bool:
-        """Whether keys are the dark tokens themselves and RoPE can be part of the attention operator."""
-        alone = self.block.routed_keys and self.memory is None  # a cache needs the rotated keys by themselves
-        return alone and self.context.rope is not None and fits(self.x.shape[1] // attention.heads)
-
     def among_themselves(self, attention: CausalAttention, norm: Norm) -> Tensor:
+        """Where keys are the dark tokens themselves and RoPE can be part of the attention operator."""
         dark, heads = self.dark, attention.heads
         qkv_P3Hd = packed_linear(self.dark_seen(norm), attention.qkv.weight, None, dark).unflatten(1, (3, heads, -1))
         assert self.context.rope is not None
@@ -179,8 +184,7 @@ class PackedTokens:
         q_PHd, k_MHd, v_MHd, keys = self.project(attention, norm)
         if self.memory is not None:
             self.remember(self.memory, k_MHd, v_MHd, keys)
-        skip_M = self.dark.before_N[keys.token_P]
-        rows = self.dark.rows, keys.rows
+        skip_M, rows = self.dark.before_N[keys.token_P], (self.dark.rows, keys.rows)
         return prefix_attention(q_PHd, k_MHd, v_MHd, *rows, self.limits(keys), skip_M, self.length)
 
     def remember(self, memory: LayerMemory, k_MHd: Tensor, v_MHd: Tensor, keys: Packing) -> None:
@@ -224,3 +228,127 @@ class PackedTokens:
         assert self.context.rope is not None
         shared = self.context.rope[0].shape[0] == 1
         return packing.token_P % self.length if shared else packing.token_P
+
+
+class SortedTokens(SparseTokens):
+    """Tokens sorted by operator. Each operator has a slice to itself, norms and the feed-forward network, which know no
+    order, run over slices or all, and the end puts tokens back: one move of rows in, one out, and nothing computed that
+    was not chosen. Padding forms a last slice that nothing runs on."""
+
+    def __init__(self, block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: Memory) -> None:
+        super().__init__(block, x_BTD, context, route, memory)
+        self.unsorted_ND = self.x
+        self.choice_BT = route.choice_BT
+        if context.real_BT is not None:
+            self.choice_BT = torch.where(context.real_BT, route.choice_BT, len(block.names))
+        choice_N = self.choice_BT.flatten()
+        counts: list[int] = choice_N.bincount(minlength=len(block.names) + 1).tolist()
+        self.order_N = choice_N.argsort(stable=True)
+        self.inverse_N = inverse_of(self.order_N)
+        x_ND = Reorder.apply(self.unsorted_ND, self.order_N, self.inverse_N)
+        *slices, self.padding_PD = x_ND.split(counts)
+        self.x = x_ND[: len(x_ND) - len(self.padding_PD)]
+        self.slices = dict(zip(block.names, slices, strict=True))
+        self.places = dict(zip(block.names, self.order_N.split(counts), strict=False))  # among B·T
+
+    def view(self, name: str) -> Tensor:
+        return self.slices[name]
+
+    def operate(self, name: str) -> Tensor:
+        return self.block.runs[name].run_sorted(self, name, self.slices[name])
+
+    def select(self, parts: dict[str, Tensor]) -> Tensor:
+        y_ND = torch.cat(list(parts.values()))
+        if not self.block.weights_have_gradient:
+            return y_ND
+        weight_N1 = Reorder.apply(self.weight_N1(), self.order_N, self.inverse_N)
+        return y_ND * weight_N1[: len(y_ND)].to(y_ND.dtype)
+
+    def together(self, y_ND: Tensor) -> Tensor:
+        if len(self.padding_PD):
+            y_ND = torch.cat([y_ND, self.padding_PD.to(y_ND.dtype)])
+        return Reorder.apply(y_ND, self.inverse_N, self.order_N).view(self.batch, self.length, -1)
+
+    def seen(self, name: str, x_PD: Tensor) -> Tensor:
+        return self.block.norms[name](x_PD) if self.block.pre_norm else x_PD
+
+    def all_seen(self, name: str) -> Tensor:
+        """What the operator reads of every token, in order, (B, T, D)."""
+        return self.seen(name, self.unsorted_ND).view(self.batch, self.length, -1)
+
+    def run_all(self, operator: Operator, name: str) -> Tensor:
+        """The definition, for every token, of which those sent to the operator are taken, (P, D)."""
+        y_BTD = operator(self.all_seen(name), self.context, self.context.real_BT, self.memory)
+        return take(y_BTD.flatten(0, 1), self.places[name])
+
+    def sent_to(self, name: str) -> Tensor:
+        return self.choice_BT == self.block.names.index(name)
+
+    def counts_by_row(self, name: str) -> list[int]:
+        return [len(self.slices[name])] if self.batch == 1 else self.sent_to(name).sum(1).tolist()
+
+    def is_key(self) -> Tensor:
+        real_BT = self.context.real_BT
+        return torch.ones_like(self.choice_BT, dtype=torch.bool) if real_BT is None else real_BT
+
+    def remember(self, name: str, parts_PHd: dict[str, Tensor]) -> None:
+        """Store what the tokens sent to an operator give it."""
+        if self.memory is None:
+            return
+        new = {}
+        for part, x_PHd in parts_PHd.items():
+            x_ND = put(x_PHd.flatten(1), self.places[name], self.batch * self.length)
+            new[part] = x_ND.view(self.batch, self.length, *x_PHd.shape[1:]).transpose(1, 2)
+        self.memory.ragged(name).append(new, self.sent_to(name))
+
+    def attend(self, attention: CausalAttention, x_PD: Tensor) -> Tensor:
+        """Attention of the dark tokens, over each other or over all, (P, D)."""
+        if self.block.routed_keys:
+            return attention.out(self.among_themselves(attention, self.seen("attention", x_PD)))
+        if self.length >= LONG and 2 * len(x_PD) <= self.batch * self.length:
+            return attention.out(self.over_all(attention, self.seen("attention", x_PD)))
+        x_BTD = self.all_seen("attention")
+        mixed_BTD, _ = attention.mix(x_BTD, self.context, self.context.real_BT, self.memory)
+        return attention.out(take(mixed_BTD.flatten(0, 1), self.places["attention"]))
+
+    def among_themselves(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
+        """Attention of the dark tokens over each other, (P, D)."""
+        qkv_P3Hd = attention.qkv(seen_PD).unflatten(1, (3, attention.heads, -1))
+        q_PHd, k_PHd = self.rotated(qkv_P3Hd[:, :2], self.places["attention"]).unbind(1)
+        v_PHd = qkv_P3Hd[:, 2]
+        if len(seen_PD):
+            self.remember("attention", {"key": k_PHd, "value": v_PHd})
+        return causal_attention(q_PHd, k_PHd, v_PHd, self.counts_by_row("attention"))
+
+    def over_all(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
+        """Attention of the dark tokens over all keys, without the queries of other tokens, (P, D)."""
+        heads, width = attention.heads, seen_PD.shape[1]
+        weight, bias = attention.qkv.weight, attention.qkv.bias
+        q_PHd = F.linear(seen_PD, weight[:width], bias[:width]).unflatten(1, (heads, -1))
+        q_PHd = self.rotated(q_PHd, self.places["attention"])
+        kv_BTD = F.linear(self.all_seen("attention"), weight[width:], bias[width:])
+        k_BHTd, v_BHTd = kv_BTD.unflatten(2, (2, heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.context.rope is not None:
+            k_BHTd = rotate(k_BHTd, self.context.rope)
+        if self.memory is not None:
+            self.memory.ragged("attention").append({"key": k_BHTd, "value": v_BHTd}, self.is_key())
+        dark_BT, is_key_BT = self.sent_to("attention"), self.is_key()
+        limit_P = is_key_BT.cumsum(1).flatten().int()[self.places["attention"]]
+        skip_M = (dark_BT.cumsum(1) - dark_BT.long()).flatten().int()
+        k_MHd, v_MHd = (x.transpose(1, 2).flatten(0, 1) for x in (k_BHTd, v_BHTd))
+        if self.context.real_BT is not None:
+            key_M = is_key_BT.flatten().nonzero()[:, 0]
+            k_MHd, v_MHd = (take(x.flatten(1), key_M).view(-1, *x.shape[1:]) for x in (k_MHd, v_MHd))
+            skip_M = skip_M[key_M]
+        query_rows, key_rows = (F.pad(chosen.sum(1).cumsum(0), (1, 0)).int() for chosen in (dark_BT, is_key_BT))
+        return prefix_attention(q_PHd, k_MHd, v_MHd, query_rows, key_rows, limit_P, skip_M, self.length).flatten(1)
+
+    def rotated(self, x: Tensor, tokens_P: Tensor) -> Tensor:
+        """RoPE of (P, …, d) at those tokens."""
+        if self.context.rope is None:
+            return x
+        shared = self.context.rope[0].shape[0] < self.batch  # one row of angles may serve the whole batch
+        places_P = tokens_P % self.length if shared else tokens_P
+        cos_Pd, sin_Pd = (table.flatten(0, 2).index_select(0, places_P) for table in self.context.rope)
+        cos, sin = (table[:, None] if x.ndim == 3 else table[:, None, None] for table in (cos_Pd, sin_Pd))
+        return rotate(x, (cos, sin))

@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor, nn
 
+from chiar.config import ChiarConfig
 from chiar.kernels.packing import pack, packed_linear, unpack, used
 from chiar.kernels.transform import Transform, transform_matrices
-from chiar.layers.context import TokenContext
-from chiar.layers.derived import DerivedBuffers
+from chiar.layers.context import DerivedBuffers, TokenContext
 from chiar.layers.operator import TokenOperator
 from chiar.registry import Work
 
 if TYPE_CHECKING:
-    from chiar.config import ChiarConfig
     from chiar.layers.sparse import PackedTokens
 
 
@@ -40,11 +39,11 @@ class SpectralFilter(TokenOperator):
         self.weight = nn.Parameter(torch.ones(width))
 
     @classmethod
-    def build(cls, config: "ChiarConfig") -> Self:
+    def build(cls, config: ChiarConfig) -> Self:
         return cls(config.hidden_size)
 
     @staticmethod
-    def flops(config: "ChiarConfig", work: Work) -> dict[str, float]:
+    def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
         return {"spectral": work.share * 2 * work.transform}
 
     def forward(self, x_BTD: Tensor, context: TokenContext, *_: object) -> Tensor:

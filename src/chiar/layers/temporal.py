@@ -1,35 +1,28 @@
 """A filter along time, the axis that has an order: over the last tokens of a row, in one pass or token by token."""
 
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chiar.config import ChiarConfig
 from chiar.kernels.temporal_filter import temporal_basis, temporal_filter
-from chiar.layers.context import LayerMemory, TokenContext
-from chiar.layers.derived import DerivedBuffers
+from chiar.layers.context import DerivedBuffers, Maybe, Memory, TokenContext
 from chiar.layers.operator import Operator
 from chiar.registry import Work
-
-if TYPE_CHECKING:
-    from chiar.config import ChiarConfig
 
 
 class TemporalFilter(DerivedBuffers, Operator):
     """A causal filter of each channel over the last W tokens: taps = basis · coefficients, plus one for the token now.
-
     Few low frequencies cannot single out one token, so the weight `now` of the token itself is a parameter of its own.
     With coefficients 0 the filter starts as `initial` times the identity: 1 is what the spectral filter starts as, 0
-    adds nothing to a residual stream. Both have gradients from the first step.
-    """
+    adds nothing to a residual stream. Both have gradients from the first step."""
 
     basis_WK: Tensor
     looks_back = True
 
-    def __init__(
-        self, width: int, window: int, coefficients: int, initial: float = 1.0, name: str = "temporal"
-    ) -> None:
+    def __init__(self, width: int, window: int, coefficients: int, initial: float, name: str = "temporal") -> None:
         """`name`: where a layer's memory keeps the inputs of the last W − 1 tokens."""
         super().__init__()
         self.window, self.number, self.initial, self.name = window, coefficients, initial, name
@@ -38,12 +31,12 @@ class TemporalFilter(DerivedBuffers, Operator):
         self.register_derived()
 
     @classmethod
-    def build(cls, config: "ChiarConfig") -> Self:
+    def build(cls, config: ChiarConfig) -> Self:
         sizes = config.hidden_size, config.temporal_window, config.temporal_coefficients
         return cls(*sizes, initial=float(config.filter_init))
 
     @staticmethod
-    def flops(config: "ChiarConfig", work: Work) -> dict[str, float]:
+    def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
         """Light tokens look back on all, but only they need an output."""
         return {"temporal": work.share * 2 * config.temporal_window * config.hidden_size}
 
@@ -57,13 +50,7 @@ class TemporalFilter(DerivedBuffers, Operator):
         return torch.cat([taps_WD[:1] + self.now_D.to(dtype), taps_WD[1:]])
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        context: TokenContext,
-        key_BT: Tensor | None = None,
-        memory: LayerMemory | None = None,
-        only_keys: bool = False,
-        /,
+        self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, spare: bool = False, /
     ) -> Tensor:
         device = x_BTD.device.type
         if torch.is_autocast_enabled(device):  # as a linear map would: half the traffic
@@ -79,22 +66,22 @@ class TemporalFilter(DerivedBuffers, Operator):
 class TemporalSublayer(nn.Module):
     """x + filter(LN(x)), or LN(x + filter(x)) under post-norm, for every token. It starts by adding nothing."""
 
-    def __init__(self, norm: nn.Module, pre_norm: bool, filter: TemporalFilter) -> None:
+    def __init__(self, norm: nn.Module, config: ChiarConfig) -> None:
         super().__init__()
-        self.norm, self.pre_norm, self.filter = norm, pre_norm, filter
+        self.norm, self.pre_norm = norm, config.norm_position == "pre"
+        sizes = config.hidden_size, config.temporal_window, config.temporal_coefficients
+        self.filter = TemporalFilter(*sizes, initial=0.0, name="everywhere")
 
-    def forward(self, x_BTD: Tensor, context: TokenContext, memory: LayerMemory | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: TokenContext, memory: Memory) -> Tensor:
         if self.pre_norm:
             return x_BTD + self.filter(self.norm(x_BTD), context, None, memory)
         return self.norm(x_BTD + self.filter(x_BTD, context, None, memory))
 
 
-def with_past(x_BTC: Tensor, reach: int, real_BT: Tensor | None, memory: LayerMemory | None, name: str) -> Tensor:
+def with_past(x_BTC: Tensor, reach: int, real_BT: Maybe, memory: Memory, name: str) -> Tensor:
     """The last `reach` real tokens stored under `name` (zeros where there were none), then the real ones of x in order,
     (B, reach + T, C); padding goes behind them, so that no real token looks back on it. `put_back` undoes the order.
-
-    The memory then holds the last `reach` real tokens, at the place where it held the ones before.
-    """
+    The memory then holds the last `reach` real tokens, at the place where it held the ones before."""
     T = x_BTC.shape[1]
     if real_BT is not None and T > 1:
         order_BT = (~real_BT).int().argsort(dim=1, stable=True)
@@ -109,7 +96,7 @@ def with_past(x_BTC: Tensor, reach: int, real_BT: Tensor | None, memory: LayerMe
     return line_BSC
 
 
-def last_real(line_BSC: Tensor, reach: int, real_BT: Tensor | None) -> Tensor:
+def last_real(line_BSC: Tensor, reach: int, real_BT: Maybe) -> Tensor:
     """The last `reach` real tokens of each row."""
     T = line_BSC.shape[1] - reach
     if real_BT is None:
@@ -120,11 +107,9 @@ def last_real(line_BSC: Tensor, reach: int, real_BT: Tensor | None) -> Tensor:
     return line_BSC.gather(1, place_BR[..., None].expand(-1, -1, line_BSC.shape[2]))
 
 
-def put_back(y_BTC: Tensor, real_BT: Tensor | None) -> Tensor:
-    """Each real token's output at its own place again, (B, T, …); padding gets that of some other token."""
+def put_back(y_BTC: Tensor, real_BT: Maybe) -> Tensor:
+    """Each real token's output at its own place again, (B, T, C); padding gets that of some other token."""
     if real_BT is None or y_BTC.shape[1] == 1:
         return y_BTC
     place_BT = (real_BT.cumsum(1) - 1).clamp_min(0)
-    if y_BTC.ndim == 2:
-        return y_BTC.gather(1, place_BT)
     return y_BTC.gather(1, place_BT[..., None].expand_as(y_BTC))

@@ -10,8 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from chiar.errors import InputError
 from chiar.layers.ragged import RaggedStore, Shelf, may_write
 
-Joined = tuple[dict[str, RaggedStore], dict[str, Tensor]]
-"""The stores and named tensors of a layer."""
+Joined = tuple[dict[str, RaggedStore], dict[str, Tensor]]  # the stores and named tensors of a layer
 
 
 class LayerState(DynamicLayer):
@@ -21,7 +20,6 @@ class LayerState(DynamicLayer):
     is_croppable = False
 
     def __init__(self, shelf: Shelf) -> None:
-        """`shelf` collects the stores of all layers."""
         super().__init__()
         self.state: dict[str, Tensor] = {}
         self.stores: dict[str, RaggedStore] = {}
@@ -53,17 +51,14 @@ class LayerState(DynamicLayer):
                 self.state[name] = value.detach().clone()
                 self.shelf.moves += 1
 
-    def _select_rows(self, rows: Tensor) -> None:
-        for store in self.stores.values():
-            store.select_rows(rows)
-        for name, value in list(self.state.items()):
-            self.put(name, value.index_select(0, rows.to(value.device)))
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select_rows(beam_idx)
+        for store in self.stores.values():
+            store.select_rows(beam_idx)
+        for name, value in list(self.state.items()):
+            self.put(name, value.index_select(0, beam_idx.to(value.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._select_rows(indices)
+        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for store in self.stores.values():
@@ -100,8 +95,7 @@ class ChiarCache(Cache):
     def __init__(self, layers: int) -> None:
         self.shelf = Shelf()
         super().__init__(layers=[LayerState(self.shelf) for _ in range(layers)])
-        self.seen = 0
-        """Tokens of the longest row; rows that were joined later may have fewer."""
+        self.seen = 0  # tokens of the longest row; rows that were joined later may have fewer
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
@@ -111,10 +105,8 @@ class ChiarCache(Cache):
         for layer in self.layers:
             for store in layer.stores.values():
                 if store.length_B is not None and len(store.length_B) != rows:
-                    raise InputError(
-                        f"the cache holds {len(store.length_B)} rows and the input has {rows}: "
-                        "a cache goes on with the batch it began with."
-                    )
+                    found = f"the cache holds {len(store.length_B)} rows and the input has {rows}"
+                    raise InputError(f"{found}: a cache goes on with the batch it began with.")
 
     def join(self, other: "ChiarCache", rows: int, more: int) -> None:
         """Go on with the `more` rows of another cache behind these `rows`. Lengths stay each row's own: whoever decodes
@@ -129,10 +121,8 @@ class ChiarCache(Cache):
         self.seen = 0
 
 
-def check_cache(cache: Any) -> ChiarCache:
-    """The cache as ours, or a TypeError: transformers' general ones have no place for key marks and gate sums."""
-    if isinstance(cache, ChiarCache):
-        return cache
-    raise TypeError(
-        f"CHIAR-Former needs a chiar.model.cache.ChiarCache, got {type(cache).__name__}: pass none to have one made."
-    )
+def check_cache(cache: Any) -> None:
+    """TypeError unless the cache is ours: transformers' general ones have no place for key marks and gate sums."""
+    if not isinstance(cache, ChiarCache):
+        got = type(cache).__name__
+        raise TypeError(f"CHIAR-Former needs a chiar.model.cache.ChiarCache, got {got}: pass none to have one made.")

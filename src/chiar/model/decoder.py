@@ -14,26 +14,23 @@ from transformers.utils import logging
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, refuse_misspelt
-from chiar.layers.block import Block, LayerOutput, make_norm
-from chiar.layers.context import LayerMemory, TokenContext
-from chiar.layers.derived import DerivedBuffers
+from chiar.layers.block import Block, LayerOutput, Summands, make_norm
+from chiar.layers.context import DerivedBuffers, Maybe, Memory, TokenContext
 from chiar.layers.gate import BIAS, Gate, MetaRouter
 from chiar.layers.rbf import RBFMixing
-from chiar.layers.router_state import RouterState
-from chiar.layers.routers import EntropyRouter, collapse_loss
+from chiar.layers.routers import EntropyRouter, RouterState, collapse_loss
 from chiar.layers.sparse import sparse_pays
 from chiar.layers.spectral import SpectralBasis, SpectralFilter
 from chiar.layers.temporal import TemporalFilter
 from chiar.model.cache import ChiarCache, check_cache
-from chiar.model.inputs import ChiarModelOutput, check_routes, check_tokens, make_context
+from chiar.model.inputs import ChiarModelOutput, Routes, check_routes, check_tokens, make_context
 from chiar.model.trace import RoutingTrace, trace_layer
 
 logger = logging.get_logger(__name__)
-EMBEDDING_EPS = 1e-10
-"""Far below the mean square embeddings begin with (4e-4): only a token whose embedding is 0 notices it."""
-RunLayer = Callable[
-    [nn.Module, MetaRouter | None, Any, TokenContext, LayerMemory | None, Tensor | None], tuple[Any, LayerOutput]
-]
+EMBEDDING_EPS = 1e-10  # far below the mean square embeddings begin with (4e-4): only an embedding of 0 notices it
+Contexts = list[TokenContext]  # one a layer
+MaybeGate = MetaRouter | None
+RunLayer = Callable[[nn.Module, MaybeGate, Any, TokenContext, Memory, Maybe], tuple[Any, LayerOutput]]
 """From a layer, its gate, the stream, context, memory and forced routes to the next stream and what the layer did."""
 
 
@@ -109,10 +106,8 @@ class ChiarModel(ChiarPreTrainedModel):
     def set_thresholds(self, thresholds: float | list | None) -> None:
         """Route with other thresholds from now on (None: white noise's); saved with the configuration."""
         if thresholds is not None and self.config.target_fraction is not None:
-            fraction = self.config.target_fraction
-            raise InputError(
-                f"target_fraction={fraction} finds the thresholds in training: build the model without it."
-            )
+            fraction = f"target_fraction={self.config.target_fraction}"
+            raise InputError(f"{fraction} finds the thresholds in training: build the model without it.")
         before = self.config.thresholds
         self.config.thresholds = thresholds
         try:
@@ -126,7 +121,7 @@ class ChiarModel(ChiarPreTrainedModel):
                 router.values = values
                 router.rebuild()
 
-    def layer_contexts(self, context: TokenContext) -> list[TokenContext]:
+    def layer_contexts(self, context: TokenContext) -> Contexts:
         """The context of each layer: a routed one's has the threshold it followed."""
         contexts = [context] * len(self.layers)
         if self.router_state is not None:
@@ -134,8 +129,7 @@ class ChiarModel(ChiarPreTrainedModel):
                 contexts[layer] = replace(context, threshold=threshold)
         return contexts
 
-    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, positions_BT: Tensor) -> Tensor:
-        """What the first layer reads."""
+    def embed(self, input_ids: Maybe, inputs_embeds: Maybe, positions_BT: Tensor) -> Tensor:
         x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.embed_positions is not None:
             x_BTD = x_BTD + self.embed_positions(positions_BT)
@@ -147,25 +141,18 @@ class ChiarModel(ChiarPreTrainedModel):
         return F.rms_norm(x_BTD, (config.hidden_size,), eps=EMBEDDING_EPS) if config.embedding_norm else x_BTD
 
     def run_layers(
-        self,
-        stream: Any,
-        contexts: list[TokenContext],
-        cache: ChiarCache | None,
-        forced: dict[int, Tensor],
-        run: RunLayer,
-        hidden: list[Any] | None = None,
+        self, x: Any, contexts: Contexts, cache: ChiarCache | None, forced: Routes, run: RunLayer, hidden: Any = None
     ) -> tuple[Any, list[LayerOutput]]:
-        """All layers in order; `run` runs one of them. `stream` is what goes from layer to layer; `hidden` collects it.
-        The outputs hold what layers did, not their states, which nobody needs any more."""
+        """All layers in order; `run` runs one of them. `x` is what goes from layer to layer; the list `hidden` collects
+        it. The outputs hold what layers did, not their states, which nobody needs any more."""
         outputs = []
         for i, layer in enumerate(self.layers):
             if hidden is not None:
-                hidden.append(stream)
+                hidden.append(x)
             gate = self.meta_router if i == 0 else None
-            memory = None if cache is None else cache.layers[i]
-            stream, done = run(layer, gate, stream, contexts[i], memory, forced.get(i))
+            x, done = run(layer, gate, x, contexts[i], None if cache is None else cache.layers[i], forced.get(i))
             outputs.append(done)
-        return stream, outputs
+        return x, outputs
 
     def forward(
         self,
@@ -179,41 +166,42 @@ class ChiarModel(ChiarPreTrainedModel):
         output_attentions: bool | None = None,
         output_routing: bool = False,
         output_routes: bool = False,
-        forced_routes: dict[int, Tensor] | None = None,
+        forced_routes: Routes | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> ChiarModelOutput | tuple:
         """`output_routing` returns a RoutingTrace; `forced_routes` maps a routed layer to a (B, T) choice of operator.
         `output_routes` returns only the routes and the gate as they were used, for losses and averages in training.
-
         `attention_mask` is 1 for real tokens and 0 for padding, (B, cached + new tokens). Positions count real
-        tokens unless `position_ids` are given.
-        """
+        tokens unless `position_ids` are given."""
         config: ChiarConfig = self.config
+        cache = past_key_values
         if kwargs:
             refuse_misspelt("argument", kwargs, inspect.signature(ChiarModel.forward).parameters)
-        if (use_cache or past_key_values is not None) and self.gradient_checkpointing and self.training:
+        if (use_cache or cache is not None) and self.gradient_checkpointing and self.training:
             logger.warning_once("a checkpointed layer runs twice, so no cache is kept while training.")
-            use_cache, past_key_values = False, None
-        if use_cache and past_key_values is None:
-            past_key_values = ChiarCache(len(self.layers))
-        if past_key_values is not None:
-            past_key_values = check_cache(past_key_values)
+            use_cache, cache = False, None
+        if use_cache and cache is None:
+            cache = ChiarCache(len(self.layers))
+        if cache is not None:
+            check_cache(cache)
             self.check_gate_can_generate()
-            if self.training and torch.is_grad_enabled():
-                self._check_cache_has_gradients()
+            both = config.routing == "hard" and config.hard_estimator == "both"
+            if config.keys == "routed" and both and self.training and torch.is_grad_enabled():
+                needed = "hard_estimator='both' needs attention's output for light tokens"
+                raise InputError(f"{needed}, which a cache under keys='routed' has not: train with use_cache=False.")
         check_tokens(input_ids, inputs_embeds, self.embed_tokens.num_embeddings)
         given = input_ids if inputs_embeds is None else inputs_embeds
         assert given is not None
-        if past_key_values is not None:
-            past_key_values.check_rows(len(given))
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if cache is not None:
+            cache.check_rows(len(given))
+        past = 0 if cache is None else cache.get_seq_length()
         context = make_context(config, self.basis.transform(), given, input_ids, attention_mask, position_ids, past)
         context.keep_entropy = output_routing
         check_routes(forced_routes, config, tuple(given.shape[:2]))
         x_BTD = self.embed(input_ids, inputs_embeds, context.positions_BT)
         # Sparse execution reads no stored keys. It can fill a cache, but one token alone has nothing to leave out.
-        continues = past_key_values is not None and (past > 0 or x_BTD.shape[1] == 1)
+        continues = cache is not None and (past > 0 or x_BTD.shape[1] == 1)
         context.sparse = self._runs_sparse(context, x_BTD) and not continues
 
         keep_hidden = config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -222,9 +210,7 @@ class ChiarModel(ChiarPreTrainedModel):
             raise InputError("attention weights are only kept with attn_implementation='eager'.")
         hidden_states: list[Tensor] | None = [] if keep_hidden else None
         contexts = self.layer_contexts(context)
-        x_BTD, done = self.run_layers(
-            x_BTD, contexts, past_key_values, forced_routes or {}, self._run_layer, hidden_states
-        )
+        x_BTD, done = self.run_layers(x_BTD, contexts, cache, forced_routes or {}, self._run_layer, hidden_states)
         routes = [layer.route for layer in done if layer.route is not None]
         if self.router_state is not None and self.training:
             scores = [route.score_BT for route in routes if route.score_BT is not None]
@@ -232,11 +218,11 @@ class ChiarModel(ChiarPreTrainedModel):
         x_BTD = self.norm(x_BTD)
         if hidden_states is not None:
             hidden_states.append(x_BTD)
-        if past_key_values is not None:
-            past_key_values.seen += x_BTD.shape[1]
+        if cache is not None:
+            cache.seen += x_BTD.shape[1]
         output = ChiarModelOutput(
             last_hidden_state=x_BTD,
-            past_key_values=past_key_values,
+            past_key_values=cache,
             hidden_states=None if hidden_states is None else tuple(hidden_states),
             attentions=tuple(layer.attention_weights for layer in done) if keep_attentions else None,
             routing=self._trace(done, contexts) if output_routing else None,
@@ -245,14 +231,6 @@ class ChiarModel(ChiarPreTrainedModel):
             gate_BT1=done[0].gate_BT1 if output_routes else None,
         )
         return output if return_dict is not False else output.to_tuple()
-
-    def _check_cache_has_gradients(self) -> None:
-        config: ChiarConfig = self.config
-        if config.keys == "routed" and config.routing == "hard" and config.hard_estimator == "both":
-            raise InputError(
-                "hard_estimator='both' needs attention's output for light tokens, which a cache under keys='routed' "
-                "has not: train with use_cache=False."
-            )
 
     def _runs_sparse(self, context: TokenContext, x_BTD: Tensor) -> bool:
         """Whether routed layers run only what was chosen; where `sparse` was asked for and cannot be, an error."""
@@ -269,16 +247,8 @@ class ChiarModel(ChiarPreTrainedModel):
         pays = config.execution == "sparse" or sparse_pays(x_BTD, config.keys)
         return obstacle is None and config.can_run_sparse and pays
 
-    def _run_layer(
-        self,
-        layer: nn.Module,
-        gate: MetaRouter | None,
-        x_BTD: Tensor,
-        context: TokenContext,
-        memory: LayerMemory | None,
-        forced_BT: Tensor | None,
-    ) -> tuple[Tensor, LayerOutput]:
-        run, arguments = self._run_gated if gate else run_layer, (layer, gate, x_BTD, context, memory, forced_BT)
+    def _run_layer(self, layer: nn.Module, gate: MaybeGate, *rest: Any) -> tuple[Tensor, LayerOutput]:
+        run, arguments = self._run_gated if gate else run_layer, (layer, gate, *rest)
         # What the last layer keeps, the backward pass needs first: computing it again would free nothing for long.
         if self.gradient_checkpointing and self.training and layer is not self.layers[-1]:
             (y_BTD, _), done = self._gradient_checkpointing_func(run, *arguments)
@@ -286,37 +256,28 @@ class ChiarModel(ChiarPreTrainedModel):
             (y_BTD, _), done = run(*arguments)
         return y_BTD, done
 
-    def _run_gated(self, *arguments: Any) -> tuple[tuple[Tensor, Tensor | None], LayerOutput]:
+    def _run_gated(self, *arguments: Any) -> tuple[Summands, LayerOutput]:
         """Layer 1 under the MetaRouter. A method, so that who compiles layer by layer can compile both as one."""
         return run_layer(*arguments)
 
-    def _trace(self, outputs: list[LayerOutput], contexts: list[TokenContext]) -> RoutingTrace:
-        real_BT, shape = contexts[0].real_BT, contexts[0].positions_BT
-        layers = zip(self.layers, outputs, contexts, strict=True)
+    def _trace(self, outputs: list[LayerOutput], contexts: Contexts) -> RoutingTrace:
+        first, layers = contexts[0], zip(self.layers, outputs, contexts, strict=True)
         traces = [trace_layer(i, *layer) for i, layer in enumerate(layers)]
-        if real_BT is None:
-            real_BT = torch.ones_like(shape, dtype=torch.bool)
+        real_BT = torch.ones_like(first.positions_BT, dtype=torch.bool) if first.real_BT is None else first.real_BT
         pool = self.config.gate_pool if self.meta_router is not None else None
-        return RoutingTrace(traces, real_BT, contexts[0].token_ids_BT, pool)
+        return RoutingTrace(traces, real_BT, first.token_ids_BT, pool)
 
     def check_gate_can_generate(self) -> None:
         """Tokens decoded one by one cannot know a mean over tokens that are not there yet."""
         config, pool = self.config, self.config.gate_pool
         if config.meta_router and pool != "causal" and config.gate_generation == "refuse":
-            raise InputError(
-                f"gate_pool={pool!r} lets every token see the whole {pool}, so generation is not defined: set config."
-                "gate_generation='prefill' to freeze the gate at the prompt, or train with gate_pool='causal'."
-            )
+            seen = f"gate_pool={pool!r} lets every token see the whole {pool}, so generation is not defined"
+            raise InputError(f"{seen}: set config.gate_generation='prefill', or train with gate_pool='causal'.")
 
 
 def run_layer(
-    layer: nn.Module,
-    gate: MetaRouter | None,
-    x_BTD: Tensor,
-    context: TokenContext,
-    memory: LayerMemory | None,
-    forced_BT: Tensor | None,
-) -> tuple[tuple[Tensor, Tensor | None], LayerOutput]:
+    layer: nn.Module, gate: MaybeGate, x_BTD: Tensor, context: TokenContext, memory: Memory, forced_BT: Maybe
+) -> tuple[Summands, LayerOutput]:
     """One layer; layer 1 under the MetaRouter: g · layer(x) + (1 − g) · x (Eq. 5)."""
     if gate is None:
         return layer(x_BTD, context, memory, forced_BT)

@@ -1,8 +1,7 @@
 """One token for every row, as a step that is the same each time: fixed shapes, fixed addresses, no look at values.
 
 Such a step can be compiled layer by layer and, on a GPU, captured as one CUDA graph and replayed: the host's part of a
-step is then a few copies. On a CPU the same step runs plainly.
-"""
+step is then a few copies. On a CPU the same step runs plainly."""
 
 import weakref
 from contextlib import nullcontext
@@ -14,14 +13,12 @@ from transformers.utils import logging
 
 from chiar.errors import first_line
 from chiar.layers.attention import compute_rotary_tables
-from chiar.layers.block import LayerOutput
-from chiar.layers.context import LayerMemory, TokenContext
-from chiar.layers.gate import MetaRouter
+from chiar.layers.block import LayerOutput, Summands
+from chiar.layers.context import LayerMemory, Maybe, Memory, TokenContext
 from chiar.model.cache import ChiarCache
-from chiar.model.decoder import run_layer
-from chiar.model.inputs import check_routes, check_tokens, place_tokens
+from chiar.model.decoder import MaybeGate, run_layer
+from chiar.model.inputs import Routes, check_routes, check_tokens, place_tokens
 
-Rope = tuple[Tensor, Tensor]
 logger = logging.get_logger(__name__)
 
 
@@ -35,9 +32,9 @@ class Inputs:
         # Each layer's on a boundary of 16 bytes: compiled code copies what lies elsewhere, in every step.
         spaced = torch.zeros(len(routed_layers), rows + rows % 2, 1, dtype=torch.long, device=device)
         self.routes = {layer: spaced[n, :rows] for n, layer in enumerate(routed_layers)}
-        self.forced: dict[int, Tensor] = {}
+        self.forced: Routes = {}
 
-    def fill(self, ids_B1: Tensor, positions_B1: Tensor, real_B1: Tensor | None, routes: dict[int, Tensor]) -> None:
+    def fill(self, ids_B1: Tensor, positions_B1: Tensor, real_B1: Maybe, routes: Routes) -> None:
         self.ids_B1.copy_(ids_B1)
         self.positions_B1.copy_(positions_B1)
         if real_B1 is None:
@@ -52,21 +49,18 @@ class Inputs:
 class Captured:
     """A step as a CUDA graph, good while its cache keeps all tensors where they were."""
 
-    def __init__(self, cache: ChiarCache, forced: dict[int, Tensor]) -> None:
+    def __init__(self, cache: ChiarCache, forced: Routes) -> None:
         self.cache, self.moves, self.forced = weakref.ref(cache), cache.shelf.moves, set(forced)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits_B1V: Tensor | None = None
 
-    def fits(self, cache: ChiarCache, forced: dict[int, Tensor]) -> bool:
+    def fits(self, cache: ChiarCache, forced: Routes) -> bool:
         return self.cache() is cache and self.moves == cache.shelf.moves and self.forced == set(forced)
 
 
 class FastDecoder:
-    """Takes over the decoding steps of a language model wherever a fixed step can stand in for them.
-
-    `compile`: layers run compiled, which takes a minute at first. `graph`: steps are captured and replayed; None means
-    on a GPU.
-    """
+    """Takes over the decoding steps of a language model wherever a fixed step can stand in for them. `compile`: layers
+    run compiled, which takes a minute at first. `graph`: steps are captured and replayed; None means on a GPU."""
 
     def __init__(self, compile: bool = False, graph: bool | None = None) -> None:
         self.compile, self.graph = compile, graph
@@ -74,10 +68,8 @@ class FastDecoder:
         self.enter, self.step_layer, self.leave = compiled(enter), compiled(step_layer), compiled(leave)
         self.inputs: Inputs | None = None
         self.captured: Captured | None = None
-        self.prepared: tuple[Any, ...] | None = None
-        """The cache, and its state, that was last seen to be fit for writing."""
-        self.steps = 0
-        """Tokens a row decoded this way."""
+        self.prepared: tuple[Any, ...] | None = None  # the cache, and its state, last seen to be fit for writing
+        self.steps = 0  # tokens a row decoded this way
 
     def __reduce__(self) -> Any:
         """A copy of a model begins anew: graphs belong to the weights they were captured with."""
@@ -92,32 +84,24 @@ class FastDecoder:
         config = model.config
         if ids_BT is None or ids_BT.ndim != 2 or ids_BT.shape[1] != 1 or not isinstance(cache, ChiarCache):
             return False
-        if torch.is_grad_enabled() or model.training or torch.compiler.is_compiling():
-            return False
-        if torch.is_autocast_enabled(ids_BT.device.type) or config._attn_implementation == "eager":
-            return False
-        if config.output_hidden_states or config.output_attentions or "rbf" in config.operators:
-            return False
-        if any(value for name, value in options.items() if name != "forced_routes"):
-            return False
-        return cache.seen > 0
+        unfit = (
+            torch.is_grad_enabled() or model.training or torch.compiler.is_compiling(),
+            torch.is_autocast_enabled(ids_BT.device.type) or config._attn_implementation == "eager",
+            config.output_hidden_states or config.output_attentions or "rbf" in config.operators,
+            any(value for name, value in options.items() if name != "forced_routes"),
+        )
+        return cache.seen > 0 and not any(unfit)
 
     @torch.no_grad()
     def step(
-        self,
-        language: Any,
-        ids_B1: Tensor,
-        mask_BS: Tensor | None,
-        position_ids: Tensor | None,
-        cache: ChiarCache,
-        routes: dict[int, Tensor] | None,
+        self, language: Any, ids_B1: Tensor, mask_BS: Maybe, place_B1: Maybe, cache: ChiarCache, routes: Routes | None
     ) -> Tensor:
         """The logits of the token behind each row's, (B, 1, V)."""
         model, rows = language.model, len(ids_B1)
         cache.check_rows(rows)
         check_tokens(ids_B1, None, model.embed_tokens.num_embeddings)
         check_routes(routes, model.config, tuple(ids_B1.shape))
-        positions_B1, real_B1 = place_tokens(model.config, ids_B1, mask_BS, position_ids, cache.seen)
+        positions_B1, real_B1 = place_tokens(model.config, ids_B1, mask_BS, place_B1, cache.seen)
         if self.inputs is None or (self.inputs.rows, self.inputs.device) != (rows, ids_B1.device):
             with torch.inference_mode(False):  # later steps may come from outside of it
                 self.inputs = Inputs(rows, model.config.routed_layers, ids_B1.device)
@@ -157,10 +141,7 @@ class FastDecoder:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads, a server's or a streamer's, may use the device meanwhile.
-            with (
-                torch.cuda.device(inputs.device),
-                torch.cuda.graph(graph, capture_error_mode="thread_local"),
-            ):
+            with torch.cuda.device(inputs.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 captured.logits_B1V = self.run(language, inputs, cache)
             captured.graph = graph
         except RuntimeError as error:
@@ -172,32 +153,18 @@ class FastDecoder:
         """All of a step on the device."""
         model = language.model
         x_B1D, rope = self.enter(model, inputs.ids_B1, inputs.positions_B1)
-        context = TokenContext(
-            transform=model.basis.transform(),
-            positions_BT=inputs.positions_B1,
-            real_BT=inputs.real_B1,
-            token_ids_BT=inputs.ids_B1,
-            rope=rope,
-            room_is_made=True,
-        )
+        tokens = inputs.positions_B1, inputs.real_B1, inputs.ids_B1
+        contexts = model.layer_contexts(TokenContext(model.basis.transform(), *tokens, rope, room_is_made=True))
         with many_graphs() if self.compile else nullcontext():
-            summands, _ = model.run_layers(
-                (x_B1D, None), model.layer_contexts(context), cache, inputs.forced, self.layer
-            )
+            summands, _ = model.run_layers((x_B1D, None), contexts, cache, inputs.forced, self.layer)
         return self.leave(model.norm, language.lm_head, *summands)
 
     def layer(
-        self,
-        layer: nn.Module,
-        gate: MetaRouter | None,
-        summands: tuple[Tensor, Tensor | None],
-        context: TokenContext,
-        memory: LayerMemory | None,
-        forced_B1: Tensor | None,
-    ) -> tuple[tuple[Tensor, Tensor | None], LayerOutput]:
+        self, layer: nn.Module, gate: MaybeGate, x: Summands, context: TokenContext, memory: Memory, forced: Maybe
+    ) -> tuple[Summands, LayerOutput]:
         if self.compile:
             expect_growth(memory)
-        y_B1D, more_B1D, entropy_B1 = self.step_layer(layer, gate, *summands, context, memory, forced_B1)
+        y_B1D, more_B1D, entropy_B1 = self.step_layer(layer, gate, *x, context, memory, forced)
         return (y_B1D, more_B1D), LayerOutput(entropy_BT=entropy_B1)
 
 
@@ -226,7 +193,7 @@ def expect_growth(memory: Any) -> None:
             maybe_mark_dynamic(part, 2)
 
 
-def enter(model: Any, ids_B1: Tensor, positions_B1: Tensor) -> tuple[Tensor, Rope | None]:
+def enter(model: Any, ids_B1: Tensor, positions_B1: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Embedded tokens, and RoPE's tables for all layers."""
     config, x_B1D = model.config, model.embed(ids_B1, None, positions_B1)
     if config.positions == "learned":
@@ -235,28 +202,20 @@ def enter(model: Any, ids_B1: Tensor, positions_B1: Tensor) -> tuple[Tensor, Rop
 
 
 def step_layer(
-    layer: nn.Module,
-    gate: MetaRouter | None,
-    x_B1D: Tensor,
-    more_B1D: Tensor | None,
-    context: TokenContext,
-    memory: LayerMemory | None,
-    forced_B1: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    layer: nn.Module, gate: MaybeGate, x: Tensor, more: Maybe, context: TokenContext, memory: Memory, forced: Maybe
+) -> tuple[Tensor, Maybe, Maybe]:
     """A layer's output, and the H its router read: returned, so that forced routes do not let a compiler drop it.
-
     Compiled, states go from layer to layer as two summands where they are a sum: adding them is then no kernel of its
-    own, but part of the next layer's norm.
-    """
-    (y_B1D, rest_B1D), done = run_layer(layer, gate, add(x_B1D, more_B1D), context, memory, forced_B1)
+    own, but part of the next layer's norm."""
+    (y_B1D, rest_B1D), done = run_layer(layer, gate, add(x, more), context, memory, forced)
     if not torch.compiler.is_compiling():
         y_B1D, rest_B1D = add(y_B1D, rest_B1D), None
     return y_B1D, rest_B1D, done.entropy_BT
 
 
-def add(x_B1D: Tensor, more_B1D: Tensor | None) -> Tensor:
+def add(x_B1D: Tensor, more_B1D: Maybe) -> Tensor:
     return x_B1D if more_B1D is None else x_B1D + more_B1D
 
 
-def leave(norm: nn.Module, head: nn.Module, x_B1D: Tensor, more_B1D: Tensor | None) -> Tensor:
+def leave(norm: nn.Module, head: nn.Module, x_B1D: Tensor, more_B1D: Maybe) -> Tensor:
     return head(norm(add(x_B1D, more_B1D)))

@@ -10,13 +10,15 @@ from chiar.config import ChiarConfig
 from chiar.errors import InputError
 from chiar.kernels.transform import Transform
 from chiar.layers.attention import rotary_tables
-from chiar.layers.context import TokenContext
+from chiar.layers.context import Maybe, TokenContext
 from chiar.layers.routers import Route
 from chiar.model.cache import ChiarCache
 from chiar.model.trace import RoutingTrace
 
+Routes = dict[int, Tensor]  # by layer, (B, T): the number of each token's operator
 
-def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, vocabulary: int) -> None:
+
+def check_tokens(input_ids: Maybe, inputs_embeds: Maybe, vocabulary: int) -> None:
     """Raise InputError unless exactly one of the two is there, in rows, and inside the vocabulary."""
     if (input_ids is None) == (inputs_embeds is None):
         raise InputError("give exactly one of input_ids and inputs_embeds.")
@@ -34,17 +36,14 @@ def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, vocabul
             raise InputError(f"{bad}: was the text encoded with this model's tokenizer?")
 
 
-def check_routes(routes: dict[int, Tensor] | None, config: ChiarConfig, shape: tuple[int, ...]) -> None:
+def check_routes(routes: Routes | None, config: ChiarConfig, shape: tuple[int, ...]) -> None:
     """Raise InputError unless forced routes name routed layers and give an operator for every token."""
     assert config.operators is not None
     if routes and config.routing == "soft":
         raise InputError("routes cannot be forced under soft routing: it blends all operators.")
-    if not routes:
-        return
-    routed_layers = config.routed_layers
-    for layer, choice_BT in routes.items():
-        if layer not in routed_layers:
-            raise InputError(f"layer {layer} is not routed: routes can be forced in {routed_layers}.")
+    for layer, choice_BT in (routes or {}).items():
+        if layer not in config.routed_layers:
+            raise InputError(f"layer {layer} is not routed: routes can be forced in {config.routed_layers}.")
         if tuple(choice_BT.shape) != shape or choice_BT.dtype != torch.int64:
             got = f"{choice_BT.dtype} {tuple(choice_BT.shape)}"
             raise InputError(f"forced routes of layer {layer} are {got}, expected int64 {shape}: an operator a token.")
@@ -54,8 +53,8 @@ def check_routes(routes: dict[int, Tensor] | None, config: ChiarConfig, shape: t
 
 
 def place_tokens(
-    config: ChiarConfig, new_BT: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past: int
-) -> tuple[Tensor, Tensor | None]:
+    config: ChiarConfig, new_BT: Tensor, attention_mask: Maybe, position_ids: Maybe, past: int
+) -> tuple[Tensor, Maybe]:
     """Positions of T new tokens after `past` cached ones, and which of them are real (None: all)."""
     B, T = new_BT.shape[:2]
     real_BS = None
@@ -81,47 +80,39 @@ def place_tokens(
 
 
 def make_context(
-    config: ChiarConfig,
-    transform: Transform,
-    new_BT: Tensor,
-    input_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    past: int,
+    config: ChiarConfig, transform: Transform, new_BT: Tensor, ids_BT: Maybe, mask_BS: Maybe, place_BT: Maybe, past: int
 ) -> TokenContext:
     """Positions, padding and RoPE's angles for T new tokens after `past` cached ones."""
-    positions_BT, real_BT = place_tokens(config, new_BT, attention_mask, position_ids, past)
-    alike = position_ids is None and attention_mask is None  # then one row of angles serves all
+    positions_BT, real_BT = place_tokens(config, new_BT, mask_BS, place_BT, past)
+    alike = place_BT is None and mask_BS is None  # then one row of angles serves all
     rope = None
     if config.positions == "rope":
         rope = rotary_tables(positions_BT[:1] if alike else positions_BT, config.head_size, config.rope_base)
-    return TokenContext(transform, positions_BT, real_BT, input_ids, rope, config._attn_implementation or "sdpa")
+    return TokenContext(transform, positions_BT, real_BT, ids_BT, rope, config._attn_implementation or "sdpa")
 
 
 @dataclass
 class ChiarModelOutput(ModelOutput):
     """What the decoder returns."""
 
-    last_hidden_state: Tensor | None = None
+    last_hidden_state: Maybe = None
     past_key_values: ChiarCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor | None, ...] | None = None
+    attentions: tuple[Maybe, ...] | None = None
     routing: RoutingTrace | None = None
-    routing_loss: Tensor | None = None
-    routes: tuple[Route, ...] | None = None
-    """The routed layers' decisions as they were used, with their gradients."""
-    gate_BT1: Tensor | None = None
-    """The MetaRouter's g."""
+    routing_loss: Maybe = None
+    routes: tuple[Route, ...] | None = None  # the routed layers' decisions as they were used, with their gradients
+    gate_BT1: Maybe = None  # the MetaRouter's g
 
 
 @dataclass
 class ChiarOutput(ModelOutput):
     """What the language model and the classifier return."""
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None
+    loss: Maybe = None
+    logits: Maybe = None
     past_key_values: ChiarCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor | None, ...] | None = None
+    attentions: tuple[Maybe, ...] | None = None
     routing: RoutingTrace | None = None
-    routing_loss: Tensor | None = None
+    routing_loss: Maybe = None

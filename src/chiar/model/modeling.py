@@ -5,16 +5,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GenerationMixin,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.generation import GenerationMixin
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
+from chiar.layers.context import Maybe
 from chiar.model.cache import ChiarCache
 from chiar.model.decoder import ChiarModel, ChiarPreTrainedModel
 from chiar.model.decoding import FastDecoder
@@ -48,34 +44,30 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        input_ids: Maybe = None,
+        attention_mask: Maybe = None,
+        position_ids: Maybe = None,
         past_key_values: ChiarCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
+        inputs_embeds: Maybe = None,
+        labels: Maybe = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: int | Tensor | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> ChiarOutput | tuple:
-        """Arguments of ChiarModel, and `labels` (the ids themselves; −100 is ignored) for the next-token loss.
-
-        The loss is a mean over labels, in training with what routers are asked for; with `num_items_in_batch` it is
-        this batch's share of a mean over that many labels (transformers' Trainer counts all accumulated batches).
-        """
+        """Arguments of ChiarModel, and `labels` (the ids themselves; −100 is ignored) for the next-token loss: a mean
+        over labels, in training with what routers are asked for; with `num_items_in_batch` this batch's share of a mean
+        over that many labels (transformers' Trainer counts all accumulated batches)."""
         # generate() reads this signature to learn what the model takes.
         fast, plain = self.fast_decoder, labels is None and inputs_embeds is None
         if fast is not None and plain and fast.applies(self.model, input_ids, past_key_values, kwargs):
             assert input_ids is not None and past_key_values is not None
             forced = kwargs.get("forced_routes")
             logits_B1V = fast.step(self, input_ids, attention_mask, position_ids, past_key_values, forced)
-            output = ChiarOutput(logits=logits_B1V, past_key_values=past_key_values)
-            return output if return_dict is not False else output.to_tuple()
-        decoded = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
-        )
+            return to_output(ChiarModelOutput(past_key_values=past_key_values), None, logits_B1V, return_dict)
+        given = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
+        decoded = self.model(*given, **kwargs)
         states_BTD = decoded.last_hidden_state
         logits_BTV = self.lm_head(states_BTD[:, -logits_to_keep:] if logits_to_keep else states_BTD)
         loss = None
@@ -121,9 +113,9 @@ class ChiarForSequenceClassification(ChiarPreTrainedModel):
 
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
+        input_ids: Maybe = None,
+        attention_mask: Maybe = None,
+        labels: Maybe = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> ChiarOutput | tuple:
@@ -133,16 +125,14 @@ class ChiarForSequenceClassification(ChiarPreTrainedModel):
         loss = None
         if labels is not None:
             labels = labels.to(logits.device)
-            if self.num_labels == 1:
-                loss = F.mse_loss(logits[:, 0].float(), labels.float())
-            else:
-                loss = F.cross_entropy(logits.float(), labels)
+            one = self.num_labels == 1
+            loss = F.mse_loss(logits[:, 0].float(), labels.float()) if one else F.cross_entropy(logits.float(), labels)
             if self.training and decoded.routing_loss is not None:
                 loss = loss + decoded.routing_loss
         return to_output(decoded, loss, logits, return_dict)
 
 
-def pool_states(states_BTD: Tensor, mask_BT: Tensor | None, how: str) -> Tensor:
+def pool_states(states_BTD: Tensor, mask_BT: Maybe, how: str) -> Tensor:
     """The state a row is classified by: its last real token's, or the mean over its real tokens."""
     B, T, _ = states_BTD.shape
     if mask_BT is None:
@@ -154,18 +144,9 @@ def pool_states(states_BTD: Tensor, mask_BT: Tensor | None, how: str) -> Tensor:
     return states_BTD[torch.arange(B, device=states_BTD.device), last_B]
 
 
-def to_output(
-    decoded: ChiarModelOutput, loss: Tensor | None, logits: Tensor, return_dict: bool | None
-) -> ChiarOutput | tuple:
-    output = ChiarOutput(
-        loss=loss,
-        logits=logits,
-        past_key_values=decoded.past_key_values,
-        hidden_states=decoded.hidden_states,
-        attentions=decoded.attentions,
-        routing=decoded.routing,
-        routing_loss=decoded.routing_loss,
-    )
+def to_output(decoded: ChiarModelOutput, loss: Maybe, logits: Tensor, return_dict: bool | None) -> ChiarOutput | tuple:
+    kept = decoded.past_key_values, decoded.hidden_states, decoded.attentions, decoded.routing, decoded.routing_loss
+    output = ChiarOutput(loss, logits, *kept)
     return output if return_dict is not False else output.to_tuple()
 
 
