@@ -20,10 +20,15 @@ class Operator(nn.Module):
     """It may look at other tokens: by default sparse execution runs it on all, and takes what was asked for."""
 
     looks_back = False  # whether it must see every token to keep its memory up
+    sets_own_weights = True
 
     @classmethod
     def build(cls, config: ChiarConfig) -> Self:
         raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """First values of its own weights, by transformers' `initialization`, which leaves loaded ones alone. Linear
+        maps, embeddings and norms inside are drawn as everywhere in the model."""
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from chiar.config import ChiarConfig
 from chiar.kernels.packing import pack
@@ -29,6 +30,9 @@ class RBFMixing(Operator):
         self.features, self.std = features, math.sqrt(2.0)  # γ = 1
         self.register_buffer("omega_Dm", self.std * torch.randn(width, features))
         self.out = nn.Linear(2 * features, width)
+
+    def reset_parameters(self) -> None:
+        init.normal_(self.omega_Dm, std=self.std)
 
     @classmethod
     def build(cls, config: ChiarConfig) -> Self:

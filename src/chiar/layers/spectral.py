@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from chiar.config import ChiarConfig
 from chiar.kernels.packing import pack, packed_linear, unpack, used
@@ -34,13 +35,17 @@ class SpectralBasis(DerivedBuffers):
 class SpectralFilter(TokenOperator):
     """x ↦ Cᵀ diag(w) C x: a learned weight per frequency (the paper's w). It mixes features, never tokens."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, initial: float = 1.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.initial = initial
+        self.weight = nn.Parameter(torch.full((width,), initial))
+
+    def reset_parameters(self) -> None:
+        init.constant_(self.weight, self.initial)
 
     @classmethod
     def build(cls, config: ChiarConfig) -> Self:
-        return cls(config.hidden_size)
+        return cls(config.hidden_size, float(config.filter_init))
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:

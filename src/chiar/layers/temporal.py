@@ -5,6 +5,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from chiar.config import ChiarConfig
 from chiar.kernels.temporal_filter import temporal_basis, temporal_filter
@@ -29,6 +30,10 @@ class TemporalFilter(DerivedBuffers, Operator):
         self.now_D = nn.Parameter(torch.full((width,), initial))
         self.coefficients_KD = nn.Parameter(torch.zeros(coefficients, width))
         self.register_derived()
+
+    def reset_parameters(self) -> None:
+        init.constant_(self.now_D, self.initial)
+        init.zeros_(self.coefficients_KD)
 
     @classmethod
     def build(cls, config: ChiarConfig) -> Self:

@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers, final norm. Read this first."""
+"""The decoder: embedding, layers, final norm."""
 
 import inspect
 from collections.abc import Callable
@@ -17,11 +17,9 @@ from chiar.errors import InputError, refuse_misspelt
 from chiar.layers.block import Block, LayerOutput, Summands, make_norm
 from chiar.layers.context import DerivedBuffers, Maybe, Memory, TokenContext
 from chiar.layers.gate import BIAS, Gate, MetaRouter
-from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import EntropyRouter, RouterState, collapse_loss
 from chiar.layers.sparse import sparse_pays
-from chiar.layers.spectral import SpectralBasis, SpectralFilter
-from chiar.layers.temporal import TemporalFilter
+from chiar.layers.spectral import SpectralBasis
 from chiar.model.cache import ChiarCache, check_cache
 from chiar.model.inputs import ChiarModelOutput, Routes, check_routes, check_tokens, make_context
 from chiar.model.trace import RoutingTrace, trace_layer
@@ -44,7 +42,7 @@ class ChiarPreTrainedModel(PreTrainedModel):
     _keys_to_ignore_on_load_unexpected = [r"router_state\.(spread_L|progress)"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        """N(0, 0.02), biases 0, norms 1, light filters `filter_init`; registered operators set their own weights."""
+        """N(0, 0.02), biases 0, norms 1; operators set weights of their own."""
         std = self.config.initializer_range
         if getattr(module, "sets_own_weights", False):
             with torch.no_grad():
@@ -61,15 +59,8 @@ class ChiarPreTrainedModel(PreTrainedModel):
                 init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, SpectralFilter):
-            init.constant_(module.weight, self.config.filter_init)
-        elif isinstance(module, RBFMixing):
-            init.normal_(module.omega_Dm, std=module.std)
         elif isinstance(module, DerivedBuffers):
             module.rebuild()
-            if isinstance(module, TemporalFilter):
-                init.constant_(module.now_D, module.initial)
-                init.zeros_(module.coefficients_KD)
             for name, value in module.initial().items() if isinstance(module, RouterState) else ():
                 init.copy_(getattr(module, name), value)
 
