@@ -14,6 +14,7 @@ from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.explore.steering import ways_to_steer, why_not
 from chiar.layers import sparse
+from chiar.layers.operator import TokenOperator
 from chiar.layers.routers import ChoiceRouter
 from chiar.model.coordinates import to_spectral_coordinates
 from chiar.routing.flops import count_flops, operator_shares
@@ -256,3 +257,39 @@ def test_names_and_plugins_that_cannot_be(tmp_path):
             path.write_text(code)
         exit_code, output = run("--plugin", str(path), "models")
         assert exit_code == 2 and message in output
+
+
+class Doubled(TokenOperator):
+    """As a built-in one is written: one class, and a line in the registry."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(width))
+
+    @classmethod
+    def build(cls, config):
+        return cls(config.hidden_size)
+
+    @staticmethod
+    def flops(config, work):
+        return {"spectral": work.share * config.hidden_size}
+
+    def reset_parameters(self):
+        torch.nn.init.constant_(self.weight, 2.0)
+
+    def forward(self, x_BTD, context, *_):
+        return self.weight * x_BTD
+
+
+def test_a_built_in_operator_is_one_class_and_one_line(monkeypatch):
+    monkeypatch.setitem(registry.OPERATORS, "doubled", registry.OperatorKind(f"{__name__}:Doubled"))
+    config = presets.get("v3-tiny", vocab_size=61, dropout=0.0, operators=["doubled", "attention"], gate_pool="causal")
+    model = tasks.materialise(tasks.outline(config, {}), 0).language.double()
+    scales = [layer.operators["doubled"].weight for layer in model.model.layers if "doubled" in layer.operators]
+    assert len(scales) == 2 and all((weight == 2.0).all() for weight in scales)
+    logits = {}
+    for execution in ("dense", "sparse"):
+        model.config.execution = execution
+        logits[execution] = model(words()).logits
+    torch.testing.assert_close(logits["sparse"], logits["dense"])
+    assert count_flops(config, 16).total > 0

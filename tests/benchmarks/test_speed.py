@@ -91,6 +91,7 @@ def test_what_is_wrong_is_found_and_bf16_judged_by_what_dense_execution_loses_in
     assert verdict.error > (1e-3 if bf16 else 0)
 
 
+@pytest.mark.slow
 def test_decode_counts_the_cache_as_it_is_stored(tmp_path):
     """Four layers, two of them routed at f = 0.25, one without keys: as many entries, and some room."""
     longer = ["--mode", "decode", "--lengths", "512", "--tokens", "1024"]
@@ -105,6 +106,7 @@ def test_decode_counts_the_cache_as_it_is_stored(tmp_path):
     assert not any(row["bound"] for row in table), "decoding is bound by memory"
 
 
+@pytest.mark.slow
 def test_alone_on_the_device_a_model_that_routes_itself_is_near_the_fraction(tmp_path, capsys):
     asked = ["--mode", "decode", "--apart", "--own-routes", "--fractions", "0.5,0.25", "--steps", "40"]
     only = ["--only", "routed", "routed-all-keys"]

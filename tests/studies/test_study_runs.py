@@ -255,6 +255,7 @@ save_every = 2, evaluate_every = 2, evaluate_rows = 4, learning_rate = 0.01 }
 """
 
 
+@pytest.mark.slow
 def test_the_papers_procedure(corpus, listops, tmp_path):
     """Table 2: a baseline, τ from its embeddings, the rows that route by it, one of them with mixed corpora."""
     out, small = tmp_path / "out", tmp_path / "small.toml"

@@ -26,14 +26,14 @@ def flops(
     """Count forward FLOPs per token for CHIAR and its dense baseline, beside the paper's claims."""
     from json import dumps
 
-    from chiar.model.load import load_config
+    from chiar.model.load import load_config, resolve_model
     from chiar.routing.tables import flop_records, flop_tables
 
     try:
         lengths = [int(part) for part in length.split(",")]
     except ValueError:
         raise InputError(f"--length takes whole numbers separated by commas, got {length!r}.") from None
-    config = load_config(model)
+    config = load_config(resolve_model(model)[0])
     records = flop_records(config, lengths, fraction, keys, light_ffn)
     if json is not None:
         write_json(json, dumps(records, indent=2), overwrite)

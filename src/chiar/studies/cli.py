@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from chiar.errors import InputError
+
 HELP = "Train a declared grid of models on equal tokens; one table and one picture of loss against cost."
 study_app = typer.Typer(no_args_is_help=True, context_settings={"max_content_width": 120}, help=HELP)
 Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A study of ./research/studies, or a .toml file.")]
@@ -32,6 +34,8 @@ def show(name: Name = "", data: Vocabulary = None, only: Only = None) -> None:
 
     if name:
         return typer.echo(grid(make_plan(find(name), data or [], only)))
+    if not STUDIES.is_dir():
+        raise InputError(f"there is no ./{STUDIES} here: go to a checkout of the project, or name a .toml file.")
     for study in (find(str(path)) for path in sorted(STUDIES.glob("*.toml"))):
         typer.echo(f"{study.name:18} {len(study.variants):2} variants, {study.duration}: {study.title}")
 
