@@ -10,7 +10,7 @@ demo: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" sh examples/demo.sh
 
 test: lint
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 # Also those that start many processes.
 test-all: lint

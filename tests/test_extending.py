@@ -272,7 +272,7 @@ class Doubled(TokenOperator):
 
     @staticmethod
     def flops(config, work):
-        return {"spectral": work.share * config.hidden_size}
+        return {"doubled": work.share * config.hidden_size}
 
     def reset_parameters(self):
         torch.nn.init.constant_(self.weight, 2.0)
@@ -292,4 +292,5 @@ def test_a_built_in_operator_is_one_class_and_one_line(monkeypatch):
         model.config.execution = execution
         logits[execution] = model(words()).logits
     torch.testing.assert_close(logits["sparse"], logits["dense"])
-    assert count_flops(config, 16).total > 0
+    parts = flop_records(config, [16], None, None, None)[0]
+    assert sum(parts["chiar"].values()) == pytest.approx(parts["chiar_total"])

@@ -64,3 +64,8 @@ def test_files_named_in_the_architecture_table_exist():
     assert len(named) > 12
     for path, symbol in named:
         assert re.search(rf"^(class|def|    def) {symbol}\b", (ROOT / path).read_text(), re.MULTILINE), symbol
+
+
+def test_no_placeholder_is_left_in_the_documents():
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        assert not re.search(r"@[A-Z0-9]+@", path.read_text()), path.name

@@ -61,7 +61,9 @@ def check(config: "ChiarConfig") -> None:
 
 def check_types(config: "ChiarConfig") -> None:
     """Whether every field has its type."""
-    for name, hint in type(config).__annotations__.items():
+    from chiar.config import ChiarConfig
+
+    for name, hint in ChiarConfig.__annotations__.items():
         if not fits(getattr(config, name), hint):
             expected = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
             raise InputError(f"{name} must be {expected}, got {getattr(config, name)!r}.")

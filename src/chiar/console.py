@@ -49,7 +49,9 @@ def guarded(command: Callable[[], Any]) -> None:
         load_plugins()
         command()
     except (InputError, OSError) as error:
-        said = f"{error.strerror} ({error.filename})" if isinstance(error, OSError) and error.strerror else str(error)
-        if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+        said, system = str(error), isinstance(error, OSError)
+        if isinstance(error, OSError) and error.strerror:
+            said = f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+        if system or os.environ.get("RANK", "0") == "0":  # of several processes that refuse one speaks
             typer.echo(f"error: {said}", err=True)
         sys.exit(2)

@@ -28,7 +28,10 @@ def aside_of(path: Path) -> Path:
 
 def write_whole(path: Path, text: str) -> None:
     """At once: a reader or a killed process never leaves half a file under this name."""
-    aside_of(path).write_text(text, encoding="utf-8")
+    with aside_of(path).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(aside_of(path), path)
 
 

@@ -30,6 +30,7 @@ def run(path, *more, registry=contenders.REGISTRY):
         return code, list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_every_contender_has_a_row_and_a_line_and_nothing_is_overwritten(tmp_path, capsys):
     path, picture = tmp_path / "speed.csv", tmp_path / "speed.svg"
     code, found = run(path, "--picture", str(picture))

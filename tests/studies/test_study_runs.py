@@ -224,6 +224,7 @@ def test_step_times_are_measured_with_the_trained_weights(copied, corpus, toml):
     assert code == 2 and "are of another machine" in output
 
 
+@pytest.mark.slow
 def test_results_from_elsewhere_count_as_done(copied, corpus, toml, tmp_path):
     """Half of the study in one folder, the other half in another, from the results of the first alone."""
     there, here, file = results(copied), tmp_path / "here", tmp_path / "half.json"

@@ -38,7 +38,9 @@ def write_report(models: list[LoadedModel], prompts: list[str], out: Path, more:
     for number, prompt in enumerate(prompts, start=1):
         place = f'<div class="panels{pair}" id="prompt-{number}"></div>'
         parts[f"Prompt {number}"] = f'<blockquote dir="auto">{shown(prompt, keep=chr(10))}</blockquote>{place}'
-    columns = {(r.run or r.model): dict((*score_rows(r.scores), *cost_rows(r))) for r in measured}
+    columns = {
+        f"{r.run or r.model} on {r.corpus} {r.split}": dict((*score_rows(r.scores), *cost_rows(r))) for r in measured
+    }
     where = [f"{r.run or r.model}: on {r.corpus} {r.split}, {r.precision} on {r.device}." for r in measured]
     evaluation = table(columns, where) if measured else ""
     parts |= {"Models": config_table(models), "Training": training(models), "Evaluation": evaluation}

@@ -4,6 +4,7 @@ The formula stands here once (`pre_norm`, `post_norm`). What it computes with is
 operator on every token and the route selects, the definition; sparse.py runs only what was chosen."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,11 +68,11 @@ class DenseTokens(Tokens):
     def operate(self, name: str) -> Tensor:
         block, key_BT = self.block, self.context.real_BT
         seen_BTD = block.norms[name](self.x) if block.pre_norm else self.x
-        spare = self.route is not None and block.routed_keys
+        spare = self.route is not None and block.routed_keys and not is_light(name)
         if self.route is not None and spare:
             chosen_BT = self.route.choice_BT == block.names.index(name)
             key_BT = chosen_BT if key_BT is None else key_BT & chosen_BT
-        output = block.runs[name](seen_BTD, self.context, key_BT, self.memory, spare)
+        output = block.run(name)(seen_BTD, self.context, key_BT, self.memory, spare)
         if isinstance(output, tuple):
             output, self.attention_weights = output
         return output
@@ -133,9 +134,6 @@ class Block(nn.Module):
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
 
         self.operators = nn.ModuleDict({name: registry.OPERATORS[name].make(name, config) for name in self.names})
-        self.runs = {
-            name: made if isinstance(made, Operator) else Adopted(made) for name, made in self.operators.items()
-        }
         normed = [name for name in self.names if not (self.equation and is_light(name))]
         self.norms = nn.ModuleDict({name: make_norm(config, name) for name in normed})
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)
@@ -145,7 +143,7 @@ class Block(nn.Module):
         self.router_reads_state = routed and config.router_kind.reads_state
         self.weights_have_gradient = config.router_kind.has_gradient
         self.everywhere = TemporalSublayer(make_norm(config), config) if config.temporal_everywhere else None
-        self.looks_back = self.everywhere is not None or any(operator.looks_back for operator in self.runs.values())
+        self.looks_back = self.everywhere is not None or any(self.run(name).looks_back for name in self.names)
 
     def forward(
         self, x_BTD: Tensor, context: TokenContext, memory: Memory = None, forced_BT: Maybe = None
@@ -166,6 +164,11 @@ class Block(nn.Module):
         if more is not None and not context.room_is_made:
             y, more = y + more, None
         return (y, more), LayerOutput(route, entropy_BT, dense.attention_weights)
+
+    def run(self, name: str) -> Any:
+        """An operator as an `Operator`, looked up when it is used: a module may have been replaced."""
+        operator = self.operators[name]
+        return operator if isinstance(operator, Operator) else Adopted(operator)
 
     def entropy(self, x_BTD: Tensor, context: TokenContext) -> Maybe:
         if not (self.router_reads_entropy or context.keep_entropy):

@@ -29,6 +29,13 @@ class Operator(nn.Module):
     def reset_parameters(self) -> None:
         """First values of its own weights, by transformers' `initialization`, which leaves loaded ones alone. Linear
         maps, embeddings and norms inside are drawn as everywhere in the model."""
+        if own := [*dict(self.named_parameters(recurse=False)), *self.state_dict_of_buffers()]:
+            raise NotImplementedError(
+                f"{type(self).__name__} has weights of its own ({own[0]}): define reset_parameters."
+            )
+
+    def state_dict_of_buffers(self) -> list[str]:
+        return [name for name, _ in self.named_buffers(recurse=False) if name not in self._non_persistent_buffers_set]
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
@@ -65,15 +72,17 @@ class TokenOperator(Operator):
         return self(tokens.seen(name, x_PD), tokens.context)
 
 
-class Adopted(TokenOperator):
-    """A user's operator, any module that maps (…, D) to (…, D): held, not owned, so its weights keep their names."""
+class Adopted:
+    """A user's operator, any module that maps (…, D) to (…, D), as a TokenOperator. It is held for one use only."""
+
+    looks_back = False
+    run_packed, run_sorted = TokenOperator.run_packed, TokenOperator.run_sorted
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.held = (module,)
+        self.module = module
 
-    def forward(self, x_BTD: Tensor, context: TokenContext, *_: object) -> Tensor:
-        return self.held[0](x_BTD)
+    def __call__(self, x_BTD: Tensor, context: TokenContext, *_: object) -> Tensor:
+        return self.module(x_BTD)
 
 
 class Tokens:

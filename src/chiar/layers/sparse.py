@@ -108,7 +108,7 @@ class PackedTokens(SparseTokens):
         return operator(seen_BTD, self.context, key_BT, self.memory, self.block.routed_keys).flatten(0, 1)
 
     def operate(self, name: str) -> Tensor:
-        return self.block.runs[name].run_packed(self, name)
+        return self.block.run(name).run_packed(self, name)
 
     def norm(self, norm: nn.Module, y: Tensor, name: str) -> Tensor:
         if is_light(name):
@@ -255,7 +255,7 @@ class SortedTokens(SparseTokens):
         return self.slices[name]
 
     def operate(self, name: str) -> Tensor:
-        return self.block.runs[name].run_sorted(self, name, self.slices[name])
+        return self.block.run(name).run_sorted(self, name, self.slices[name])
 
     def select(self, parts: dict[str, Tensor]) -> Tensor:
         y_ND = torch.cat(list(parts.values()))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from chiar.config import ChiarConfig
 from chiar.config_checks import CHOICES
 from chiar.errors import InputError, unknown_name
-from chiar.registry import OPERATORS, PARTS, Work, built_in, is_light
+from chiar.registry import OPERATORS, PARTS, Work, is_light
 
 TRANSFORMS = ("gemm", "even_odd", "free")
 """What a transform to or from the basis costs: its whole matrix, the DCT's two halves (as it is run), nothing."""
@@ -139,7 +139,7 @@ def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
 
 def counted_parts() -> tuple[str, ...]:
     """What work is counted under, operators of one's own included."""
-    return *PARTS, *(name for name, kind in OPERATORS.items() if not built_in(kind))
+    return *PARTS, *(name for name in OPERATORS if name not in (*PARTS, "attention"))
 
 
 def visible_pairs(length: int, queries: float, keys: float) -> float:

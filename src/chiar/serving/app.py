@@ -191,7 +191,7 @@ def parse_request(asked: dict[str, Any], model: str, codec: TextCodec, vocabular
         sentence = f"{len(given)} prompts × n = {n} are more than the {limits.rows} texts a request may ask for."
         raise Refused(400, sentence, "n" if n > limits.rows else "prompt")
     if any(not 0 <= token < vocabulary for one in given if isinstance(one, list) for token in one):
-        raise Refused(400, f"token ids must lie web.between 0 and {vocabulary - 1}.", "prompt")
+        raise Refused(400, f"token ids must lie between 0 and {vocabulary - 1}.", "prompt")
     prompts = [(codec.encode(one), one) if isinstance(one, str) else (one, codec.decode(one)) for one in given]
     if not all(ids for ids, _ in prompts):
         raise Refused(400, "the prompt is empty: give it at least a word to continue.", "prompt")
@@ -389,12 +389,15 @@ class Service(Site):
 
     async def show_metrics(self, request: Request) -> Response:
         engine, lines = self.engine, []
-        routed = {name: count for name, count in engine.counts.items() if name.startswith("routed")}
+        counts = dict(engine.counts)  # the model's thread adds to them
+        routed = {name: count for name, count in counts.items() if name.startswith("routed")}
         now: dict[str, float] = {"rows_running": sum(not row.is_over for row in engine.rows)}
         now |= {f"requests_{name}": engine.count(getattr(engine, name)) for name in ("waiting", "running")}
         if routed:
-            now["attention_fraction"] = routed['routed_tokens_total{operator="attention"}'] / sum(routed.values())
-        for name, samples in groupby(sorted({**engine.counts, **now}.items()), lambda sample: sample[0].split("{")[0]):
+            now["attention_fraction"] = routed.get('routed_tokens_total{operator="attention"}', 0) / sum(
+                routed.values()
+            )
+        for name, samples in groupby(sorted({**counts, **now}.items()), lambda sample: sample[0].split("{")[0]):
             lines += [f"# HELP chiar_{name} {METRICS[name][1]}", f"# TYPE chiar_{name} {METRICS[name][0]}"]
             lines += [f"chiar_{sample} {value:.10g}" for sample, value in samples]
         return PlainTextResponse("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from chiar.errors import InputError
+from chiar.files import check_new
 
 HELP = "Train a declared grid of models on equal tokens; one table and one picture of loss against cost."
 study_app = typer.Typer(no_args_is_help=True, context_settings={"max_content_width": 120}, help=HELP)
@@ -74,6 +75,9 @@ def table(folder: Record, out: Target = None) -> None:
 
     results = read_results(folder)
     typer.echo(markdown(results["title"], results["variants"], results["notes"]))
+    if out is not None and out != folder:
+        for name in ("table.md", "results.json", "pareto.svg"):
+            check_new(out / name)
     if target := out or (folder if (folder / STUDY).is_file() else None):
         write_tables(results, target)
         typer.echo(f"wrote {target / 'table.md'}, results.json and pareto.svg")

@@ -34,6 +34,7 @@ from chiar.model.load import choose_device, load_config, load_model
 from chiar.routing.calibration import calibrate
 from chiar.studies.study import Plan, Run, checked, require
 from chiar.training import checkpoint
+from chiar.training.checkpoint import TrainingStopped
 from chiar.training.compiling import clear_device
 from chiar.training.loop import train
 from chiar.training.run_folder import MAY_CHANGE, RUN, RunFolder, versions
@@ -167,8 +168,11 @@ def run_study(
             echo(f"{run.name}: done before")
         else:
             futures[run.name] = pool.submit(do, run)
-    for future in futures.values():
-        future.result()
+    try:
+        for future in futures.values():
+            future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
     return failed, left
 
 
@@ -188,7 +192,10 @@ def work(path: Path, name: str, device: str) -> None:
         found = calibrate(source, batches(ids, CALIBRATION_ROWS, settings.length, 8), rule="embeddings")
         config = told.model_config(thresholds=found.thresholds(1)[0])
     aside_of(run / RUN).unlink(missing_ok=True)  # of a process killed before the run began
-    train(config, settings, run, resume=begun, device=device)
+    try:
+        train(config, settings, run, resume=begun, device=device)
+    except TrainingStopped as stopped:
+        raise InputError(str(stopped)) from stopped
     torch.set_float32_matmul_precision("highest")
     # In micro-batches, over which the paper's gate pools in training too. The test comes last, for it ends the run.
     how: dict[str, Any] = {"length": settings.length, "batch_size": settings.micro_batch, "device": device}

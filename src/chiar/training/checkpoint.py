@@ -126,7 +126,7 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
     with ExitStack() as opened, torch.no_grad():
         pieces: dict[str, list[tuple[int, Any]]] = {}
         for name in read_manifest(folder).keys() - {STATE}:
-            file = opened.enter_context(safe_open(folder / name, framework="pt"))
+            file = opened.enter_context(safe_open(folder / Path(name).name, framework="pt"))
             starts = json.loads((file.metadata() or {}).get("starts", "{}"))
             for key in file.keys():  # noqa: SIM118 (it is not a dictionary)
                 pieces.setdefault(key, []).append((starts.get(key, 0), file.get_slice(key)))
