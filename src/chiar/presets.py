@@ -26,7 +26,7 @@ NAMES = (
     "v3-1b",
     "v4-1b",
 )
-# docs/v4.md says why.
+# docs/architecture.md says why.
 V4: dict[str, Any] = {
     "norm": "rmsnorm",
     "norm_position": "pre",
