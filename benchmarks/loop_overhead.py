@@ -20,9 +20,9 @@ import torch
 
 from chiar.training import loop
 from chiar.training.cli import configuration
-from chiar.training.loop import Trainer
 from chiar.training.settings import TrainSettings
 from chiar.training.tasks import Batch
+from chiar.training.trainer import Trainer
 from timing import Times, hardware, parser, time_turn
 
 WARM_UP = 2
@@ -49,6 +49,7 @@ class Turns(loop.Run):
     turns: list[tuple[float, float]]
     """Seconds a step, bare and in the loop."""
     wanted: int
+    turn_began = 0
 
     def go(self) -> dict[str, Any] | None:
         slots = range(self.schedule.slots)
@@ -57,7 +58,7 @@ class Turns(loop.Run):
         return super().go()
 
     def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
-        steps = self.step - self.marked_step
+        steps, self.turn_began = self.step - self.turn_began, self.step
         record = super().measure(measured)  # waits for the device
         in_loop = self.settings.batch * self.settings.length / record["tokens_per_second"]
         times = Times()
@@ -65,7 +66,7 @@ class Turns(loop.Run):
         Turns.turns.append((sum(times.steps) / steps / 1e3, in_loop))
         if len(Turns.turns) == Turns.wanted:
             raise Done
-        self.marked_step, self.marked_time = self.step, time.perf_counter()
+        self.marked_time = time.perf_counter()
         return record
 
 

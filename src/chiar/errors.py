@@ -12,6 +12,11 @@ class InputError(ValueError):
     """Something the user gave cannot be used; the message says what was wrong and what to do."""
 
 
+def require(right: object, otherwise: str) -> None:
+    if not right:
+        raise InputError(otherwise)
+
+
 def first_line(error: BaseException) -> str:
     """A library's error in one line; its type where it says nothing."""
     return str(error).strip().split("\n")[0] or type(error).__name__

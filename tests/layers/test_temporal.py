@@ -9,8 +9,8 @@ from chiar.layers.context import TokenContext
 from chiar.layers.ragged import Shelf
 from chiar.layers.temporal import TemporalFilter
 from chiar.model.cache import LayerState
-from chiar.training.loop import make_optimizer
 from chiar.training.settings import TrainSettings
+from chiar.training.trainer import make_optimizer
 from helpers import fed_logits
 
 ROWS, TOKENS, WIDTH, WINDOW = 3, 12, 6, 4

@@ -14,6 +14,7 @@ from typer import echo
 
 from chiar.config import ChiarConfig
 from chiar.config_checks import LAST_COMMIT, REMOVED, REMOVED_OPERATORS
+from chiar.errors import require
 from chiar.evaluation.compare import REPORT, read_training
 from chiar.evaluation.harness import measured_shares
 from chiar.evaluation.report import EvaluationReport, exponential, finite, shown
@@ -22,7 +23,7 @@ from chiar.model.load import count_parameters, load_config
 from chiar.plots import draw_pareto, svg_text
 from chiar.routing.flops import Shares, count_flops, operator_shares
 from chiar.studies.runner import STUDY, VALIDATION, StudyFolder, held, read_json
-from chiar.studies.study import Plan, Run, checked, make_plan, require
+from chiar.studies.study import Plan, Run, checked, make_plan
 from chiar.training.reporting import training_flops
 from chiar.training.run_folder import METRICS, RunFolder
 from chiar.training.settings import train_arguments

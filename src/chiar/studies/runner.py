@@ -26,13 +26,13 @@ from typer import echo
 from chiar.console import guarded
 from chiar.data.shards import Corpus
 from chiar.data.tokens import batches
-from chiar.errors import InputError, first_line
+from chiar.errors import InputError, first_line, require
 from chiar.evaluation.compare import REPORT
 from chiar.evaluation.harness import describe_device, evaluate
 from chiar.files import aside_of, hold, write_whole
 from chiar.model.load import choose_device, load_config, load_model
 from chiar.routing.calibration import calibrate
-from chiar.studies.study import Plan, Run, checked, require
+from chiar.studies.study import Plan, Run, checked
 from chiar.training import checkpoint
 from chiar.training.checkpoint import TrainingStopped
 from chiar.training.compiling import clear_device

@@ -11,7 +11,7 @@ from chiar import presets
 from chiar.config import ChiarConfig
 from chiar.config_checks import fits
 from chiar.data.shards import Corpus
-from chiar.errors import InputError, first_line, unknown_name
+from chiar.errors import InputError, first_line, require, unknown_name
 from chiar.files import check_file
 from chiar.training.loop import Rows, check_run
 from chiar.training.settings import TrainSettings
@@ -63,11 +63,6 @@ def one_of(kind: str, received: str, allowed: Iterable[str]) -> str:
     if received not in allowed:
         raise unknown_name(kind, received, allowed)
     return received
-
-
-def require(right: object, otherwise: str) -> None:
-    if not right:
-        raise InputError(otherwise)
 
 
 def find(name: str, beside: Path = STUDIES) -> Study:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from chiar.errors import InputError
+from chiar.errors import InputError, require
+from chiar.files import aside_of
 from chiar.training.distributed import Processes, local_rows
 
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -51,11 +52,8 @@ def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], proces
     mine = {name: local_rows(t) for name, t in tensors.items() if processes.main or isinstance(t, DTensor)}
     try:
         with agreed(processes, what):
-            if processes.main:
-                shutil.rmtree(aside, ignore_errors=True)
-                aside.mkdir(parents=True)
-        with agreed(processes, what):
             if mine:
+                aside.mkdir(parents=True, exist_ok=True)
                 file = aside / f"tensors-{processes.rank}.safetensors"
                 starts = json.dumps({name: start for name, (start, _) in mine.items() if start})
                 save_file({n: rows.cpu().contiguous() for n, (_, rows) in mine.items()}, file, {"starts": starts})
@@ -113,38 +111,37 @@ def find(folder: Path) -> Found | None:
             why = f"{wrong[0]} does not have its hash" if wrong else "its manifest is damaged"
         except FileNotFoundError as error:
             why = f"{Path(error.filename).name} is missing"
-        except (OSError, ValueError, KeyError, TypeError):
+        except OSError as error:  # an older one would do, but training again what is there is not for us to choose
+            raise InputError(f"the checkpoint {path} cannot be read: {error.strerror}.") from error
+        except (ValueError, KeyError, TypeError):
             why = "its manifest is damaged"
         complaints.append(f"{path.name} is not used: {why}.")
-    if complaints:
-        raise InputError(f"no checkpoint in {folder} is usable: {' '.join(complaints)}")
+    require(not complaints, f"no checkpoint in {folder} is usable: {' '.join(complaints)}")
     return None
 
 
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place, each with the rows this process holds."""
-    with ExitStack() as opened, torch.no_grad():
-        pieces: dict[str, list[tuple[int, Any]]] = {}
-        for name in read_manifest(folder).keys() - {STATE}:
-            file = opened.enter_context(safe_open(folder / Path(name).name, framework="pt"))
+    places, found = {name: local_rows(tensor) for name, tensor in tensors.items()}, set[str]()
+    missing = {name: len(rows) if rows.ndim else 1 for name, (_, rows) in places.items()}
+    for file_name in read_manifest(folder).keys() - {STATE}:
+        with safe_open(folder / Path(file_name).name, framework="pt") as file, torch.no_grad():
             starts = json.loads((file.metadata() or {}).get("starts", "{}"))
-            for key in file.keys():  # noqa: SIM118 (it is not a dictionary)
-                pieces.setdefault(key, []).append((starts.get(key, 0), file.get_slice(key)))
-        if odd := sorted((set(pieces) - GONE - set(tensors)) | (set(tensors) - set(pieces))):
-            raise InputError(f"the checkpoint and the model do not hold the same tensors: {', '.join(odd[:3])} …")
-        for name, tensor in tensors.items():
-            first, rows = local_rows(tensor)
-            if rows.ndim == 0:
-                rows.copy_(pieces[name][0][1][...])
-                continue
-            filled = 0
-            for start, stored in pieces[name]:
+            found |= (names := set(file.keys()))
+            for name in names & tensors.keys():
+                (first, rows), start, stored = places[name], starts.get(name, 0), file.get_slice(name)
+                if rows.ndim == 0:
+                    rows.copy_(stored[...])
+                    missing[name] = 0
+                    continue
                 begin, end = max(first, start), min(first + len(rows), start + stored.get_shape()[0])
                 if begin < end and stored.get_shape()[1:] == list(rows.shape[1:]):
                     rows[begin - first : end - first].copy_(stored[begin - start : end - start])
-                    filled += end - begin
-            if filled != len(rows):
-                raise InputError(f"the checkpoint does not hold all of {name} {list(tensor.shape)}.")
+                    missing[name] -= end - begin
+    odd = ", ".join(sorted((found - GONE) ^ tensors.keys())[:3])
+    require(not odd, f"the checkpoint and the model do not hold the same tensors: {odd} …")
+    for name, tensor in tensors.items():
+        require(not missing[name], f"the checkpoint does not hold all of {name} {list(tensor.shape)}.")
 
 
 def retain(folder: Path, keep: int, best: dict[str, float] | None) -> None:
@@ -156,7 +153,6 @@ def retain(folder: Path, keep: int, best: dict[str, float] | None) -> None:
 
 def point(link: Path, target: Path) -> None:
     """Make `link` a relative symbolic link to `target`, at once."""
-    aside = link.with_name(f".{link.name}.new")
-    aside.unlink(missing_ok=True)
-    aside.symlink_to(os.path.relpath(target, link.parent))
-    os.replace(aside, link)
+    aside_of(link).unlink(missing_ok=True)
+    aside_of(link).symlink_to(os.path.relpath(target, link.parent))
+    os.replace(aside_of(link), link)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chiar.errors import InputError, unknown_name
+from chiar.errors import require, unknown_name
 from chiar.training.settings import TrainSettings, finetune_settings
 
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ def train(
     """Train a model on prepared corpora; killed at any moment, --resume continues exactly where it was saved."""
     launch, chosen, changes = sort_options(given)
     settings = TrainSettings.from_dict({"precision": "auto", **chosen})
-    config = configuration(model, changes, corpus := Path(settings.data[0]))
+    corpus = Path(settings.data[0])
     if thresholds is not None:
         from chiar.routing.calibration import read_thresholds
 
-        if "thresholds" in changes:
-            raise InputError("--thresholds and --set thresholds say the same thing twice: give one of them.")
-        config = configuration(model, {**changes, "thresholds": read_thresholds(thresholds, config)}, corpus)
-    run(config, settings, launch)
+        twice = "thresholds" in changes
+        require(not twice, "--thresholds and --set thresholds say the same thing twice: give one of them.")
+        changes["thresholds"] = read_thresholds(thresholds, configuration(model, changes, corpus))
+    run(configuration(model, changes, corpus), settings, launch)
 
 
 @with_options
@@ -82,13 +82,13 @@ def finetune(
     from chiar.model.load import resolve_model
 
     launch, chosen, changes = sort_options(given)
-    if "initial" in chosen:
-        raise InputError("the weights to start from are MODEL's: leave --set initial out.")
+    require("initial" not in chosen, "the weights to start from are MODEL's: leave --set initial out.")
     chosen["initial"] = "" if model in presets.NAMES else resolve_model(model)[0]
     config = configuration(chosen["initial"] or model, changes, Path(chosen["data"][0]))
     corpora = [Corpus.open(path) for path in chosen["data"]]
-    for text in (corpus.folder for corpus in corpora if corpus.kind != "classification"):
-        raise InputError(f"{text} is a language corpus without labels: train on it with chiar train.")
+    for corpus in corpora:
+        labelled = corpus.kind == "classification"
+        require(labelled, f"{corpus.folder} is a language corpus without labels: train on it with chiar train.")
     documents = sum(corpus.split("train").documents for corpus in corpora)
     run(config, finetune_settings(chosen, config.max_position_embeddings, documents, epochs), launch)
 
@@ -104,8 +104,7 @@ def sort_options(given: dict[str, Any]) -> tuple[Launch, dict[str, Any], dict[st
 
 def parse(item: str) -> tuple[str, Any]:
     name, equals, value = item.partition("=")
-    if not equals:
-        raise InputError(f"--set takes NAME=VALUE, got {item!r}.")
+    require(equals, f"--set takes NAME=VALUE, got {item!r}.")
     try:
         return name, json.loads(value)
     except ValueError:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from chiar.errors import InputError
+from chiar.errors import InputError, require
 
 T = TypeVar("T")
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -45,15 +45,15 @@ class Processes:
 
     def from_main(self, work: Callable[[], T]) -> T:
         """What `work` gives in the main process, in all of them; an InputError too."""
-        result, complaint = None, None
+        found: Any = None
         try:
-            result = work() if self.main else None
+            found = work() if self.main else None
         except InputError as error:
-            complaint = str(error)
-        result, complaint = self.all((result, complaint))[0]
-        if complaint is not None:
-            raise InputError(complaint)
-        return result
+            found = error
+        found = self.all(found)[0]
+        if isinstance(found, InputError):
+            raise found
+        return found
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -66,11 +66,10 @@ def start(device: str) -> Processes:
     rank, local, count = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in BACKENDS:
-        raise InputError(f"device must be auto, cpu or cuda, got {device!r}.")
+    require(device in BACKENDS, f"device must be auto, cpu or cuda, got {device!r}.")
     if device == "cuda":
-        if not torch.cuda.is_available():
-            raise InputError("device cuda was asked for, but torch sees no GPU: use --device cpu or auto.")
+        seen = torch.cuda.is_available()
+        require(seen, "device cuda was asked for, but torch sees no GPU: use --device cpu or auto.")
         torch.cuda.set_device(local)
     if count > 1:
         # torchrun may keep its store when it starts the processes again: without a prefix they find dead addresses.
@@ -95,9 +94,8 @@ def register_outputs() -> None:
     """Before torch 2.13 FSDP does not look for tensors in dataclasses, and would miss where a backward pass begins."""
     from chiar.layers.block import LayerOutput
     from chiar.layers.routers import Route
-    from chiar.training.tasks import TaskResult
 
-    for kind in (LayerOutput, Route, TaskResult):
+    for kind in (LayerOutput, Route):
         torch.export.register_dataclass(kind)
 
 

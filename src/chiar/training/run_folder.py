@@ -17,8 +17,8 @@ import transformers
 import chiar
 from chiar.config import ChiarConfig
 from chiar.data import Corpus
-from chiar.errors import InputError, first_line
-from chiar.files import write_whole
+from chiar.errors import InputError, first_line, require
+from chiar.files import new_folder, write_whole
 from chiar.model.heads import export_model
 from chiar.training import checkpoint
 from chiar.training.settings import TrainSettings
@@ -72,12 +72,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def told(run: dict[str, Any], part: str, name: str) -> Any:
-    if part not in run:
-        raise InputError(f"run.json of {name} says nothing of its {part}: it is incomplete.")
-    return run[part]
-
-
 class RunFolder:
     """RUN/run.json, metrics.jsonl, checkpoints/step-*, best → exports/best-step-*, final alike."""
 
@@ -97,9 +91,14 @@ class RunFolder:
         except ValueError as error:
             raise InputError(f"{self.path / RUN} is damaged: {error}") from error
 
+    def told(self, part: str) -> Any:
+        require(
+            part in (run := self.read()), f"{RUN} of {self.path.name} says nothing of its {part}: it is incomplete."
+        )
+        return run[part]
+
     def read_metrics(self) -> list[dict[str, Any]]:
-        if not self.metrics_path.is_file():
-            raise InputError(f"{self.path} has no {METRICS}.")
+        require(self.metrics_path.is_file(), f"{self.path} has no {METRICS}.")
         return read_records(self.metrics_path)
 
     def goes_on(self, resume: bool) -> bool:
@@ -107,8 +106,8 @@ class RunFolder:
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if not resume and again and (self.path / RUN).is_file():
             resume = self.read().get("launch") == launch()
-        if not resume and self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise InputError(f"{self.path} exists already: add --resume to continue it, or choose another folder.")
+        free = not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
+        require(resume or free, f"{self.path} exists already: add --resume to continue it, or choose another folder.")
         return resume
 
     def open(self, record: dict[str, Any], resume: bool) -> checkpoint.Found | None:
@@ -117,19 +116,17 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.write(record)
             return None
-        stored = self.read()
-        before = {part: told(stored, part, self.path.name) for part in ("config", "settings", "data")}
         # A run may be older than a field, which then had its default, or younger than one that is gone.
-        before["config"] = ChiarConfig.from_dict(before["config"]).to_dict()
-        before["settings"] = asdict(TrainSettings()) | before["settings"]
+        before = {"config": ChiarConfig.from_dict(self.told("config")).to_dict(), "data": self.told("data")}
+        before["settings"] = asdict(TrainSettings()) | self.told("settings")
         for part in before:
             was, asked = (json.loads(json.dumps(fields[part])) for fields in (before, record))
             for key in sorted((was.keys() | asked.keys()) - MAY_CHANGE):
-                if (old := was.get(key)) != (new := asked.get(key)):
-                    raise InputError(f"{self.path} was begun with {part} {key} = {old!r}, not {new!r}: give the same.")
+                old, new = was.get(key), asked.get(key)
+                require(old == new, f"{self.path} was begun with {part} {key} = {old!r}, not {new!r}: give the same.")
         for leftover in self.checkpoints.glob(".step-*.partial"):
             shutil.rmtree(leftover)
-        found = checkpoint.find(self.checkpoints)
+        stored, found = self.read(), checkpoint.find(self.checkpoints)
         now = {part: record[part] for part in ("command", "launch", "versions", "commit", "processes")}
         now["settings"] = {key: value for key, value in record["settings"].items() if key in MAY_CHANGE}
         resumed = [*stored.get("resumed", []), {"step": found.state["step"] if found else 0, **now}]
@@ -139,15 +136,12 @@ class RunFolder:
     def export(self, model: TaskModel, corpus: Corpus, link: Path, step: int) -> None:
         """What from_pretrained opens, tokenizer and thresholds too; `link`, best or final, moves when all is there."""
         name = f"{link.name}-{checkpoint.step_name(step)}"
-        aside = self.exports / f".{name}.partial"
-        shutil.rmtree(aside, ignore_errors=True)
-        export_model(model, corpus, aside)
-        shutil.copytree(corpus.folder / "tokenizer", aside, dirs_exist_ok=True)
         # A step that is done again after a resume was exported before: that one stays until the link has moved.
         names = (self.exports / (f"{name}-again-{again}" if again else name) for again in count())
         target = next(path for path in names if not path.exists())
-        os.replace(aside, target)
+        with new_folder(target) as aside:
+            export_model(model, corpus, aside)
+            shutil.copytree(corpus.folder / "tokenizer", aside, dirs_exist_ok=True)
         checkpoint.point(link, target)
-        for other in (*self.exports.glob(f"{link.name}-*"), *self.exports.glob(f".{link.name}-*.partial")):
-            if other != target:
-                shutil.rmtree(other, ignore_errors=True)
+        for other in {*self.exports.glob(f"*{link.name}-*")} - {target}:  # with what a killed process left behind
+            shutil.rmtree(other, ignore_errors=True)

@@ -2,17 +2,16 @@
 
 import json
 import math
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from chiar.errors import InputError, unknown_name
+from chiar.errors import require, unknown_name
 
 CHOICES = {"precision": ("auto", "bf16", "fp32"), "mixing": ("weights", "added"), "parallel": ("auto", "ddp", "fsdp")}
+# The least a number may be, where that is not 0. A row needs a token to predict.
 LEAST = dict.fromkeys(("batch", "micro_batch", "steps", "evaluate_every", "save_every", "log_every", "keep"), 1)
-LEAST |= dict.fromkeys(("learning_rate", "final_learning_rate", "weight_decay", "clip", "warmup", "added_share"), 0)
-LEAST |= dict.fromkeys(("recalibrate_every", "evaluate_rows", "peak_tflops", "ema"), 0)
-LEAST["length"] = 2  # a row needs a token to predict
+LEAST["length"] = 2
 
 
 @dataclass
@@ -21,9 +20,9 @@ class TrainSettings:
 
     data: Annotated[list[str], "Prepared corpus; several mix."] = field(default_factory=list)
     initial: Annotated[str, "Model folder whose weights the run starts from; empty: the seed's. Heads start anew."] = ""
-    mixing: Annotated[
-        str, "weights draw a micro-batch's corpus; added (the paper's): the first, some with another."
-    ] = "weights"
+    mixing: Annotated[str, "weights draw a micro-batch's corpus; added (paper): the first, some with another."] = (
+        "weights"
+    )
     weights: Annotated[list[float] | None, "One a corpus; equal when not given."] = None
     added_share: Annotated[float, "Probability of a micro-batch beside the first corpus' one (mixing=added)."] = 0.25
     length: Annotated[int, "Tokens a row."] = 256
@@ -60,32 +59,28 @@ class TrainSettings:
         """Raise InputError with the value received and what is allowed."""
         for setting in fields(self):
             name, value, default = setting.name, getattr(self, setting.name), setting.default
-            number = isinstance(default, float) and type(value) is int
-            if default not in (None, MISSING) and type(value) is not type(default) and not number:
-                raise InputError(f"{name} must be {type(default).__name__}, got {value!r}.")
+            if default is not None and default is not MISSING:
+                whole_number = isinstance(default, float) and type(value) is int
+                right = whole_number or type(value) is type(default)
+                require(right, f"{name} must be {type(default).__name__}, got {value!r}.")
             if name in CHOICES and value not in CHOICES[name]:
                 raise unknown_name(name, value, CHOICES[name])
-            if name in LEAST and not LEAST[name] <= value < math.inf:
-                limit = f"be at least {LEAST[name]}" if LEAST[name] else "not be negative or nan"
-                raise InputError(f"{name} must {limit}, got {value}.")
-        count, weights = len(self.data), [1.0] if self.weights is None else self.weights
-        for wrong, sentence in (
-            (self.ema >= 1.0, f"ema must be less than 1, got {self.ema}."),
-            (self.added_share > 1.0, f"added_share must be at most 1, got {self.added_share}."),
-            (not self.data, "no data: name at least one prepared corpus."),
-            (len(self.weights or self.data) != count, f"{len(weights)} weights for {count} corpora."),
-            (min(weights, default=0) < 0 or not sum(weights), f"weights must be positive, some, got {weights}."),
-        ):
-            if wrong:
-                raise InputError(sentence)
+            if type(default) in (int, float):
+                limit = f"be at least {LEAST[name]}" if name in LEAST else "not be negative or nan"
+                require(LEAST.get(name, 0) <= value < math.inf, f"{name} must {limit}, got {value}.")
+        require(self.ema < 1.0, f"ema must be less than 1, got {self.ema}.")
+        require(self.added_share <= 1.0, f"added_share must be at most 1, got {self.added_share}.")
+        require(self.data, "no data: name at least one prepared corpus.")
+        weights, count = [1.0] * len(self.data) if self.weights is None else self.weights, len(self.data)
+        require(len(weights) == count, f"{len(weights)} weights for {count} corpora.")
+        require(min(weights) >= 0 and sum(weights) > 0, f"weights must not be negative, nor all 0, got {weights}.")
 
     def accumulation(self, processes: int) -> int:
         """Micro-batches of one process in one step."""
         (each, over), size = divmod(self.batch, processes), self.micro_batch
-        if over or each % size:
-            way = f"make --batch a multiple of {processes}" if over else f"--micro-batch {math.gcd(each, size)} would"
-            rows = f"a batch of {self.batch} rows does not divide into micro-batches of {size}"
-            raise InputError(f"{rows} on {processes} process(es): {way}.")
+        way = f"make --batch a multiple of {processes}" if over else f"--micro-batch {math.gcd(each, size)} would"
+        rows = f"a batch of {self.batch} rows does not divide into micro-batches of {size}"
+        require(not over and each % size == 0, f"{rows} on {processes} process(es): {way}.")
         return each // size
 
     @classmethod
@@ -98,18 +93,15 @@ class TrainSettings:
 
 def finetune_settings(chosen: dict[str, Any], length: int, documents: int, epochs: float) -> TrainSettings:
     """Settings of a run on labelled documents: those `chosen`, else what suits (lengths vary: nothing is compiled)."""
-    if not 0.0 < epochs < math.inf:
-        raise InputError(f"epochs must be more than 0, got {epochs}.")
+    require(0.0 < epochs < math.inf, f"epochs must be more than 0, got {epochs}.")
     asked = TrainSettings.from_dict({"batch": 32, **chosen})
     asked.validate()
     epoch = math.ceil(documents / asked.batch)
     steps = chosen.get("steps", math.ceil(epochs * documents / asked.batch))
-    defaults: dict[str, Any] = {
-        **{"batch": asked.batch, "micro_batch": min(asked.batch, 32), "length": length, "steps": steps},
-        **{"learning_rate": 1e-4 if asked.initial else 5e-4, "final_learning_rate": 0.0, "warmup": round(0.06 * steps)},
-        **{"precision": "auto", "compile": False, "evaluate_rows": 0, "evaluate_every": epoch, "save_every": epoch},
-    }
-    return TrainSettings.from_dict({**defaults, **chosen})
+    asked = replace(asked, micro_batch=min(asked.batch, 32), length=length, steps=steps, warmup=round(0.06 * steps))
+    asked = replace(asked, learning_rate=1e-4 if asked.initial else 5e-4, final_learning_rate=0.0)
+    asked = replace(asked, precision="auto", compile=False, evaluate_rows=0, evaluate_every=epoch, save_every=epoch)
+    return replace(asked, **chosen)
 
 
 def train_arguments(model: str, changes: dict[str, Any], settings: TrainSettings, out: Path) -> list[str]:

@@ -4,20 +4,21 @@ Nothing of the batches is to be saved or restored. A step has batch / micro_batc
 W, so processes slice one global order, the same on any world size.
 """
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 
 from chiar.config import ChiarConfig
 from chiar.data import Corpus
-from chiar.errors import InputError
+from chiar.errors import require
 from chiar.evaluation.harness import choose_documents
 from chiar.kernels.linear_cross_entropy import linear_cross_entropy
 from chiar.layers.routers import mean_over_tokens, one_hot
@@ -37,14 +38,17 @@ def seed_of(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-@dataclass
-class Batch:
+class Batch(NamedTuple):
     """One micro-batch. Language: `targets` (B, T) are the next tokens. Classification: `targets` (B,) are classes."""
 
     corpus: int
     ids: Tensor
     targets: Tensor
     mask: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.numel() if self.mask is None else int(self.mask.sum())
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         mask = None if self.mask is None else change(self.mask)
@@ -60,8 +64,7 @@ class Rows:
     def __init__(self, corpus: Corpus, split: str, length: int) -> None:
         self.split, self.length, self.labelled = corpus.split(split), length, corpus.kind == "classification"
         self.count = self.split.documents if self.labelled else (self.split.tokens - 1) // length
-        if self.count < 1:
-            raise InputError(f"the corpus has {self.split.tokens} tokens: too few for one row of {length}.")
+        require(self.count > 0, f"the corpus has {self.split.tokens} tokens: too few for one row of {length}.")
 
     def evaluated(self, limit: int) -> list[int]:
         if self.labelled:
@@ -72,11 +75,10 @@ class Rows:
         if not self.labelled:
             ids = torch.from_numpy(self.split.rows(np.array(rows) * self.length, self.length + 1))
             return Batch(corpus, ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-        documents = [torch.from_numpy(self.split.document(row)[: self.length].astype(np.int64)) for row in rows]
-        ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
-        lengths = torch.tensor([len(document) for document in documents])
-        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
         assert self.split.labels is not None
+        documents = [torch.from_numpy(self.split.document(row)[: self.length].astype(np.int64)) for row in rows]
+        ids = pad_sequence(documents, batch_first=True)
+        mask = pad_sequence([torch.ones_like(document) for document in documents], batch_first=True)
         return Batch(corpus, ids, torch.from_numpy(self.split.labels[rows].astype(np.int64)), mask)
 
 
@@ -88,11 +90,11 @@ class Schedule:
         self.settings, self.corpora = settings, corpora
         self.slots = settings.batch // settings.micro_batch
         total, count = settings.steps * self.slots, len(corpora)
-        weights = np.array(settings.weights or [1.0] * count, dtype=np.float64)
         draws = np.random.Generator(np.random.Philox(key=[settings.seed, 1 << 40])).random((total, 2))
         self.uses = np.zeros((total, count), dtype=bool)
         first = int(settings.mixing == "added" and count > 1)
-        edges = np.cumsum(weights[first:] / weights[first:].sum())
+        weights = np.array(settings.weights or [1.0] * count, dtype=np.float64)[first:]
+        edges = np.cumsum(weights / weights.sum())
         drawn = first + np.minimum(np.searchsorted(edges, draws[:, 0], side="right"), count - first - 1)
         used = draws[:, 1] < settings.added_share if first else np.ones(total, dtype=bool)
         self.uses[np.flatnonzero(used), drawn[used]] = True
@@ -110,30 +112,25 @@ class Schedule:
         return found
 
 
-class Prefetch:
-    """Batches of a step by slot, the next step's made while the device works; a pure function, so early is the same."""
+def read_ahead(schedule: Schedule, slots: range, first: int, device: torch.device) -> Iterator[list[list[Batch]]]:
+    """The micro-batches of these slots for step `first` and those after it, made while the device works on the last."""
+    pins = device.type == "cuda"
 
-    def __init__(self, schedule: Schedule, slots: list[int], device: torch.device) -> None:
-        self.schedule, self.slots, self.pins = schedule, slots, device.type == "cuda"
-        # A thread has a current GPU of its own.
-        self.thread = ThreadPoolExecutor(1, "batches", *((torch.cuda.set_device, (device,)) if self.pins else ()))
-        self.next: tuple[int, Future[list[list[Batch]]]] | None = None
-
-    def batches(self, step: int) -> list[list[Batch]]:
-        """The micro-batches of each slot of `step`; asks for those of the step after."""
-        ready = self.next[1].result() if self.next and self.next[0] == step else self.make(step)
-        more = step + 1 < self.schedule.settings.steps
-        self.next = (step + 1, self.thread.submit(self.make, step + 1)) if more else None
-        return ready
-
-    def make(self, step: int) -> list[list[Batch]]:
-        made = [self.schedule.batches(step, slot) for slot in self.slots]
+    def make(step: int) -> list[list[Batch]]:
+        made = [schedule.batches(step, slot) for slot in slots]
         # A GPU copies from pinned memory while the program goes on.
-        return [[batch.each(Tensor.pin_memory) for batch in batches] for batches in made] if self.pins else made
+        return [[batch.each(Tensor.pin_memory) for batch in batches] for batches in made] if pins else made
+
+    # A thread has a current GPU of its own.
+    with ThreadPoolExecutor(1, "batches", *((torch.cuda.set_device, (device,)) if pins else ())) as thread:
+        coming = thread.submit(make, first)
+        for step in range(first + 1, schedule.settings.steps):
+            ready, coming = coming.result(), thread.submit(make, step)
+            yield ready
+        yield coming.result()
 
 
-@dataclass
-class TaskResult:
+class TaskResult(NamedTuple):
     """The loss of one micro-batch and what its tokens did."""
 
     loss: Tensor

@@ -1,0 +1,248 @@
+"""One optimiser step after another: the model of a run, its optimiser and its data; what was learned, as tensors."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from chiar.config import ChiarConfig
+from chiar.data import Corpus
+from chiar.routing.calibration import calibrate
+from chiar.training import checkpoint
+from chiar.training.compiling import Forward, GraphedPasses, miscompiled
+from chiar.training.distributed import Processes, replicate, shard
+from chiar.training.settings import TrainSettings
+from chiar.training.tasks import Batch, Rows, Schedule, TaskResult, materialise, outline, read_ahead, seed_of
+
+SHARD_FROM = 600_000_000  # parameters, where `parallel` is auto
+
+
+def make_optimizer(model: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.AdamW:
+    """Matrices and embeddings decay; biases, norms and the filters, spectral and temporal, do not."""
+    by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        by_decay[parameter.ndim >= 2 and not name.endswith("coefficients_KD")].append(parameter)
+    groups = [{"params": those, "weight_decay": settings.weight_decay * decay} for decay, those in by_decay.items()]
+    fused, betas = device.type == "cuda", (settings.beta1, settings.beta2)
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, fused=fused or None)
+    # AdamW makes its state on the first step; made now, so that a checkpoint can be read into it.
+    for parameter in model.parameters():
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": step, **moments}
+    return optimizer
+
+
+def learning_rate(settings: TrainSettings, step: int) -> float:
+    """Linear warm-up, then a cosine down to the final rate at the last step."""
+    if step < settings.warmup:
+        return settings.learning_rate * (step + 1) / settings.warmup
+    progress = min((step - settings.warmup) / max(settings.steps - settings.warmup, 1), 1.0)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return settings.final_learning_rate + (settings.learning_rate - settings.final_learning_rate) * cosine
+
+
+class Trainer:
+    """Model, optimiser and data of a run. `step` counts finished optimiser steps."""
+
+    def __init__(
+        self, config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus], processes: Processes
+    ) -> None:
+        self.config, self.settings, self.corpora, self.processes = config, settings, corpora, processes
+        self.names = [corpus.name for corpus in corpora]
+        self.heads = [corpus.name if corpus.kind == "classification" else None for corpus in corpora]
+        self.schedule = Schedule(settings, [Rows(corpus, "train", settings.length) for corpus in corpora])
+        self.accumulation = settings.accumulation(processes.count)
+        self.slots = range(processes.rank, self.schedule.slots, processes.count)
+        self.batches = read_ahead(self.schedule, self.slots, 0, processes.device)
+        self.model = outline(config, {c.name: len(c.labels) for c in corpora if c.kind == "classification"})
+        big = processes.count > 1 and sum(p.numel() for p in self.model.parameters()) >= SHARD_FROM
+        self.sharded = settings.parallel == "fsdp" or (settings.parallel == "auto" and big)
+        if self.sharded:
+            shard(self.model, processes)
+        materialise(self.model, settings.seed, processes.device, settings.initial)
+        if settings.gradient_checkpointing:
+            # Without dropout no random state need be kept, which would read it from the device in every layer.
+            self.model.language.model.gradient_checkpointing_enable({"preserve_rng_state": config.dropout > 0})
+        self.optimizer = make_optimizer(self.model, settings, processes.device)
+        self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()} if settings.ema else {}
+        self.step, self.tokens = 0, 0  # finished; read by this process since the loop last took them
+        self.best: dict[str, float] | None = None
+        # The first step whose gradient was not finite; kept on the device so that no step waits for it.
+        self.first_bad_step = torch.full((), -1, device=processes.device)
+        self.parallel = self.model if self.sharded else replicate(self.model, processes)
+        parts = list(self.model.language.model.layers) if self.sharded or settings.compile_layers else []
+        obstacle = miscompiled(config, processes.device, settings.precision)
+        self.forward = Forward(self.parallel, settings.compile, parts, self.sharded, obstacle)
+        alone = processes.count == 1 and not self.sharded and processes.device.type == "cuda"
+        recorded = alone and settings.cuda_graphs and not settings.deterministic
+        self.graphs = GraphedPasses(self._pass, self.model.parameters()) if recorded else None
+
+    def train_step(self) -> dict[str, Any]:
+        """One optimiser step; run again without compiling, or without recorded passes, where that fails in it."""
+        batches = next(self.batches)
+        try:
+            return self._train_step(batches)
+        except Exception as error:
+            graphs = self.graphs if self.graphs is not None and self.graphs.records else None
+            no_memory = isinstance(error, torch.OutOfMemoryError) and graphs is not None
+            if not no_memory and not self.forward.fall_back(error):
+                raise
+        if graphs is not None:  # they hold memory, or what was compiled
+            graphs.give_up("a pass beside the recorded ones found no memory, or could not be compiled")
+        self.optimizer.zero_grad(set_to_none=True)
+        return self._train_step(batches)
+
+    def _train_step(self, batches_by_slot: list[list[Batch]]) -> dict[str, Any]:
+        """Accumulate, clip, update. Returns what was measured, still on the device."""
+        settings, count = self.settings, self.processes.count
+        rate = learning_rate(settings, self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.parallel.train()
+        done: list[tuple[int, TaskResult]] = []
+        for slot, batches in zip(self.slots, batches_by_slot, strict=True):
+            torch.manual_seed(seed_of(settings.seed, self.step, slot))
+            for number, batch in enumerate(batches):
+                last = slot == self.slots[-1] and number == len(batches) - 1
+                done.append((batch.corpus, self._backward(batch, sync=last)))
+            if self.sharded:  # none can do without the others, though where corpora are added one may have two batches
+                first = self.step * self.schedule.slots + slot - self.processes.rank
+                most = int(self.schedule.uses[first : first + count].sum(1).max())
+                for _ in range(most - len(batches)):
+                    self._backward(batches[-1], sync=True, share=0.0)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip or math.inf)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        bad = (self.first_bad_step < 0) & ~norm.isfinite()
+        self.first_bad_step = torch.where(bad, self.step, self.first_bad_step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        state = self.model.language.model.router_state
+        for buffer in state.state_dict().values() if state is not None and count > 1 else ():
+            buffer.copy_(self.processes.total(buffer.clone()) / count)  # each process has moved it by its own tokens
+        for name, parameter in self.model.named_parameters() if self.average else ():
+            self.average[name].lerp_(parameter.detach(), 1 - settings.ema)
+        self.tokens += sum(batch.tokens for batches in batches_by_slot for batch in batches)
+        self.step += 1
+        return {"done": done, "norm": norm, "rate": rate}
+
+    def _backward(self, batch: Batch, sync: bool, share: float = 1.0) -> TaskResult:
+        """One micro-batch. With a share of 0 it is only there for the other processes."""
+        batch, head = batch.to(self.processes.device), self.heads[batch.corpus]
+        if self.graphs is not None and head is None:
+            return TaskResult(*self.graphs(batch.ids, batch.targets))
+        waits = sync or self.processes.count == 1 or self.sharded  # whole gradients would not fit where it shards
+        with nullcontext() if waits else self.parallel.no_sync():  # type: ignore[operator]
+            return self._pass(batch.ids, batch.targets, batch.mask, head, share)
+
+    def _pass(
+        self, ids: Tensor, targets: Tensor, mask: Tensor | None = None, head: str | None = None, share: float = 1.0
+    ) -> TaskResult:
+        with self.autocast():
+            result: TaskResult = self.forward(ids, targets, mask, head)
+        (share * result.loss / self.accumulation).backward()
+        return result._replace(loss=result.loss.detach())
+
+    def autocast(self) -> Any:
+        return torch.autocast(self.processes.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
+
+    def summary(self, measured: dict[str, Any]) -> dict[str, Any]:
+        """A step's measurements over all processes as plain numbers. This waits for the device."""
+        table_C3 = torch.zeros(len(self.corpora), 3, device=self.processes.device, dtype=torch.float64)
+        for corpus, result in measured["done"]:
+            table_C3[corpus] += torch.stack([result.loss.double(), result.gate.double(), table_C3.new_ones(())])
+        losses, gates, counts = self.processes.total(table_C3).T.tolist()
+        use = self.processes.total(torch.stack([result.use_LK for _, result in measured["done"]]).mean(0))
+        record: dict[str, Any] = {"step": self.step, "loss": sum(losses) / sum(counts), "rate": measured["rate"]}
+        record["gradient_norm"] = float(measured["norm"])
+        record["use"] = [[round(value, 6) for value in row] for row in (use / self.processes.count).tolist()]
+        read = [(name, i) for i, name in enumerate(self.names) if counts[i]]
+        if len(self.corpora) > 1:
+            record["loss_by_corpus"] = {name: losses[i] / counts[i] for name, i in read}
+        if self.config.meta_router:
+            record["gate"] = {name: gates[i] / counts[i] for name, i in read}
+        return record
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Validation loss of each corpus, and the accuracy of those with classes, on the same rows every time."""
+        found: dict[str, dict[str, float]] = {"validation": {}}
+        size, rank, world = self.settings.micro_batch, self.processes.rank, self.processes.count
+        self.parallel.eval()
+        with self.averaged(), self.language():
+            for number, corpus in enumerate(self.corpora):
+                rows = Rows(corpus, "valid", self.settings.length)
+                firsts = range(0, len(wanted := rows.evaluated(self.settings.evaluate_rows)), size)
+                total = torch.zeros(3, device=self.processes.device, dtype=torch.float64)
+                for turn in range(0, len(firsts), world):
+                    mine = turn + rank < len(firsts)  # a process without rows keeps the others company
+                    first = firsts[turn + rank if mine else 0]
+                    batch = rows.batch(number, wanted[first : first + size]).to(self.processes.device)
+                    with self.autocast():
+                        result = self.model(batch.ids, batch.targets, batch.mask, self.heads[number])
+                    if mine:
+                        count = total.new_tensor(len(batch.ids))
+                        total += torch.stack([result.loss.double() * count, result.correct.double(), count])
+                loss, correct, rows_read = self.processes.total(total).tolist()
+                found["validation"][corpus.name] = loss / rows_read
+                if self.heads[number] is not None:
+                    found.setdefault("accuracy", {})[corpus.name] = correct / rows_read
+        self.parallel.train()
+        return found
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The exponential average in place of the weights, where one is kept."""
+        named = self.model.named_parameters() if self.average else ()
+        parameters = [(p, p.detach().clone(), self.average[name]) for name, p in named]
+        with torch.no_grad():
+            try:
+                for parameter, _, average in parameters:
+                    parameter.copy_(average)
+                yield
+            finally:
+                for parameter, kept, _ in parameters:
+                    parameter.copy_(kept)
+
+    @contextmanager
+    def language(self) -> Iterator[Any]:
+        """The language model, to be called uncompiled, and sharded with its first and last matrices gathered."""
+        if self.sharded:
+            self.model.unshard()  # type: ignore[operator]
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield self.model.language
+        finally:
+            if self.sharded:  # what was gathered would be used again, outdated
+                self.model.reshard()  # type: ignore[operator]
+
+    def recalibrate(self) -> list:
+        """Per-layer thresholds from rows of the step just done, the same in every process."""
+        batches = [self.schedule.batches(self.step - 1, slot)[0] for slot in range(min(self.schedule.slots, 4))]
+        stream: list[dict[str, Any]] = [{"input_ids": batch.ids} for batch in batches if batch.mask is None]
+        stream = stream or [{"input_ids": batch.ids, "attention_mask": batch.mask} for batch in batches]
+        with self.language() as language:
+            thresholds = calibrate(language, stream).thresholds(len(self.config.routed_layers))
+        self.model.language.model.set_thresholds(thresholds)
+        return thresholds
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a run has learned: weights, saved buffers, the optimiser's state, the average."""
+        parameters = dict(self.model.named_parameters())  # tied ones once
+        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - parameters.keys()
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items() if name not in tied}
+        for name, parameter in parameters.items():
+            for key, value in sorted(self.optimizer.state[parameter].items()):
+                tensors[f"optimizer.{name}.{key}"] = value
+        return tensors | {f"average.{name}": value for name, value in self.average.items()}
+
+    def restore(self, found: checkpoint.Found) -> None:
+        checkpoint.load(found.folder, self.tensors())
+        self.step, self.best = found.state["step"], found.state["best"]
+        self.batches = read_ahead(self.schedule, self.slots, self.step, self.processes.device)
+        self.model.language.model.set_thresholds(found.state["thresholds"])
