@@ -43,7 +43,7 @@ def test_other_errors_are_not_swallowed(error, compile_with):
     compile_with("eager")
     forward = Forward(broken(error), compile=True)
     with pytest.raises(type(error)) as raised:
-        forward(torch.ones(3))
+        forward.call(torch.ones(3))
     assert not forward.fall_back(raised.value)
     wrapped = TorchDynamoException("in a backend")
     wrapped.inner_exception = torch.OutOfMemoryError("full")

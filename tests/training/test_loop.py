@@ -112,7 +112,7 @@ def test_mixed_training_goes_through_the_whole_model(config, go, corpus, labelle
     assert final_state(tmp_path / "run")["optimizer.heads.listops.weight.exp_avg"].abs().max() > 0
     with pytest.raises(InputError, match="text is a language corpus: name it first, before listops"):
         go("other", data=both[::-1])
-    with pytest.raises(InputError, match="auto, cpu or cuda"):
+    with pytest.raises(InputError, match="auto, cpu, cuda"):
         start_processes("tpu")
 
 

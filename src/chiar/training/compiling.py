@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -57,9 +58,6 @@ class Forward:
             except RuntimeError as error:  # this Python or this system has no compiler at all
                 self.failure = first_line(error)
 
-    def __call__(self, *arguments: Any) -> Any:
-        return self.call(*arguments)
-
     def fall_back(self, error: Exception) -> bool:
         """Whether `error`, of a step, came from tracing or a code generator (out of memory stays what it is, also where
         a compiler wrapped it); then the model is called plainly from now on, and the step must be run again."""
@@ -84,7 +82,7 @@ class GraphedPasses:
 
     def __init__(self, run: Callable[..., tuple[Tensor, ...]], parameters: Iterable[nn.Parameter] = ()) -> None:
         self.run, self.parameters = run, list(parameters)
-        self.passes: dict[Any, int] = {}
+        self.passes: Counter[Any] = Counter()
         # By shape: the graph, where it reads its inputs, and where it leaves results and gradients.
         self.records: dict[Any, tuple[Any, list[Tensor], tuple[Tensor, ...], list[Tensor | None]]] = {}
         self.stream: Any = None
@@ -93,21 +91,11 @@ class GraphedPasses:
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         shape = tuple((tuple(x.shape), x.dtype) for x in inputs)
         if shape not in self.records and self.failure is None:
-            self.passes[shape] = self.passes.get(shape, 0) + 1
+            self.passes[shape] += 1
             if self.passes[shape] == PLAIN:
                 return self.watched(inputs)
-            if self.passes[shape] > PLAIN:
-                try:
-                    self.record(shape, inputs)
-                except RuntimeError as error:  # most likely no memory for a second set of activations
-                    first: BaseException = error
-                    while first.__context__ is not None:  # those after the first say that a recording was broken
-                        first = first.__context__
-                    self.failure = first_line(first)
-                    del first
-            # Not inside the block above: there the error still holds every tensor of the pass that failed.
-            if self.failure is not None:
-                self.give_up(self.failure)
+            if self.passes[shape] > PLAIN and (failure := self.record(shape, inputs)):
+                self.give_up(failure)  # here, where no error holds the tensors of the pass that failed any more
         return self.replay(shape, inputs) if shape in self.records else self.plainly(inputs)
 
     def plainly(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -142,7 +130,8 @@ class GraphedPasses:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def record(self, shape: Any, inputs: tuple[Tensor, ...]) -> None:
+    def record(self, shape: Any, inputs: tuple[Tensor, ...]) -> str | None:
+        """Returns why it could not be done, most likely for want of memory for a second set of activations."""
         places, graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
         before = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
@@ -152,6 +141,12 @@ class GraphedPasses:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 results = self.run(*places)
             self.records[shape] = graph, places, results, [parameter.grad for parameter in self.parameters]
+            return None
+        except RuntimeError as error:
+            first: BaseException = error
+            while first.__context__ is not None:  # those after the first say that a recording was broken
+                first = first.__context__
+            return first_line(first)
         finally:
             for parameter, gradient in zip(self.parameters, before, strict=True):
                 parameter.grad = gradient

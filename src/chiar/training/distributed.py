@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from chiar.errors import InputError, require
+from chiar.errors import InputError
+from chiar.model.load import choose_device
 
 T = TypeVar("T")
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -64,19 +65,15 @@ class Processes:
 def start(device: str) -> Processes:
     """Join the group torchrun describes in the environment, or stand alone."""
     rank, local, count = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    require(device in BACKENDS, f"device must be auto, cpu or cuda, got {device!r}.")
-    if device == "cuda":
-        seen = torch.cuda.is_available()
-        require(seen, "device cuda was asked for, but torch sees no GPU: use --device cpu or auto.")
-        torch.cuda.set_device(local)
+    if (chosen := choose_device(device)).type == "cuda":
+        chosen = torch.device("cuda", local)
+        torch.cuda.set_device(chosen)
     if count > 1:
         # torchrun may keep its store when it starts the processes again: without a prefix they find dead addresses.
         store, _, _ = next(dist.rendezvous("env://", rank, count))
         store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=count)
-    return Processes(rank, max(count, 1), torch.device(device, local) if device == "cuda" else torch.device(device))
+        dist.init_process_group(BACKENDS[chosen.type], store=store, rank=rank, world_size=count)
+    return Processes(rank, max(count, 1), chosen)
 
 
 def replicate(model: nn.Module, processes: Processes) -> nn.Module:

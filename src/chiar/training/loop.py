@@ -140,13 +140,9 @@ class Run(Trainer):
         self.marked_time = time.perf_counter()
         while self.step < settings.steps:
             measured = self.train_step()
-            failures = {
-                "torch.compile": self.forward.failure,
-                "recording CUDA graphs": self.graphs and self.graphs.failure,
-            }
-            for what, why in failures.items():
-                if why and what not in warned:
-                    self.display.say(f"warning: {what} failed, so the run goes on without it: {why}")
+            for what, way in (("torch.compile", self.forward), ("recording CUDA graphs", self.graphs)):
+                if way is not None and way.failure and what not in warned:
+                    self.display.say(f"warning: {what} failed, so the run goes on without it: {way.failure}")
                     warned.add(what)
             last = self.step == settings.steps
             self.display.advance(self.step)
@@ -199,8 +195,8 @@ class Run(Trainer):
         self.check_finite(0.0)
         target = self.folder.checkpoints / checkpoint.step_name(self.step)
         written = self.metrics.bytes if self.metrics is not None else 0
-        learned = {"best": self.best, "thresholds": self.model.language.config.thresholds}
-        state = {"step": self.step, "metrics_bytes": written, **learned}
+        thresholds = self.model.language.config.thresholds
+        state = {"step": self.step, "metrics_bytes": written, "best": self.best, "thresholds": thresholds}
         checkpoint.save(target, self.tensors(), state, self.processes)
         if self.processes.main:
             checkpoint.point(self.folder.checkpoints / "latest", target)
@@ -222,9 +218,8 @@ class Run(Trainer):
         what, tensors = f"the gradient of step {step + 1} is not finite", dict[str, Tensor]()
         for slot in range(self.schedule.slots):
             for batch in self.schedule.batches(step, slot):
-                parts = {"ids": batch.ids, "targets": batch.targets, "mask": batch.mask}
-                name = f"slot{slot}.{self.names[batch.corpus]}"
-                tensors |= {f"{name}.{part}": value for part, value in parts.items() if value is not None}
+                parts, name = batch._asdict(), f"slot{slot}.{self.names[batch.corpus]}"
+                tensors |= {f"{name}.{part}": value for part, value in parts.items() if isinstance(value, Tensor)}
         saved = checkpoint.steps(self.folder.checkpoints)
         last = f"{saved[0].name} is the last good checkpoint" if saved else "no checkpoint was saved before"
         name = f"not-finite-{checkpoint.step_name(step + 1)}.safetensors"

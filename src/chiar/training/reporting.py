@@ -32,6 +32,11 @@ SHOWN = {
 }  # fmt: skip
 
 
+def by_name(value: Any) -> dict[str, Any]:
+    """What was measured for each corpus, or once."""
+    return value if isinstance(value, dict) else {"": value}
+
+
 class Display:
     """What a person sees: one line a record; in a terminal also a bar with the time left."""
 
@@ -64,9 +69,7 @@ class Display:
         values = {**record, "f": sum(dark) / len(dark)} if dark else record
         parts = [f"step {record['step']}/{self.steps}"]
         for key, shown in SHOWN.items():
-            found = values.get(key, {})
-            named = found if isinstance(found, dict) else {"": found}
-            parts += [shown.format(value, name=name) for name, value in named.items()]
+            parts += [shown.format(value, name=name) for name, value in by_name(values.get(key, {})).items()]
         if self.bar is None and self.began is not None and record["step"] > self.began[0]:
             each = (time.perf_counter() - self.began[1]) / (record["step"] - self.began[0])
             parts.append(f"{timedelta(seconds=round(each * (self.steps - record['step'])))} left")
@@ -100,12 +103,9 @@ class Metrics:
         step, operators = record["step"], list(enumerate(self.operators or ()))
         use = {f"routed {n} {name}": row[k] for n, row in enumerate(record["use"], start=1) for k, name in operators}
         for name, value in {**record, "use": use}.items():
-            numbers = (
-                {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-            )
-            for tag, number in numbers.items():
-                if isinstance(number, int | float) and tag != "step":
-                    self.events.add_scalar(tag, float(number), step)
+            for key, number in by_name(value).items():
+                if isinstance(number, int | float) and name != "step":
+                    self.events.add_scalar(f"{name}/{key}" if key else name, float(number), step)
         if "sample" in record:
             self.events.add_text("sample", record["sample"], step)
         self.events.flush()

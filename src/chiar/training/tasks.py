@@ -1,8 +1,5 @@
-"""What a run learns from, batches as a pure function of (seed, step, slot), and one model for every task of it.
-
-Nothing of the batches is to be saved or restored. A step has batch / micro_batch slots; slot k belongs to process k mod
-W, so processes slice one global order, the same on any world size.
-"""
+"""What a run learns from, batches as a pure function of (seed, step, slot), and one model for every task of it. A step
+has batch / micro_batch slots; slot k belongs to process k mod W, so processes slice one order, the same for any W."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -163,14 +160,13 @@ class TaskModel(nn.Module):
         real_BT = None if mask_BT is None else mask_BT.bool()
         use = [mean_over_tokens(one_hot(route.choice_BT, len(config.operators)), real_BT) for route in decoded.routes]
         use_LK = torch.stack(use) if use else loss.new_zeros(0, len(config.operators))
-        gate = loss.new_zeros(())
-        if decoded.gate_BT1 is not None:
-            gate = mean_over_tokens(decoded.gate_BT1.detach(), real_BT)[0]
-        # Zero times the parameters this task does not use, so that every process reduces every gradient.
-        unused = [p for name, module in self.heads.items() if name != head for p in module.parameters()]
-        if head is not None and not config.tie_word_embeddings:
-            unused += list(self.language.lm_head.parameters())
+        g_BT1 = decoded.gate_BT1
+        gate = loss.new_zeros(()) if g_BT1 is None else mean_over_tokens(g_BT1.detach(), real_BT)[0]
         if self.heads:
+            # Zero times the parameters this task does not use, so that every process reduces every gradient.
+            unused = [p for name, module in self.heads.items() if name != head for p in module.parameters()]
+            if head is not None and not config.tie_word_embeddings:
+                unused += list(self.language.lm_head.parameters())
             loss = loss + 0.0 * sum((p.sum() for p in unused), loss.new_zeros(()))
         return TaskResult(loss, use_LK, gate, correct)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from chiar.training.settings import TrainSettings
 from chiar.training.tasks import Batch, Rows, Schedule, TaskResult, materialise, outline, read_ahead, seed_of
 
 SHARD_FROM = 600_000_000  # parameters, where `parallel` is auto
+Done = tuple[int, TaskResult, int]  # the number of a corpus, what a batch of it gave, and its weight in a mean
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.AdamW:
@@ -81,6 +83,7 @@ class Trainer:
         alone = processes.count == 1 and not self.sharded and processes.device.type == "cuda"
         recorded = alone and settings.cuda_graphs and not settings.deterministic
         self.graphs = GraphedPasses(self._pass, self.model.parameters()) if recorded else None
+        self.autocast = partial(torch.autocast, processes.device.type, torch.bfloat16, settings.precision == "bf16")
 
     def train_step(self) -> dict[str, Any]:
         """One optimiser step; run again without compiling, or without recorded passes, where that fails in it."""
@@ -104,20 +107,19 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.parallel.train()
-        done: list[tuple[int, TaskResult]] = []
+        done: list[Done] = []
         for slot, batches in zip(self.slots, batches_by_slot, strict=True):
             torch.manual_seed(seed_of(settings.seed, self.step, slot))
             for number, batch in enumerate(batches):
                 last = slot == self.slots[-1] and number == len(batches) - 1
-                done.append((batch.corpus, self._backward(batch, sync=last)))
+                done.append((batch.corpus, self._backward(batch, sync=last), 1))
             if self.sharded:  # none can do without the others, though where corpora are added one may have two batches
                 first = self.step * self.schedule.slots + slot - self.processes.rank
                 most = int(self.schedule.uses[first : first + count].sum(1).max())
                 for _ in range(most - len(batches)):
                     self._backward(batches[-1], sync=True, share=0.0)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip or math.inf)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         bad = (self.first_bad_step < 0) & ~norm.isfinite()
         self.first_bad_step = torch.where(bad, self.step, self.first_bad_step)
         self.optimizer.step()
@@ -144,41 +146,40 @@ class Trainer:
         self, ids: Tensor, targets: Tensor, mask: Tensor | None = None, head: str | None = None, share: float = 1.0
     ) -> TaskResult:
         with self.autocast():
-            result: TaskResult = self.forward(ids, targets, mask, head)
+            result: TaskResult = self.forward.call(ids, targets, mask, head)
         (share * result.loss / self.accumulation).backward()
         return result._replace(loss=result.loss.detach())
 
-    def autocast(self) -> Any:
-        return torch.autocast(self.processes.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
+    def means(self, done: list[Done]) -> tuple[float, list[dict[str, float]]]:
+        """The mean loss over all processes; by corpus that loss, g and the accuracy. This waits for the device."""
+        table_C4 = torch.zeros(len(self.corpora), 4, device=self.processes.device, dtype=torch.float64)
+        for corpus, result, weight in done:
+            loss, gate, correct = (value.double() for value in (result.loss, result.gate, result.correct))
+            table_C4[corpus] += torch.stack([loss * weight, gate * weight, correct, loss.new_full((), weight)])
+        table = self.processes.total(table_C4).tolist()
+        rows = {name: row for name, row in zip(self.names, table, strict=True) if row[-1]}
+        by_corpus = [{name: row[column] / row[-1] for name, row in rows.items()} for column in range(3)]
+        return sum(row[0] for row in table) / sum(row[-1] for row in table), by_corpus
 
     def summary(self, measured: dict[str, Any]) -> dict[str, Any]:
-        """A step's measurements over all processes as plain numbers. This waits for the device."""
-        table_C3 = torch.zeros(len(self.corpora), 3, device=self.processes.device, dtype=torch.float64)
-        for corpus, result in measured["done"]:
-            table_C3[corpus] += torch.stack([result.loss.double(), result.gate.double(), table_C3.new_ones(())])
-        losses, gates, counts = self.processes.total(table_C3).T.tolist()
-        use = self.processes.total(torch.stack([result.use_LK for _, result in measured["done"]]).mean(0))
-        record: dict[str, Any] = {"step": self.step, "loss": sum(losses) / sum(counts), "rate": measured["rate"]}
-        record["gradient_norm"] = float(measured["norm"])
-        record["use"] = [[round(value, 6) for value in row] for row in (use / self.processes.count).tolist()]
-        read = [(name, i) for i, name in enumerate(self.names) if counts[i]]
-        if len(self.corpora) > 1:
-            record["loss_by_corpus"] = {name: losses[i] / counts[i] for name, i in read}
-        if self.config.meta_router:
-            record["gate"] = {name: gates[i] / counts[i] for name, i in read}
-        return record
+        """A step's measurements over all processes as plain numbers."""
+        loss, (losses, gates, _) = self.means(measured["done"])
+        use_LK = self.processes.total(torch.stack([result.use_LK for _, result, _ in measured["done"]]).mean(0))
+        use = [[round(value, 6) for value in row] for row in (use_LK / self.processes.count).tolist()]
+        record = {"step": self.step, "loss": loss, "rate": measured["rate"], "gradient_norm": float(measured["norm"])}
+        record |= {"use": use} | ({"loss_by_corpus": losses} if len(self.corpora) > 1 else {})
+        return record | ({"gate": gates} if self.config.meta_router else {})
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Validation loss of each corpus, and the accuracy of those with classes, on the same rows every time."""
-        found: dict[str, dict[str, float]] = {"validation": {}}
+        done: list[Done] = []
         size, rank, world = self.settings.micro_batch, self.processes.rank, self.processes.count
         self.parallel.eval()
         with self.averaged(), self.language():
             for number, corpus in enumerate(self.corpora):
                 rows = Rows(corpus, "valid", self.settings.length)
                 firsts = range(0, len(wanted := rows.evaluated(self.settings.evaluate_rows)), size)
-                total = torch.zeros(3, device=self.processes.device, dtype=torch.float64)
                 for turn in range(0, len(firsts), world):
                     mine = turn + rank < len(firsts)  # a process without rows keeps the others company
                     first = firsts[turn + rank if mine else 0]
@@ -186,28 +187,23 @@ class Trainer:
                     with self.autocast():
                         result = self.model(batch.ids, batch.targets, batch.mask, self.heads[number])
                     if mine:
-                        count = total.new_tensor(len(batch.ids))
-                        total += torch.stack([result.loss.double() * count, result.correct.double(), count])
-                loss, correct, rows_read = self.processes.total(total).tolist()
-                found["validation"][corpus.name] = loss / rows_read
-                if self.heads[number] is not None:
-                    found.setdefault("accuracy", {})[corpus.name] = correct / rows_read
+                        done.append((number, result, len(batch.ids)))
         self.parallel.train()
-        return found
+        _, (losses, _, accuracies) = self.means(done)
+        accuracies = {name: value for name, value in accuracies.items() if name in self.heads}
+        return {"validation": losses} | ({"accuracy": accuracies} if accuracies else {})
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The exponential average in place of the weights, where one is kept."""
-        named = self.model.named_parameters() if self.average else ()
-        parameters = [(p, p.detach().clone(), self.average[name]) for name, p in named]
+        parameters = dict(self.model.named_parameters()) if self.average else {}
+        kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         with torch.no_grad():
-            try:
-                for parameter, _, average in parameters:
-                    parameter.copy_(average)
-                yield
-            finally:
-                for parameter, kept, _ in parameters:
-                    parameter.copy_(kept)
+            for name, parameter in parameters.items():
+                parameter.copy_(self.average[name])
+            yield
+            for name, parameter in parameters.items():
+                parameter.copy_(kept[name])
 
     @contextmanager
     def language(self) -> Iterator[Any]:
@@ -224,8 +220,8 @@ class Trainer:
     def recalibrate(self) -> list:
         """Per-layer thresholds from rows of the step just done, the same in every process."""
         batches = [self.schedule.batches(self.step - 1, slot)[0] for slot in range(min(self.schedule.slots, 4))]
-        stream: list[dict[str, Any]] = [{"input_ids": batch.ids} for batch in batches if batch.mask is None]
-        stream = stream or [{"input_ids": batch.ids, "attention_mask": batch.mask} for batch in batches]
+        texts: list[dict[str, Any]] = [{"input_ids": batch.ids} for batch in batches if batch.mask is None]
+        stream = texts or [{"input_ids": batch.ids, "attention_mask": batch.mask} for batch in batches]
         with self.language() as language:
             thresholds = calibrate(language, stream).thresholds(len(self.config.routed_layers))
         self.model.language.model.set_thresholds(thresholds)
