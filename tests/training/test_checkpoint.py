@@ -1,6 +1,7 @@
 """Checkpoints: whole or not at all, and damage is noticed."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,16 +19,6 @@ def tensors(value=1.0):
 
 def save(folder, step, value=1.0):
     checkpoint.save(folder / checkpoint.step_name(step), tensors(value), {"step": step}, ALONE)
-
-
-def test_round_trip(tmp_path):
-    assert checkpoint.find(tmp_path) is None
-    save(tmp_path, 5, 7.0)
-    found = checkpoint.find(tmp_path)
-    into = tensors(0.0)
-    checkpoint.load(found.folder, into)
-    assert found.state == {"step": 5}
-    assert all(torch.equal(into[name], value) for name, value in tensors(7.0).items())
 
 
 @pytest.mark.parametrize("damage", ["flipped byte", "truncated", "missing", "no manifest", "broken manifest", "state"])
@@ -49,8 +40,18 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(damage, tmp_pat
     found = checkpoint.find(tmp_path)
     (complaint,) = found.complaints
     assert found.state == {"step": 1} and complaint.startswith("step-00000002 is not used")
+    into = tensors(0.0)
+    checkpoint.load(found.folder, into)
+    assert all(torch.equal(into[name], value) for name, value in tensors(1.0).items())
     (tmp_path / checkpoint.step_name(1) / "tensors-0.safetensors").unlink()
     with pytest.raises(InputError, match="is usable"):
+        checkpoint.find(tmp_path)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    monkeypatch.setattr(checkpoint, "synced_hash", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(InputError, match="step-00000001 cannot be read: Permission denied"):
         checkpoint.find(tmp_path)
 
 

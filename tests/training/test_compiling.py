@@ -10,12 +10,7 @@ from chiar import presets
 from chiar.errors import InputError
 from chiar.training import loop
 from chiar.training.compiling import Forward, miscompiled
-from chiar.training.distributed import Processes
-from chiar.training.loop import settle
 from chiar.training.run_folder import RunFolder
-from chiar.training.settings import train_arguments
-
-ALONE = Processes(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -95,32 +90,16 @@ def test_what_would_be_compiled_wrongly_is_not_compiled():
         assert miscompiled(presets.get(f"{preset}-tiny"), torch.device(device), precision) == ""
 
 
-@pytest.fixture
-def here(monkeypatch):
-    """Say what the CPU of the test can do."""
-    return lambda **capabilities: monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-
-
-WAYS = [("auto", "none", "fp32"), ("auto", "amx_bf16", "bf16"), ("auto", "bf16", "bf16"), ("fp32", "bf16", "fp32")]
-
-
-@pytest.mark.parametrize(("asked", "capability", "expected"), WAYS)
-def test_auto_takes_what_the_device_multiplies(settings, here, asked, capability, expected, tmp_path):
-    here(**{"avx512_bf16": False, capability: True})
-    chosen = settings(precision=asked)
-    assert settle(chosen, ALONE, None).precision == expected
-    words = train_arguments("v3-tiny", {}, chosen, tmp_path)
-    assert (f"precision={asked}" in words) == (asked != "auto"), "a printed command names it where it was decided"
-
-
-def test_a_run_records_it_and_keeps_it_on_another_machine(settings, go, here, tmp_path, monkeypatch):
-    used, build = [], loop.Run
+@pytest.mark.parametrize(("capability", "expected"), [("none", "fp32"), ("amx_bf16", "bf16"), ("bf16", "bf16")])
+def test_auto_is_what_the_device_multiplies_and_stays_on_another_machine(
+    capability, expected, go, tmp_path, monkeypatch
+):
+    used, build, folder = [], loop.Run, RunFolder(tmp_path / "run")
     monkeypatch.setattr(loop, "Run", lambda c, s, *rest: used.append(s.precision) or build(c, s, *rest))
-    here(amx_bf16=True)
-    go("run", precision="auto", steps=2)
-    here()
-    go("run", resume=True, precision="auto", steps=3)
-    assert used == ["bf16", "bf16"] and RunFolder(tmp_path / "run").read()["settings"]["precision"] == "bf16"
-    (tmp_path / "run" / "run.json").write_text("{}")
+    for steps, has in ((1, capability), (2, "none" if expected == "bf16" else "bf16")):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"avx512_bf16": False, has: True})
+        go("run", resume=steps > 1, precision="auto", steps=steps)
+    assert used == [expected] * 2 and folder.read()["settings"]["precision"] == expected
+    folder.write({})
     with pytest.raises(InputError, match="says nothing of its settings"):
-        settle(settings(precision="auto"), ALONE, RunFolder(tmp_path / "run"))
+        go("run", resume=True, precision="auto")

@@ -1,7 +1,7 @@
 """Settings behind both commands, batches as a pure function of (seed, step, slot), and the loss of each task."""
 
-import threading
 from dataclasses import fields
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,21 +11,20 @@ import torch.nn.functional as F
 from chiar.data import Corpus
 from chiar.training.cli import OPTIONS, SETTINGS, Launch, parse
 from chiar.training.settings import TrainSettings, train_arguments
-from chiar.training.tasks import Prefetch, Rows, Schedule, materialise, outline
+from chiar.training.tasks import Rows, Schedule, materialise, outline, read_ahead
 from commands import run
 
 
 @pytest.mark.parametrize("command", ["train", "finetune"])
 def test_both_commands_have_the_options_with_the_help_of_the_fields(command):
-    code, shown = run(command, "--help")
-    words = " ".join(shown.split())
-    assert code == 0 and all(field.type.__metadata__[0].endswith(".") for field in SETTINGS.values())
+    words = " ".join(run(command, "--help")[1].split())
     for field in (*(SETTINGS[name] for name in OPTIONS), *fields(Launch)):
         assert f"--{field.name.replace('_', '-')} " in words and field.type.__metadata__[0] in words
 
 
-def test_a_printed_command_is_the_run(settings, tmp_path):
-    chosen = settings(weights=[1.0], sample="a b", precision="auto")
+@pytest.mark.parametrize("precision", ["auto", "fp32"])
+def test_a_printed_command_is_the_run(precision, settings, tmp_path):
+    chosen = settings(weights=[1.0], sample="a b", precision=precision)
     words = train_arguments("v3-tiny", {"dropout": 0.5}, chosen, tmp_path)
     assert words[:4] == ["train", "v3-tiny", "--data", chosen.data[0]] and words[-2:] == ["--out", str(tmp_path)]
     given = dict(parse(word) for word in words if "=" in word)
@@ -63,20 +62,14 @@ def test_no_row_repeats_inside_an_epoch_and_epochs_differ(rows, settings):
     assert len(set(second)) == len(second) and first[: len(second)] != second
 
 
-@pytest.mark.parametrize("mixing", ["weights", "added"])
-def test_a_longer_run_only_continues_a_shorter_one(rows, settings, mixing):
-    short, long = (Schedule(settings(batch=8, steps=steps, mixing=mixing), rows) for steps in (5, 50))
+@pytest.mark.parametrize(("mixing", "shares"), [("weights", [0.75, 0.25]), ("added", [1, 0.25])])
+def test_shares_are_kept_and_a_longer_run_only_continues_a_shorter_one(rows, settings, mixing, shares):
+    weights = [3, 1] if mixing == "weights" else None
+    short, long = (Schedule(settings(batch=8, steps=n, mixing=mixing, weights=weights), rows) for n in (5, 1000))
+    # 4,000 draws: three standard deviations of a share of a quarter are 0.02.
+    assert long.uses.mean(0) == pytest.approx(shares, abs=0.02)
     for place in range(20):
         assert_same(short.batches(*divmod(place, 4)), long.batches(*divmod(place, 4)))
-
-
-def test_weights_and_added_shares_are_kept(rows, settings):
-    drawn = Schedule(settings(batch=8, steps=1000, weights=[3, 1]), rows).uses.mean(0)
-    # 4,000 draws: three standard deviations of a share of a quarter are 0.02.
-    assert drawn == pytest.approx([0.75, 0.25], abs=0.02)
-    assert Schedule(settings(batch=8, steps=1000, mixing="added"), rows).uses.mean(0) == pytest.approx(
-        [1, 0.25], abs=0.02
-    )
 
 
 def test_documents_are_padded_on_the_right_and_labelled(labelled):
@@ -89,39 +82,33 @@ def test_documents_are_padded_on_the_right_and_labelled(labelled):
         assert batch.targets[row] == rows.split.labels[row]
 
 
-def test_any_order_of_steps_gives_their_own_batches(settings, rows):
-    """In order as a run, again as a step run twice, elsewhere as a resumed run, and up to the last step."""
+@pytest.mark.parametrize("first", [0, 7, 11])
+def test_batches_read_ahead_are_those_of_the_steps_from_the_first_to_the_last(first, settings, rows):
     schedule = Schedule(settings(batch=8, mixing="added", added_share=0.5), rows)
-    prefetch = Prefetch(schedule, [1, 3], torch.device("cpu"))
-    for step in (0, 1, 1, 2, 7, 3, 10, 11):
-        for slot, batches in zip([1, 3], prefetch.batches(step), strict=True):
-            assert_same(batches, schedule.batches(step, slot))
-    assert prefetch.next is None
+    made = list(read_ahead(schedule, range(1, 4, 2), first, torch.device("cpu")))
+    assert len(made) == 12 - first
+    for step, (one, three) in enumerate(made, start=first):
+        assert_same([*one, *three], [*schedule.batches(step, 1), *schedule.batches(step, 3)])
 
 
 def test_an_error_while_making_a_batch_is_raised_where_it_is_needed(settings, rows, monkeypatch):
-    def gone(*arguments):
-        raise OSError("the disk is gone")
-
-    prefetch, busy = Prefetch(Schedule(settings(batch=8), rows[:1]), [0], torch.device("cpu")), threading.Event()
-    prefetch.thread.submit(busy.wait)
-    assert len(prefetch.batches(0)[0][0].ids) == 2
-    monkeypatch.setattr(rows[0], "batch", gone)
-    busy.set()
+    schedule, real = Schedule(settings(batch=8), rows[:1]), Schedule.batches
+    gone = Mock(side_effect=OSError("the disk is gone"))
+    monkeypatch.setattr(schedule, "batches", lambda step, slot: gone() if step == 2 else real(schedule, step, slot))
+    batches = read_ahead(schedule, range(1), 0, torch.device("cpu"))
+    assert [len(next(batches)[0][0].ids) for _ in range(2)] == [2, 2]
     with pytest.raises(OSError, match="the disk is gone"):
-        prefetch.batches(1)
+        next(batches)
 
 
 def test_validation_is_without_the_regulariser(config):
     model = materialise(outline(config(routing="soft", collapse_regulariser=0.5, dropout=0.0), {}), seed=0)
     ids = torch.arange(24).view(2, 12)
-    targets = ids + 1
-    logits = model.language(ids).logits
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    assert torch.allclose(model.eval()(ids, targets, None, None).loss, expected)
-    regulariser = model.language(ids).routing_loss
-    assert torch.allclose(model.train()(ids, targets, None, None).loss, expected + regulariser)
-    assert regulariser < 0
+    output = model.language(ids)
+    expected = F.cross_entropy(output.logits.flatten(0, 1), ids.flatten() + 1)
+    assert torch.allclose(model.eval()(ids, ids + 1, None, None).loss, expected)
+    assert torch.allclose(model.train()(ids, ids + 1, None, None).loss, expected + output.routing_loss)
+    assert output.routing_loss < 0
 
 
 def test_a_head_reads_the_last_real_token_and_every_head_stays_in_the_graph(config):
