@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from chiar.training.loop import Trainer
 from chiar.training.run_folder import RunFolder
+from chiar.training.trainer import Trainer
 
 TIMINGS = ("tokens_per_second", "mfu")
 # Processes fork from a server that has imported everything but computed nothing.
