@@ -1,10 +1,8 @@
-"""Gradients reach every weight that can have one, models of every kind learn, and routers move when they should."""
+"""Gradients reach every weight that can have one and are the loss's derivative; routers move when they should."""
 
 import pytest
 import torch
 
-from chiar import presets
-from chiar.model.modeling import ChiarForCausalLM
 from helpers import mixed_routes, padding_mask, random_model, small_config, token_ids
 
 ROWS, TOKENS = 2, 8
@@ -103,31 +101,6 @@ def test_gradient_is_the_derivative_of_the_loss(form, keys, forced):
     expected = sum(float((grads[name] * direction[name]).sum()) for name in grads)
     # The loss in backward is summed in fp32 (6e-8); central differences with this step are good to 1e-8.
     assert float(losses[0] - losses[1]) / (2 * step) == pytest.approx(expected, rel=1e-5)
-
-
-LEARNERS = {
-    **{preset: (preset, {}) for preset in ("v1-tiny", "v4-tiny")},
-    "hard-selected": ("v3-tiny", ROUTINGS["hard-selected"]),
-    "soft-three": ("v3-tiny", {**ROUTINGS["soft"], **OPERATORS["three"]}),
-    "keys-routed-light-ffn-off": ("v3-tiny", {"keys": "routed", "light_ffn": False}),
-}
-
-
-@pytest.mark.parametrize(("preset", "fields"), **named(LEARNERS))
-def test_overfits_one_batch(preset, fields):
-    torch.manual_seed(0)
-    model = ChiarForCausalLM(presets.get(preset, dropout=0.0, hidden_size=32, **fields)).train()
-    ids = token_ids(2, 12, seed=2, vocabulary=8)
-    ids[:, 0] = torch.tensor([0, 1])  # otherwise nothing could tell the rows apart at first
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    losses = []
-    for _ in range(100):
-        optimizer.zero_grad()
-        losses.append(model(ids, labels=ids).loss)
-        losses[-1].backward()
-        optimizer.step()
-    # Several times what the slowest of these reaches; a model that does not look back stays above.
-    assert min(losses[-10:]) < 0.03 * losses[0]
 
 
 @pytest.mark.parametrize("padding", [None, "left"], ids=["no-padding", "left"])

@@ -48,19 +48,10 @@ def test_a_resumed_run_is_the_same_run(fields, changes, config, go, labelled, tm
     assert all(torch.equal(value, exports[1][name]) for name, value in exports[0].items())
     state = json.loads((tmp_path / "straight" / "checkpoints" / "latest" / checkpoint.STATE).read_text())
     assert isinstance(state["thresholds"], list) == ("recalibrate_every" in changes)
-
-
-def test_thresholds_follow_a_run_and_its_end_is_exported(config, go, tmp_path):
-    go("run", config(routing="hard", target_fraction=0.25, norm_position="pre"), learning_rate=5e-4)
-    state = ChiarForCausalLM.from_pretrained(tmp_path / "run" / "final").model.router_state
-    kept = final_state(tmp_path / "run")
-    assert set(state.updates_L.tolist()) == {12 * 2}, "two micro-batches a step"
-    for name, value in state.state_dict().items():
-        assert torch.equal(kept[f"model.language.model.router_state.{name}"], value), name
-    assert (state.threshold_L != 0).all()
-    use = torch.tensor([record["use"] for record in metrics(tmp_path / "run")[4:]])[..., 1].mean(0)
-    # 64 tokens a step, eight steps, thresholds that are a few passes behind.
-    assert use.tolist() == pytest.approx([0.25, 0.25], abs=0.1)
+    kept, final = final_state(tmp_path / "straight"), load_file(tmp_path / "straight" / "final" / "model.safetensors")
+    followed = [name for name in final if "router_state" in name]
+    assert bool(followed) == ("target_fraction" in fields)
+    assert all(torch.equal(final[name], kept[f"model.language.{name}"]) for name in followed)
 
 
 def test_kill_9_at_a_random_moment_changes_nothing(corpus, tmp_path):
@@ -94,8 +85,9 @@ def test_out_of_memory_says_what_to_reduce(go, monkeypatch, checkpointing, way):
         go("run", gradient_checkpointing=checkpointing)
 
 
-def test_it_learns_and_exports_the_best(go, tmp_path):
-    record = go("run", steps=40, evaluate_every=20, sample="light")
+@pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"])
+def test_it_learns_and_exports_the_best(preset, config, go, tmp_path):
+    record = go("run", config(preset), steps=40, evaluate_every=20, sample="light")
     assert record["loss"] < 0.75 * metrics(tmp_path / "run")[0]["loss"]
     assert record["sample"].startswith("light") and record["sample"] != "light"
     assert ChiarForCausalLM.from_pretrained(tmp_path / "run" / "best").config.hidden_size == 16
