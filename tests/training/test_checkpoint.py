@@ -1,6 +1,5 @@
 """Checkpoints: whole or not at all, and damage is noticed."""
 
-import json
 from unittest.mock import Mock
 
 import pytest
@@ -21,29 +20,30 @@ def save(folder, step, value=1.0):
     checkpoint.save(folder / checkpoint.step_name(step), tensors(value), {"step": step}, ALONE)
 
 
-@pytest.mark.parametrize("damage", ["flipped byte", "truncated", "missing", "no manifest", "broken manifest", "state"])
-def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(damage, tmp_path):
+TENSORS, MANIFEST, STATE = "tensors-0.safetensors", checkpoint.MANIFEST, checkpoint.STATE
+DAMAGES = {
+    "flipped byte": (TENSORS, lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+    "truncated": (TENSORS, lambda content: content[:-4]),
+    "missing": (TENSORS, None),
+    "no manifest": (MANIFEST, None),
+    "broken manifest": (MANIFEST, lambda content: b"{"),
+    "state": (STATE, lambda content: b'{"step": 3}'),
+}
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(name, damage, tmp_path):
     save(tmp_path, 1, 1.0)
     save(tmp_path, 2, 2.0)
-    newest = tmp_path / checkpoint.step_name(2)
-    file = newest / "tensors-0.safetensors"
-    content = file.read_bytes()
-    damages = {
-        "flipped byte": lambda: file.write_bytes(content[:-1] + bytes([content[-1] ^ 1])),
-        "truncated": lambda: file.write_bytes(content[:-4]),
-        "missing": file.unlink,
-        "no manifest": (newest / checkpoint.MANIFEST).unlink,
-        "broken manifest": lambda: (newest / checkpoint.MANIFEST).write_text("{"),
-        "state": lambda: (newest / checkpoint.STATE).write_text(json.dumps({"step": 3})),
-    }
-    damages[damage]()
+    file = tmp_path / checkpoint.step_name(2) / name
+    file.write_bytes(damage(file.read_bytes())) if damage else file.unlink()
     found = checkpoint.find(tmp_path)
     (complaint,) = found.complaints
     assert found.state == {"step": 1} and complaint.startswith("step-00000002 is not used")
     into = tensors(0.0)
     checkpoint.load(found.folder, into)
     assert all(torch.equal(into[name], value) for name, value in tensors(1.0).items())
-    (tmp_path / checkpoint.step_name(1) / "tensors-0.safetensors").unlink()
+    (tmp_path / checkpoint.step_name(1) / TENSORS).unlink()
     with pytest.raises(InputError, match="is usable"):
         checkpoint.find(tmp_path)
 

@@ -152,7 +152,6 @@ def other_tokenizer(tmp_path):
         ("language", "without_valid", [], r"no valid split \(only train, test\)"),
         ("language", "other_tokenizer", [], "prepare the corpus with the model's tokenizer"),
         ("language", "labelled", ["--epochs", 0], "epochs must be more than 0"),
-        ("language", "labelled", ["--batch", 0], "batch must be at least 1"),
         ("language", "labelled", ["--set", "initial=x"], "leave --set initial out"),
         ("language", "labelled", ["--set", "sample=x"], "sample continues a text"),
         ("language", "labelled", ["--set", "meta_router=false"], "no place for .* keep the folder's own"),

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from chiar import ChiarConfig, ChiarForCausalLM
 from chiar.errors import InputError
 from chiar.training import checkpoint
+from chiar.training.checkpoint import TrainingStopped
 from chiar.training.distributed import start as start_processes
-from chiar.training.loop import TrainingStopped
 from chiar.training.run_folder import RunFolder, launch
 from chiar.training.trainer import Trainer
 from commands import run as chiar
@@ -78,11 +78,11 @@ def test_ctrl_c_says_how_to_go_on(corpus, tmp_path, monkeypatch):
     assert code == 130 and said.endswith("interrupted: the same command with --resume goes on after step-00000004.\n")
 
 
-@pytest.mark.parametrize(("checkpointing", "way"), [(False, ", or add --set gradient_checkpointing=true"), (True, "")])
-def test_out_of_memory_says_what_to_reduce(go, monkeypatch, checkpointing, way):
+def test_out_of_memory_says_what_to_reduce(go, monkeypatch):
     monkeypatch.setattr(Trainer, "train_step", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
-    with pytest.raises(InputError, match=rf"suffice: make --micro-batch \(2 now\) or --length \(16\) .*er{way}, with"):
-        go("run", gradient_checkpointing=checkpointing)
+    for done, way in ((False, ", or add --set gradient_checkpointing=true"), (True, "")):
+        with pytest.raises(InputError, match=rf"--micro-batch \(2 now\) or --length \(16\) smaller{way}, with a new"):
+            go(f"run {done}", gradient_checkpointing=done)
 
 
 @pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"])
@@ -116,8 +116,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_its_batch(go, tmp
 
     def poisoned(self, batch, sync):
         result = real(self, batch, sync)
-        if self.step == 5:
-            self.model.language.model.norm.weight.grad.fill_(float("nan"))
+        self.model.language.model.norm.weight.grad.mul_(float("nan") if self.step == 5 else 1.0)
         return result
 
     monkeypatch.setattr(Trainer, "_backward", poisoned)
@@ -204,6 +203,7 @@ def test_an_older_run_is_resumed(config, go, tmp_path):
     [
         ({"batch": 7}, "does not divide into micro-batches of 2"),
         ({"steps": 0}, "steps must be at least 1"),
+        ({"weights": [-1.0]}, "weights must not be negative, nor all 0, got"),
         ({"clip": float("nan")}, "clip must not be negative or nan, got nan"),
         ({"precision": "bf61"}, "Did you mean 'bf16'"),
         ({"data": []}, "no data"),

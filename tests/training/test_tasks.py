@@ -1,7 +1,5 @@
 """Settings behind both commands, batches as a pure function of (seed, step, slot), and the loss of each task."""
 
-from dataclasses import fields
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -9,17 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from chiar.data import Corpus
-from chiar.training.cli import OPTIONS, SETTINGS, Launch, parse
+from chiar.training.cli import parse
 from chiar.training.settings import TrainSettings, train_arguments
 from chiar.training.tasks import Rows, Schedule, materialise, outline, read_ahead
-from commands import run
-
-
-@pytest.mark.parametrize("command", ["train", "finetune"])
-def test_both_commands_have_the_options_with_the_help_of_the_fields(command):
-    words = " ".join(run(command, "--help")[1].split())
-    for field in (*(SETTINGS[name] for name in OPTIONS), *fields(Launch)):
-        assert f"--{field.name.replace('_', '-')} " in words and field.type.__metadata__[0] in words
 
 
 @pytest.mark.parametrize("precision", ["auto", "fp32"])
@@ -91,16 +81,6 @@ def test_batches_read_ahead_are_those_of_the_steps_from_the_first_to_the_last(fi
         assert_same([*one, *three], [*schedule.batches(step, 1), *schedule.batches(step, 3)])
 
 
-def test_an_error_while_making_a_batch_is_raised_where_it_is_needed(settings, rows, monkeypatch):
-    schedule, real = Schedule(settings(batch=8), rows[:1]), Schedule.batches
-    gone = Mock(side_effect=OSError("the disk is gone"))
-    monkeypatch.setattr(schedule, "batches", lambda step, slot: gone() if step == 2 else real(schedule, step, slot))
-    batches = read_ahead(schedule, range(1), 0, torch.device("cpu"))
-    assert [len(next(batches)[0][0].ids) for _ in range(2)] == [2, 2]
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(batches)
-
-
 def test_validation_is_without_the_regulariser(config):
     model = materialise(outline(config(routing="soft", collapse_regulariser=0.5, dropout=0.0), {}), seed=0)
     ids = torch.arange(24).view(2, 12)
@@ -109,17 +89,3 @@ def test_validation_is_without_the_regulariser(config):
     assert torch.allclose(model.eval()(ids, ids + 1, None, None).loss, expected)
     assert torch.allclose(model.train()(ids, ids + 1, None, None).loss, expected + output.routing_loss)
     assert output.routing_loss < 0
-
-
-def test_a_head_reads_the_last_real_token_and_every_head_stays_in_the_graph(config):
-    model = materialise(outline(config(dropout=0.0), {"first": 3, "second": 2}), seed=0)
-    ids, mask = torch.arange(24).view(2, 12), torch.ones(2, 12, dtype=torch.long)
-    mask[1, 7:] = 0
-    targets = torch.tensor([2, 0])
-    result = model(ids, targets, mask, "first")
-    states = model.language.model(ids, attention_mask=mask).last_hidden_state
-    expected = F.cross_entropy(model.heads["first"](torch.stack([states[0, 11], states[1, 6]])), targets)
-    assert torch.allclose(result.loss, expected)
-    result.loss.backward()
-    assert model.heads["first"].weight.grad.abs().max() > 0
-    assert (model.heads["second"].weight.grad == 0).all()

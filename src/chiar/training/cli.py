@@ -128,11 +128,11 @@ def configuration(model: str, changes: dict[str, Any], corpus: Path) -> "ChiarCo
 
 
 def run(config: "ChiarConfig", settings: TrainSettings, launch: Launch) -> None:
-    from chiar.training import loop
+    from chiar.training import checkpoint, loop
 
     try:
         loop.train(config, settings, launch.out, resume=launch.resume, device=launch.device)
-    except (loop.TrainingStopped, loop.Interrupted) as ended:
+    except (checkpoint.TrainingStopped, loop.Interrupted) as ended:
         what, code = ("interrupted", 130) if isinstance(ended, loop.Interrupted) else ("stopped", 1)
         if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
             typer.echo(f"{what}: {ended}", err=True)

@@ -5,7 +5,6 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import SUPPORTED_NODES
 
 from chiar.errors import InputError
+from chiar.layers.block import LayerOutput
+from chiar.layers.routers import Route
 from chiar.model.load import choose_device
 
 T = TypeVar("T")
@@ -86,21 +88,13 @@ def replicate(model: nn.Module, processes: Processes) -> nn.Module:
         return DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
 
 
-@cache
-def register_outputs() -> None:
-    """Before torch 2.13 FSDP does not look for tensors in dataclasses, and would miss where a backward pass begins."""
-    from chiar.layers.block import LayerOutput
-    from chiar.layers.routers import Route
-
-    for kind in (LayerOutput, Route):
-        torch.export.register_dataclass(kind)
-
-
 def shard(model: Any, processes: Processes) -> None:
     """FSDP2 in place, split by rows over the processes. Weights are gathered in fp32, so the numbers are DDP's."""
     if not dist.is_initialized():  # alone, without torchrun
         dist.init_process_group(BACKENDS[processes.device.type], store=dist.HashStore(), rank=0, world_size=1)
-    register_outputs()
+    # Before torch 2.13 FSDP does not look for tensors in dataclasses, and would miss where a backward pass begins.
+    for kind in {LayerOutput, Route} - SUPPORTED_NODES.keys():
+        torch.export.register_dataclass(kind)
     mesh = dist.init_device_mesh(processes.device.type, (processes.count,))
     for part in (*model.language.model.layers, model):
         fully_shard(part, mesh=mesh)

@@ -21,7 +21,6 @@ from chiar.data.tokens import TextCodec
 from chiar.errors import InputError, optional_module, require
 from chiar.generation.writer import Sampling, write_text
 from chiar.training import checkpoint
-from chiar.training.checkpoint import TrainingStopped as TrainingStopped
 from chiar.training.compiling import computes_bf16
 from chiar.training.distributed import Processes, start
 from chiar.training.reporting import Display, Metrics, utilisation
@@ -226,4 +225,4 @@ class Run(Trainer):
         with checkpoint.agreed(self.processes, f"{what}, {last}, and its batches, {name},"):
             if self.processes.main:
                 save_file(tensors, self.folder.path / name)
-        raise TrainingStopped(f"{what}: its batches are in {name}, and {last}.")
+        raise checkpoint.TrainingStopped(f"{what}: its batches are in {name}, and {last}.")
