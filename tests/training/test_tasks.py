@@ -1,6 +1,5 @@
 """Settings behind both commands, batches as a pure function of (seed, step, slot), and the loss of each task."""
 
-
 import numpy as np
 import pytest
 import torch

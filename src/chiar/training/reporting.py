@@ -65,9 +65,8 @@ class Display:
             print(text, flush=True)
 
     def record(self, record: dict[str, Any]) -> None:
-        dark = [row[-1] for row in record.get("use", ())]
+        dark, parts = [row[-1] for row in record.get("use", ())], [f"step {record['step']}/{self.steps}"]
         values = {**record, "f": sum(dark) / len(dark)} if dark else record
-        parts = [f"step {record['step']}/{self.steps}"]
         for key, shown in SHOWN.items():
             parts += [shown.format(value, name=name) for name, value in by_name(values.get(key, {})).items()]
         if self.bar is None and self.began is not None and record["step"] > self.began[0]:

@@ -52,12 +52,9 @@ def launch() -> str | None:
 
 
 def describe(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus], processes: int) -> dict[str, Any]:
-    return {
-        **{"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "launch": launch(), "processes": processes},
-        **{"config": config.to_dict(), "settings": asdict(settings), "versions": versions(), "commit": commit()},
-        "data": {corpus.name: corpus.fingerprint for corpus in corpora},
-        "remarks": {corpus.name: corpus.remarks for corpus in corpora},
-    }
+    told = {"config": config.to_dict(), "settings": asdict(settings), "data": {c.name: c.fingerprint for c in corpora}}
+    told |= {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "launch": launch(), "processes": processes}
+    return told | {"versions": versions(), "commit": commit(), "remarks": {c.name: c.remarks for c in corpora}}
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

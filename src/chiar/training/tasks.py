@@ -43,10 +43,6 @@ class Batch(NamedTuple):
     targets: Tensor
     mask: Tensor | None = None
 
-    @property
-    def tokens(self) -> int:
-        return self.ids.numel() if self.mask is None else int(self.mask.sum())
-
     def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         mask = None if self.mask is None else change(self.mask)
         return Batch(self.corpus, change(self.ids), change(self.targets), mask)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -129,7 +130,8 @@ class Trainer:
             buffer.copy_(self.processes.total(buffer.clone()) / count)  # each process has moved it by its own tokens
         for name, parameter in self.model.named_parameters() if self.average else ():
             self.average[name].lerp_(parameter.detach(), 1 - settings.ema)
-        self.tokens += sum(batch.tokens for batches in batches_by_slot for batch in batches)
+        for batch in chain(*batches_by_slot):
+            self.tokens += batch.ids.numel() if batch.mask is None else int(batch.mask.sum())
         self.step += 1
         return {"done": done, "norm": norm, "rate": rate}
 
