@@ -100,10 +100,11 @@ def mixed(finished, corpus, labelled):
     return finished("train", "--data", corpus, "--data", labelled, *sizes)
 
 
-@pytest.mark.parametrize(
-    ("out", "data", "name"), [("classifier", "sentiment", "sst-2"), ("mixed", "labelled", "listops")]
-)
-def test_evaluation_reports_what_training_measured(out, data, name, sentiment, request):
+MEASURED = [("classifier", "sentiment", "sst-2"), ("mixed", "labelled", "listops")]
+
+
+@pytest.mark.parametrize(("out", "data", "name"), MEASURED)
+def test_evaluation_reports_what_training_measured(out, data, name, request):
     out, data = request.getfixturevalue(out), request.getfixturevalue(data)
     report, record = evaluate(str(out), data, "valid"), best_record(out)
     assert record["accuracy"].keys() == {name}

@@ -89,9 +89,8 @@ class RunFolder:
             raise InputError(f"{self.path / RUN} is damaged: {error}") from error
 
     def told(self, part: str) -> Any:
-        require(
-            part in (run := self.read()), f"{RUN} of {self.path.name} says nothing of its {part}: it is incomplete."
-        )
+        run = self.read()
+        require(part in run, f"{RUN} of {self.path.name} says nothing of its {part}: it is incomplete.")
         return run[part]
 
     def read_metrics(self) -> list[dict[str, Any]]:
