@@ -152,12 +152,12 @@ class ChiarConfig(PreTrainedConfig):
         self.operators = ["spectral", "attention"] if self.operators is None else list(self.operators)
         if self.router is None:
             self.router = "learned" if self.routing in ("hard", "soft") else "entropy"
+        kind = registry.ROUTERS.get(self.router)
         if self.routing is None:
-            kind = registry.ROUTERS.get(self.router)
             self.routing = "threshold" if kind is None else kind.routings[0]
         if self.meta_router is None:
             self.meta_router = self.positions == "rope" and self.layer_types[:1] in ([kind] for kind in LIGHT_LAYERS)
-        if self.router == "static" and self.static_operators is None:
+        if kind is not None and kind.decides_by_layer and self.static_operators is None:
             count = self.layer_types.count("routed")
             self.static_operators = ["attention" if i % 2 == 0 else self.operators[0] for i in range(count)]
 

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from chiar.config import ChiarConfig
 
 LIGHT_LAYERS = tuple(name for name, kind in registry.OPERATORS.items() if kind.is_layer and kind.light)
-LAYER_TYPES = (*LIGHT_LAYERS, "routed", "attention")
+DARK_LAYERS = tuple(name for name, kind in registry.OPERATORS.items() if kind.is_layer and not kind.light)
+LAYER_TYPES = (*LIGHT_LAYERS, "routed", *DARK_LAYERS)
 CHOICES = {
     "routing": ("threshold", "hard", "soft"),
     "hard_estimator": ("both", "selected"),
@@ -120,11 +121,11 @@ def check_sizes(config: "ChiarConfig") -> None:
 
 def operator_sets() -> list[list[str]]:
     """What `operators` may be."""
-    lights = [name for name, kind in registry.OPERATORS.items() if kind.light]
-    return [
-        *([light, "attention"] for light in lights),
-        *([light, "rbf", "attention"] for light in lights if registry.built_in(registry.OPERATORS[light])),
-    ]
+    kinds = registry.OPERATORS
+    between = [name for name, kind in kinds.items() if not (kind.light or kind.is_layer)]
+    pairs = [[light, dark] for light, kind in kinds.items() if kind.light for dark in DARK_LAYERS]
+    own_pairs = [pair for pair in pairs if registry.built_in(kinds[pair[0]])]
+    return pairs + [[light, middle, dark] for light, dark in own_pairs for middle in between]
 
 
 def check_routing(config: "ChiarConfig") -> None:
@@ -138,7 +139,7 @@ def check_routing(config: "ChiarConfig") -> None:
         allowed = " or ".join(routings)
         raise InputError(f"routing={config.routing!r} does not go with router={config.router!r}: it takes {allowed}.")
     count = len(config.routed_layers)
-    if config.router == "static":
+    if config.router_kind.decides_by_layer:
         chosen = config.static_operators or []
         if len(chosen) != count:
             raise InputError(f"static_operators has {len(chosen)} entries for {count} routed layers.")
@@ -166,7 +167,7 @@ def check_fraction(config: "ChiarConfig") -> None:
     if fractions is None:
         return
     two = len(config.operators or []) == 2
-    if config.router not in ("entropy", "learned") or config.routing == "soft" or not two:
+    if not config.router_kind.can_follow or config.routing == "soft" or not two:
         got = f"router={config.router!r}, routing={config.routing!r} and operators={config.operators}"
         raise InputError(f"target_fraction needs two operators and an entropy or hard learned router, got {got}.")
     if config.thresholds is not None:

@@ -45,6 +45,10 @@ class RouterKind:
     reads_state: bool = False  # more of x than its shape
     has_gradient: bool = False  # the weight of the chosen operator depends on a score
     routings: tuple[str, ...] = ("threshold",)
+    has_thresholds: bool = False  # cuts H at the configuration's thresholds, which can be calibrated
+    can_follow: bool = False  # cuts a score, and the cut may follow its quantile in training
+    decides_by_layer: bool = False  # whatever the token
+    fraction: "Callable[[ChiarConfig], float] | None" = None  # f, where a field of the configuration says it
     flops: "Callable[[ChiarConfig], float] | None" = None  # of one token in one layer
 
     def make(self, config: "ChiarConfig", layer: int) -> Any:
@@ -66,6 +70,9 @@ class OperatorKind:
     """From the configuration to a module that maps (…, D) to (…, D); or module:class of an `Operator`."""
     light: bool = True  # takes the tokens that need no attention: the first operator of a routed layer
     is_layer: bool = False  # a whole layer may consist of it: its name is a layer type
+    in_basis: bool = False  # multiplies coefficients of the basis: `filter_gamma` is about its norm
+    has_fixed_step: bool = True  # decodes a token without looking at values or changing a Python object
+    compiles_in_bf16: bool = True  # and its gradient is right, on a CPU too
     flops: "Callable[[ChiarConfig], float] | None" = None  # of one token
 
     def make(self, name: str, config: "ChiarConfig") -> Any:
@@ -81,15 +88,19 @@ class OperatorKind:
 
 
 ROUTERS: dict[str, RouterKind] = {
-    "entropy": RouterKind("chiar.layers.routers:EntropyRouter", reads_entropy=True),
-    "learned": RouterKind("chiar.layers.routers:LearnedRouter", True, True, True, ("hard", "soft")),
-    "random": RouterKind("chiar.layers.routers:RandomRouter"),
-    "static": RouterKind("chiar.layers.routers:StaticRouter"),
+    "entropy": RouterKind(
+        "chiar.layers.routers:EntropyRouter", reads_entropy=True, has_thresholds=True, can_follow=True
+    ),
+    "learned": RouterKind(
+        "chiar.layers.routers:LearnedRouter", True, True, True, routings=("hard", "soft"), can_follow=True
+    ),
+    "random": RouterKind("chiar.layers.routers:RandomRouter", fraction=lambda config: config.random_fraction),
+    "static": RouterKind("chiar.layers.routers:StaticRouter", decides_by_layer=True),
 }
 OPERATORS: dict[str, OperatorKind] = {
-    "spectral": OperatorKind("chiar.layers.spectral:SpectralFilter", is_layer=True),
+    "spectral": OperatorKind("chiar.layers.spectral:SpectralFilter", is_layer=True, in_basis=True),
     "temporal": OperatorKind("chiar.layers.temporal:TemporalFilter", is_layer=True),
-    "rbf": OperatorKind("chiar.layers.rbf:RBFMixing", light=False),
+    "rbf": OperatorKind("chiar.layers.rbf:RBFMixing", light=False, has_fixed_step=False, compiles_in_bf16=False),
     "attention": OperatorKind("chiar.layers.attention:CausalAttention", light=False, is_layer=True),
 }
 DRAWN = "LayerNorm", "RMSNorm", "Linear", "Embedding"

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
-from chiar.layers.context import Maybe, Memory, TokenContext, surely_none, visible_keys
+from chiar.layers.context import LayerMemory, Maybe, Memory, TokenContext, surely_none, visible_keys
 from chiar.layers.operator import Operator
 from chiar.registry import Work
 
@@ -68,6 +68,13 @@ class CausalAttention(Operator):
             return torch.zeros_like(x_BTD), None
         mixed_BTD, weights = self.mix(x_BTD, context, key_BT, memory)
         return self.out(mixed_BTD), weights
+
+    def begin(self, memory: LayerMemory, rows: int) -> None:
+        """A prompt without dark tokens leaves no store on a CPU."""
+        if memory.ragged("attention").is_empty:
+            weight = self.qkv.weight
+            none_BH0d = weight.new_zeros(rows, self.heads, 0, weight.shape[1] // self.heads)
+            memory.ragged("attention").begin({"key": none_BH0d, "value": none_BH0d})
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
         return tokens.attend(self)

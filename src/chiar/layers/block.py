@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from chiar import registry
 from chiar.config import ChiarConfig
 from chiar.kernels.spectral_entropy import spectral_entropy
-from chiar.layers.context import Maybe, Memory, TokenContext
+from chiar.layers.context import LayerMemory, Maybe, Memory, TokenContext
 from chiar.layers.operator import Adopted, Operator, Tokens
 from chiar.layers.routers import Route, Router
 from chiar.layers.sparse import sparse_tokens
@@ -103,7 +103,7 @@ class FeedForward(nn.Module):
 
 def make_norm(config: ChiarConfig, operator: str | None = None) -> nn.Module:
     norm = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
-    weighted = config.filter_gamma or operator != "spectral"
+    weighted = config.filter_gamma or operator is None or not registry.OPERATORS[operator].in_basis
     return norm(config.hidden_size, eps=1e-5, elementwise_affine=weighted)
 
 
@@ -164,6 +164,10 @@ class Block(nn.Module):
         if more is not None and not context.room_is_made:
             y, more = y + more, None
         return (y, more), LayerOutput(route, entropy_BT, dense.attention_weights)
+
+    def begin(self, memory: LayerMemory, rows: int) -> None:
+        for name in self.names:
+            self.run(name).begin(memory, rows)
 
     def run(self, name: str) -> Any:
         """An operator as an `Operator`, looked up when it is used: a module may have been replaced."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
 from chiar.kernels.packing import pack, unpack, used
-from chiar.layers.context import Maybe, Memory, TokenContext
+from chiar.layers.context import LayerMemory, Maybe, Memory, TokenContext
 from chiar.layers.routers import Route
 from chiar.registry import Work
 
@@ -50,6 +50,9 @@ class Operator(nn.Module):
         arbitrary but finite. Eager attention also returns its weights."""
         raise NotImplementedError
 
+    def begin(self, memory: LayerMemory, rows: int) -> None:
+        """Make what a fixed decoding step writes to, where the prompt left none."""
+
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
         """Where the routes are on the device: of a light operator the outputs of all tokens, (N, D), right where it was
         chosen; of any other those of the tokens sent to it, packed."""
@@ -76,7 +79,7 @@ class Adopted:
     """A user's operator, any module that maps (…, D) to (…, D), as a TokenOperator. It is held for one use only."""
 
     looks_back = False
-    run_packed, run_sorted = TokenOperator.run_packed, TokenOperator.run_sorted
+    begin, run_packed, run_sorted = Operator.begin, TokenOperator.run_packed, TokenOperator.run_sorted
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -241,7 +241,7 @@ class RouterState(DerivedBuffers):
     def __init__(self, config: ChiarConfig) -> None:
         super().__init__()
         self.fractions: list[float] = config.layer_fractions() or []
-        self.first = white_noise_entropy(config.hidden_size)[0] if config.router == "entropy" else 0.0
+        self.first = white_noise_entropy(config.hidden_size)[0] if config.router_kind.has_thresholds else 0.0
         """Threshold before the first pass."""
         dtype = stored_in(torch.get_default_dtype())
         for name, value in self.initial().items():
