@@ -121,6 +121,12 @@ def resolve(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def own_tensors(module: Any) -> list[str]:
+    """Names of a module's weights and saved buffers, without those of modules inside."""
+    tensors = [*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))]
+    return [name for name in tensors if name not in module._non_persistent_buffers_set]
+
+
 def adopted(kind: str, name: str, module: Any) -> Any:
     """The module, if its weights can be drawn and loaded: models are made without memory and filled later."""
     for part in module.modules():
@@ -128,8 +134,7 @@ def adopted(kind: str, name: str, module: Any) -> Any:
         if unsaved and not hasattr(part, "derive"):
             what = f"the {kind} {name!r} has a buffer that is not saved ({unsaved[0]})"
             raise InputError(f"{what}: register it with persistent=True, or derive it (layers/context.py).")
-        tensors = [*dict(part.named_parameters(recurse=False)), *dict(part.named_buffers(recurse=False))]
-        own = [tensor for tensor in tensors if tensor not in unsaved]
+        own = own_tensors(part)
         if not own or type(part).__name__ in DRAWN:
             continue
         if not hasattr(part, "reset_parameters"):

@@ -60,11 +60,11 @@ class CausalAttention(Operator):
         return {"projections": (work.share + work.key_share) * 4 * D * D, "scores": work.pairs * 4 * D}
 
     def forward(
-        self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, spare: bool = False, /
+        self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, /
     ) -> tuple[Tensor, Maybe]:
         """The output and, if eager, the weights: over the store's entries, where tokens were stored before."""
         eager = context.attention_implementation == "eager"
-        if memory is not None and spare and not eager and surely_none(key_BT):
+        if memory is not None and not eager and surely_none(key_BT):
             return torch.zeros_like(x_BTD), None
         mixed_BTD, weights = self.mix(x_BTD, context, key_BT, memory)
         return self.out(mixed_BTD), weights

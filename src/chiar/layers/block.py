@@ -66,13 +66,7 @@ class DenseTokens(Tokens):
     attention_weights: Maybe = None  # of eager attention
 
     def operate(self, name: str) -> Tensor:
-        block, key_BT = self.block, self.context.real_BT
-        seen_BTD = block.norms[name](self.x) if block.pre_norm else self.x
-        spare = self.route is not None and block.routed_keys and not is_light(name)
-        if self.route is not None and spare:
-            chosen_BT = self.route.choice_BT == block.names.index(name)
-            key_BT = chosen_BT if key_BT is None else key_BT & chosen_BT
-        output = block.run(name)(seen_BTD, self.context, key_BT, self.memory, spare)
+        output = self.run_all(self.block.run(name), name)
         if isinstance(output, tuple):
             output, self.attention_weights = output
         return output
@@ -130,7 +124,7 @@ class Block(nn.Module):
         self.pre_norm = config.norm_position == "pre"
         self.equation = config.spectral_form == "equation"
         self.light_ffn = config.light_ffn or not routed
-        self.routed_keys = config.keys == "routed" and config.routing != "soft"
+        self.routed_keys = routed and config.keys == "routed" and config.routing != "soft"
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
 
         self.operators = nn.ModuleDict({name: registry.OPERATORS[name].make(name, config) for name in self.names})

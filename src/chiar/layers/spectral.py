@@ -55,7 +55,7 @@ class SpectralFilter(TokenOperator):
         return context.transform.inverse(context.transform.forward(x_BTD) * self.weight)
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
-        seen_ND, transform = tokens.seen(name), tokens.context.transform
+        seen_ND, transform = tokens.seen(name, tokens.x), tokens.context.transform
         if transform.is_identity:  # an element-wise product costs less than packing
             return seen_ND * self.weight
         packing = tokens.packing(name)

@@ -54,9 +54,7 @@ class TemporalFilter(DerivedBuffers, Operator):
         taps_WD = (self.basis_WK[..., None] * self.coefficients_KD.to(dtype)).sum(1)
         return torch.cat([taps_WD[:1] + self.now_D.to(dtype), taps_WD[1:]])
 
-    def forward(
-        self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, spare: bool = False, /
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, /) -> Tensor:
         device = x_BTD.device.type
         if torch.is_autocast_enabled(device):  # as a linear map would: half the traffic
             x_BTD = x_BTD.to(torch.get_autocast_dtype(device))
