@@ -71,10 +71,9 @@ class CausalAttention(Operator):
 
     def begin(self, memory: LayerMemory, rows: int) -> None:
         """A prompt without dark tokens leaves no store on a CPU."""
-        if memory.ragged("attention").is_empty:
-            weight = self.qkv.weight
-            none_BH0d = weight.new_zeros(rows, self.heads, 0, weight.shape[1] // self.heads)
-            memory.ragged("attention").begin({"key": none_BH0d, "value": none_BH0d})
+        weight = self.qkv.weight
+        none_BH0d = weight.new_zeros(rows, self.heads, 0, weight.shape[1] // self.heads)
+        memory.ragged("attention").begin({"key": none_BH0d, "value": none_BH0d})
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
         return tokens.attend(self)

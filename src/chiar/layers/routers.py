@@ -159,10 +159,7 @@ class LearnedRouter(Router):
 def without_common_shift(score_BT: Tensor, real_BT: Maybe) -> Tensor:
     """The same scores, but no gradient moves all of them alike. Where a threshold follows them such a move changes no
     choice, yet every layer wants more attention: scores would climb for ever, and the fraction stay too high."""
-    if real_BT is None:
-        mean = score_BT.mean()
-    else:
-        mean = torch.where(real_BT, score_BT, 0).sum() / real_BT.sum().clamp_min(1)
+    mean = mean_over_tokens(score_BT[..., None], real_BT)
     return score_BT - (mean - mean.detach())
 
 
@@ -213,8 +210,7 @@ class StaticRouter(ChoiceRouter):
 def mean_over_tokens(values_BTK: Tensor, real_BT: Maybe) -> Tensor:
     if real_BT is None:
         return values_BTK.mean((0, 1))
-    real_BT1 = real_BT[..., None].to(values_BTK.dtype)
-    return (values_BTK * real_BT1).sum((0, 1)) / real_BT1.sum().clamp_min(1)
+    return torch.where(real_BT[..., None], values_BTK, 0).sum((0, 1)) / real_BT.sum().clamp_min(1)
 
 
 def collapse_loss(routes: list[Route], real_BT: Maybe, strength: float) -> Tensor | None:

@@ -102,6 +102,16 @@ class SparseTokens(Tokens):
             k, v = (pack(part.flatten(1), keys).unflatten(1, (heads, -1)) for part in (k, v))
         return self.rotated(k, keys), v, keys
 
+    def linear(self, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor) -> Tensor:
+        """A linear map of dark tokens."""
+        raise NotImplementedError
+
+    def over_all(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
+        """Attention of the dark tokens over all keys, without the queries of other tokens, (P, H, d)."""
+        width, weight, bias = seen_PD.shape[1], attention.qkv.weight, attention.qkv.bias
+        q_PHd = self.linear(seen_PD, weight[:width], bias[:width]).unflatten(1, (attention.heads, -1))
+        return self.over_keys(self.rotated(q_PHd, self.dark), *self.keys_of_all(attention))
+
     def over_keys(self, q_PHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, keys: Packing) -> Tensor:
         """Attention of the dark tokens over keys up to themselves, (P, H, d)."""
         self.remember("attention", {"key": k_MHd, "value": v_MHd}, keys)
@@ -208,15 +218,11 @@ class PackedTokens(SparseTokens):
             cos, sin = (table.flatten(0, 2) for table in self.context.rope)
             where = self.table_rows(dark), dark, self.limits(dark), self.length
             return rotary_attention(qkv_P3Hd, bias.view(3, heads, -1), (cos, sin), *where)
-        qkv_P3Hd = packed_linear(seen_PD, attention.qkv.weight, bias, dark).unflatten(1, (3, heads, -1))
-        q_PHd, k_PHd, v_PHd = qkv_P3Hd.unbind(1)
+        q_PHd, k_PHd, v_PHd = self.linear(seen_PD, attention.qkv.weight, bias).unflatten(1, (3, heads, -1)).unbind(1)
         return self.over_keys(self.rotated(q_PHd, dark), self.rotated(k_PHd, dark), v_PHd, dark)
 
-    def over_all(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
-        width, weight, bias = self.x.shape[1], attention.qkv.weight, attention.qkv.bias
-        q_PD = packed_linear(seen_PD, weight[:width], bias[:width], self.dark)
-        q_PHd = self.rotated(q_PD.unflatten(1, (attention.heads, -1)), self.dark)
-        return self.over_keys(q_PHd, *self.keys_of_all(attention))
+    def linear(self, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor) -> Tensor:
+        return packed_linear(x_PD, weight_KD, bias_K, self.dark)
 
 
 class SortedTokens(SparseTokens):
@@ -266,7 +272,7 @@ class SortedTokens(SparseTokens):
         if self.block.routed_keys:
             return attention.out(self.among_themselves(attention, self.seen("attention", x_PD)))
         if self.length >= LONG and 2 * len(x_PD) <= self.batch * self.length:
-            return attention.out(self.over_all(attention, self.seen("attention", x_PD)))
+            return attention.out(self.over_all(attention, self.seen("attention", x_PD)).flatten(1))
         x_BTD = self.seen("attention", self.x_BTD)
         mixed_BTD, _ = attention.mix(x_BTD, self.context, self.context.real_BT, self.memory)
         return attention.out(take(mixed_BTD.flatten(0, 1), self.places["attention"]))
@@ -280,8 +286,5 @@ class SortedTokens(SparseTokens):
         self.remember("attention", {"key": k_PHd, "value": v_PHd}, dark)
         return causal_attention(q_PHd, k_PHd, v_PHd, dark.rows.diff().tolist())
 
-    def over_all(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
-        """Attention of the dark tokens over all keys, without the queries of other tokens, (P, D)."""
-        width, weight, bias = seen_PD.shape[1], attention.qkv.weight, attention.qkv.bias
-        q_PHd = F.linear(seen_PD, weight[:width], bias[:width]).unflatten(1, (attention.heads, -1))
-        return self.over_keys(self.rotated(q_PHd, self.dark), *self.keys_of_all(attention)).flatten(1)
+    def linear(self, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor) -> Tensor:
+        return F.linear(x_PD, weight_KD, bias_K)

@@ -36,9 +36,9 @@ class TemporalFilter(DerivedBuffers, Operator):
         init.zeros_(self.coefficients_KD)
 
     @classmethod
-    def build(cls, config: ChiarConfig) -> Self:
+    def build(cls, config: ChiarConfig, initial: float | None = None, name: str = "temporal") -> Self:
         sizes = config.hidden_size, config.temporal_window, config.temporal_coefficients
-        return cls(*sizes, initial=float(config.filter_init))
+        return cls(*sizes, float(config.filter_init) if initial is None else initial, name)
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
@@ -72,8 +72,7 @@ class TemporalSublayer(nn.Module):
     def __init__(self, norm: nn.Module, config: ChiarConfig) -> None:
         super().__init__()
         self.norm, self.pre_norm = norm, config.norm_position == "pre"
-        sizes = config.hidden_size, config.temporal_window, config.temporal_coefficients
-        self.filter = TemporalFilter(*sizes, initial=0.0, name="everywhere")
+        self.filter = TemporalFilter.build(config, initial=0.0, name="everywhere")
 
     def forward(self, x_BTD: Tensor, context: TokenContext, memory: Memory) -> Tensor:
         if self.pre_norm:
