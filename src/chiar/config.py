@@ -203,11 +203,8 @@ class ChiarConfig(PreTrainedConfig):
         return [tuple(t) if isinstance(t, list | tuple) else (t,) for t in self.thresholds]
 
     def validate(self) -> None:
-        """Raise InputError with the value received and what is allowed.
-
-        transformers calls this when saving, and we when a model is built. It replaces transformers' own validators,
-        one of which would reject our layer types.
-        """
+        """Raise InputError with the value received and what is allowed. transformers calls this when saving, we when a
+        model is built. It replaces transformers' own validators, one of which would reject our layer types."""
         config_checks.check(self)
 
     def to_diff_dict(self) -> dict[str, Any]:

@@ -49,18 +49,14 @@ class RouterKind:
     can_follow: bool = False  # cuts a score, and the cut may follow its quantile in training
     decides_by_layer: bool = False  # whatever the token
     fraction: "Callable[[ChiarConfig], float] | None" = None  # f, where a field of the configuration says it
-    flops: "Callable[[ChiarConfig], float] | None" = None  # of one token in one layer
+    flops: "Callable[[ChiarConfig], float] | None" = None  # of one token in one layer, without those of H
 
     def make(self, config: "ChiarConfig", layer: int) -> Any:
         if isinstance(self.build, str):
             return resolve(self.build).build(config, layer)
-        assert config.router is not None
-        return adopted("router", config.router, self.build(config, layer))
+        return adopted("router", config.router or "", self.build(config, layer))
 
     def count(self, config: "ChiarConfig") -> float:
-        """FLOPs of one token in one layer, without those of H."""
-        if isinstance(self.build, str):
-            return resolve(self.build).flops(config)
         return 0.0 if self.flops is None else self.flops(config)
 
 
@@ -92,7 +88,13 @@ ROUTERS: dict[str, RouterKind] = {
         "chiar.layers.routers:EntropyRouter", reads_entropy=True, has_thresholds=True, can_follow=True
     ),
     "learned": RouterKind(
-        "chiar.layers.routers:LearnedRouter", True, True, True, routings=("hard", "soft"), can_follow=True
+        "chiar.layers.routers:LearnedRouter",
+        routings=("hard", "soft"),
+        can_follow=True,
+        reads_entropy=True,
+        reads_state=True,
+        has_gradient=True,
+        flops=lambda config: 2.0 * (config.hidden_size + 1) * len(config.operators or []),
     ),
     "random": RouterKind("chiar.layers.routers:RandomRouter", fraction=lambda config: config.random_fraction),
     "static": RouterKind("chiar.layers.routers:StaticRouter", decides_by_layer=True),
@@ -154,8 +156,7 @@ def register_router(
     flops: "Callable[[ChiarConfig], float] | None" = None,
 ) -> None:
     """`reads_entropy`: H is computed for it. `reads_state`: under pre-norm it gets what attention would read.
-    `has_gradient`: the weight of the chosen operator depends on a score. `flops`: of one token in one layer.
-    """
+    `has_gradient`: the weight of the chosen operator depends on a score. `flops`: of one token in one layer."""
     check_name("router", name, [known for known, kind in ROUTERS.items() if built_in(kind)])
     ROUTERS[name] = RouterKind(build, reads_entropy, reads_state, has_gradient, flops=flops)
 

@@ -41,11 +41,6 @@ class Router(nn.Module):
     def build(cls, config: ChiarConfig, layer: int) -> Self:
         raise NotImplementedError
 
-    @staticmethod
-    def flops(config: ChiarConfig) -> float:
-        """Of one token, without those of H."""
-        return 0.0
-
     def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
         """`x` is what attention would read, `entropy` the layer's H, each if the router's kind says that it reads it;
         a forced choice is used as it is."""
@@ -115,10 +110,6 @@ class LearnedRouter(Router):
         assert config.operators is not None and config.routing is not None
         how = config.routing, config.hard_estimator, config.router_scale, config.follows_quantile
         return cls(config.hidden_size, len(config.operators), *how)
-
-    @staticmethod
-    def flops(config: ChiarConfig) -> float:
-        return 2.0 * (config.hidden_size + 1) * len(config.operators or [])
 
     def scores(self, x_BTD: Tensor, entropy_BT: Tensor) -> Tensor:
         # In fp32 at least: H varies by 0.004 at width 1024, which is one step of bf16.

@@ -29,7 +29,6 @@ FEWEST = {"routed": 256, "all": 512}  # tokens in a batch, for each key policy, 
 LONG = 512
 """From here on, and where at most half of the tokens are dark, all keys get attention for dark queries only: torch's
 causal attention of every query, in one call for all rows, is faster below."""
-Keys = tuple[Tensor, Tensor, Packing]  # keys and values (M, H, d), and which tokens they are of
 
 
 def sparse_tokens(
@@ -87,30 +86,23 @@ class SparseTokens(Tokens):
     def dark(self) -> Packing:
         return self.packing("attention")
 
-    def keys_of_all(self, attention: CausalAttention) -> Keys:
-        """Of every real token."""
-        width, heads = self.x.shape[1], attention.heads
+    def linear(self, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor) -> Tensor:
+        """A linear map of dark tokens."""
+        return F.linear(x_PD, weight_KD, bias_K)
+
+    def over_all(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
+        """Attention of the dark tokens over all keys, without the queries of other tokens, (P, H, d)."""
+        width, heads, weight, bias = seen_PD.shape[1], attention.heads, attention.qkv.weight, attention.qkv.bias
+        q_PHd = self.linear(seen_PD, weight[:width], bias[:width]).unflatten(1, (heads, -1))
         seen_ND = self.seen("attention", self.x_BTD.flatten(0, 1))
-        kv_N2Hd = F.linear(seen_ND, attention.qkv.weight[width:], attention.qkv.bias[width:]).unflatten(
-            1, (2, heads, -1)
-        )
-        k, v = kv_N2Hd.unbind(1)
+        kv_MD = F.linear(seen_ND, weight[width:], bias[width:])
         if self.context.real_BT is None:
             keys = pack_all(self.batch, self.length, self.x.device)
         else:
             keys = make_packing(self.context.real_BT)
-            k, v = (pack(part.flatten(1), keys).unflatten(1, (heads, -1)) for part in (k, v))
-        return self.rotated(k, keys), v, keys
-
-    def linear(self, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor) -> Tensor:
-        """A linear map of dark tokens."""
-        raise NotImplementedError
-
-    def over_all(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
-        """Attention of the dark tokens over all keys, without the queries of other tokens, (P, H, d)."""
-        width, weight, bias = seen_PD.shape[1], attention.qkv.weight, attention.qkv.bias
-        q_PHd = self.linear(seen_PD, weight[:width], bias[:width]).unflatten(1, (attention.heads, -1))
-        return self.over_keys(self.rotated(q_PHd, self.dark), *self.keys_of_all(attention))
+            kv_MD = pack(kv_MD, keys)
+        k_MHd, v_MHd = kv_MD.unflatten(1, (2, heads, -1)).unbind(1)
+        return self.over_keys(self.rotated(q_PHd, self.dark), self.rotated(k_MHd, keys), v_MHd, keys)
 
     def over_keys(self, q_PHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, keys: Packing) -> Tensor:
         """Attention of the dark tokens over keys up to themselves, (P, H, d)."""
@@ -285,6 +277,3 @@ class SortedTokens(SparseTokens):
         v_PHd = qkv_PHd[:, 2 * heads :]
         self.remember("attention", {"key": k_PHd, "value": v_PHd}, dark)
         return causal_attention(q_PHd, k_PHd, v_PHd, dark.rows.diff().tolist())
-
-    def linear(self, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor) -> Tensor:
-        return F.linear(x_PD, weight_KD, bias_K)
