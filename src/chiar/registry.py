@@ -40,7 +40,7 @@ class Work:
 @dataclass(frozen=True)
 class RouterKind:
     build: "str | Callable[[ChiarConfig, int], Any]"
-    """From configuration and layer number to a module that returns a `Route`; or module:class with a `build`."""
+    """From configuration and layer number to a module that returns a `Route`; or the place of a class, module:class."""
     reads_entropy: bool = False
     reads_state: bool = False  # more of x than its shape
     has_gradient: bool = False  # the weight of the chosen operator depends on a score
@@ -52,9 +52,7 @@ class RouterKind:
     flops: "Callable[[ChiarConfig], float] | None" = None  # of one token in one layer, without those of H
 
     def make(self, config: "ChiarConfig", layer: int) -> Any:
-        if isinstance(self.build, str):
-            return resolve(self.build).build(config, layer)
-        return adopted("router", config.router or "", self.build(config, layer))
+        return adopted("router", config.router, resolve(self.build)(config, layer))
 
     def count(self, config: "ChiarConfig") -> float:
         return 0.0 if self.flops is None else self.flops(config)
@@ -72,9 +70,7 @@ class OperatorKind:
     flops: "Callable[[ChiarConfig], float] | None" = None  # of one token
 
     def make(self, name: str, config: "ChiarConfig") -> Any:
-        if isinstance(self.build, str):
-            return resolve(self.build).build(config)
-        return adopted("operator", name, self.build(config))
+        return adopted("operator", name, resolve(self.build)(config))
 
     def count(self, name: str, config: "ChiarConfig", work: Work) -> dict[str, float]:
         """FLOPs per token of the text, by part."""
@@ -117,9 +113,11 @@ def built_in(kind: RouterKind | OperatorKind) -> bool:
     return isinstance(kind.build, str)
 
 
-def resolve(place: str) -> Any:
+def resolve(build: str | Callable) -> Any:
     """The class at module:class. Imported when it is needed: names can be checked without the layers."""
-    module, name = place.split(":")
+    if not isinstance(build, str):
+        return build
+    module, name = build.split(":")
     return getattr(importlib.import_module(module), name)
 
 
@@ -129,7 +127,7 @@ def own_tensors(module: Any) -> list[str]:
     return [name for name in tensors if name not in module._non_persistent_buffers_set]
 
 
-def adopted(kind: str, name: str, module: Any) -> Any:
+def adopted(kind: str, name: str | None, module: Any) -> Any:
     """The module, if its weights can be drawn and loaded: models are made without memory and filled later."""
     for part in module.modules():
         unsaved = list(part._non_persistent_buffers_set)

@@ -11,14 +11,15 @@ from chiar.layers.temporal import TemporalFilter
 from chiar.model.cache import LayerState
 from chiar.training.loop import make_optimizer
 from chiar.training.settings import TrainSettings
-from helpers import fed_logits
+from helpers import fed_logits, small_config
 
 ROWS, TOKENS, WIDTH, WINDOW = 3, 12, 6, 4
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1], [1] * 12, [0, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0]]).bool()
 
 
 def make():
-    filter = TemporalFilter(WIDTH, WINDOW, 3, 1.0).double()
+    sizes = {"hidden_size": WIDTH, "temporal_window": WINDOW, "temporal_coefficients": 3}
+    filter = TemporalFilter(small_config(num_attention_heads=1, **sizes)).double()
     torch.nn.init.normal_(filter.coefficients_KD)
     torch.nn.init.normal_(filter.now_D)
     return lambda x, real, memory: filter(x, context(real), None, memory)

@@ -1,6 +1,6 @@
 """The dark operator: multi-head causal softmax attention."""
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -43,15 +43,11 @@ def rotate(x_BHTd: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 class CausalAttention(Operator):
     """softmax(QKᵀ/√d) V over earlier keys, with biases in the QKV and output projections."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, config: ChiarConfig) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    @classmethod
-    def build(cls, config: ChiarConfig) -> Self:
-        return cls(config.hidden_size, config.num_attention_heads, config.dropout)
+        self.heads, self.dropout = config.num_attention_heads, config.dropout
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size)
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:

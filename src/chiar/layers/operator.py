@@ -1,6 +1,6 @@
 """What an operator is: a dense definition, and how sparse execution runs it on tokens laid out for it."""
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,11 @@ if TYPE_CHECKING:
 
 
 class Operator(nn.Module):
-    """It may look at other tokens: by default sparse execution runs it on all, and takes what was asked for."""
+    """Made from the configuration alone. It may look at other tokens: by default sparse execution runs it on all, and
+    takes what was asked for."""
 
     looks_back = False  # whether it must see every token to keep its memory up
     sets_own_weights = True
-
-    @classmethod
-    def build(cls, config: ChiarConfig) -> Self:
-        raise NotImplementedError
 
     def reset_parameters(self) -> None:
         """First values of its own weights, by transformers' `initialization`, which leaves loaded ones alone. Linear

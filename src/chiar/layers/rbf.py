@@ -1,7 +1,7 @@
 """RBF mixing, the third operator of v1."""
 
 import math
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,14 @@ class RBFMixing(Operator):
 
     omega_Dm: Tensor
 
-    def __init__(self, width: int, features: int) -> None:
+    def __init__(self, config: ChiarConfig) -> None:
         super().__init__()
-        self.features, self.std = features, math.sqrt(2.0)  # γ = 1
-        self.register_buffer("omega_Dm", self.std * torch.randn(width, features))
-        self.out = nn.Linear(2 * features, width)
+        self.features, self.std = config.rbf_features, math.sqrt(2.0)  # γ = 1
+        self.register_buffer("omega_Dm", self.std * torch.randn(config.hidden_size, self.features))
+        self.out = nn.Linear(2 * self.features, config.hidden_size)
 
     def reset_parameters(self) -> None:
         init.normal_(self.omega_Dm, std=self.std)
-
-    @classmethod
-    def build(cls, config: ChiarConfig) -> Self:
-        return cls(config.hidden_size, config.rbf_features)
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:

@@ -35,11 +35,7 @@ def one_hot(choice_BT: Tensor, operators: int) -> Tensor:
 
 
 class Router(nn.Module):
-    """What every router is: built from the configuration, called once a pass."""
-
-    @classmethod
-    def build(cls, config: ChiarConfig, layer: int) -> Self:
-        raise NotImplementedError
+    """What every router is: made from the configuration and the number of its layer, called once a pass."""
 
     def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
         """`x` is what attention would read, `entropy` the layer's H, each if the router's kind says that it reads it;
@@ -68,15 +64,11 @@ class EntropyRouter(DerivedBuffers, Router):
 
     thresholds: Tensor
 
-    def __init__(self, thresholds: tuple[float, ...], follows: bool = False) -> None:
-        """`follows`: τ is the one that training has followed, not these."""
+    def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__()
-        self.values, self.follows = thresholds, follows
+        self.values = config.layer_thresholds()[config.routed_layers.index(layer)]
+        self.follows = config.follows_quantile  # τ is the one that training has followed, not these
         self.register_derived()
-
-    @classmethod
-    def build(cls, config: ChiarConfig, layer: int) -> Self:
-        return cls(config.layer_thresholds()[config.routed_layers.index(layer)], config.follows_quantile)
 
     def derive(self) -> dict[str, Tensor]:
         return {"thresholds": torch.tensor(self.values, dtype=torch.float64)}
@@ -98,18 +90,11 @@ class LearnedRouter(Router):
     softmax, which needs every operator's output. `selected` multiplies the chosen output by p / stopgrad(p) = 1, which
     needs only that one. With the scale `probability` attention's is multiplied by 2p instead, the other's by 1."""
 
-    def __init__(
-        self, width: int, outputs: int, routing: str, estimator: str = "both", scale: str = "one", follows: bool = False
-    ) -> None:
+    def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__()
-        self.routing, self.estimator, self.scale, self.follows = routing, estimator, scale, follows
-        self.score = nn.Linear(width + 1, outputs)
-
-    @classmethod
-    def build(cls, config: ChiarConfig, layer: int) -> Self:
-        assert config.operators is not None and config.routing is not None
-        how = config.routing, config.hard_estimator, config.router_scale, config.follows_quantile
-        return cls(config.hidden_size, len(config.operators), *how)
+        self.routing, self.estimator, self.scale = config.routing, config.hard_estimator, config.router_scale
+        self.follows = config.follows_quantile
+        self.score = nn.Linear(config.hidden_size + 1, len(config.operators or []))
 
     def scores(self, x_BTD: Tensor, entropy_BT: Tensor) -> Tensor:
         # In fp32 at least: H varies by 0.004 at width 1024, which is one step of bf16.
@@ -162,14 +147,14 @@ def joins_a_norm(x_BTD: Tensor) -> bool:
 class RandomRouter(ChoiceRouter):
     """Control: a fixed hash of (seed, layer, token id) or of (seed, layer, position)."""
 
-    def __init__(self, layer: int, operators: int, key: str, fraction: float, seed: int) -> None:
-        super().__init__(operators)
-        self.layer, self.key, self.fraction, self.seed = layer, key, fraction, seed
-
-    @classmethod
-    def build(cls, config: ChiarConfig, layer: int) -> Self:
-        assert config.operators is not None
-        return cls(layer, len(config.operators), config.random_key, config.random_fraction, config.router_seed)
+    def __init__(self, config: ChiarConfig, layer: int) -> None:
+        super().__init__(len(config.operators or []))
+        self.key, self.fraction, self.seed, self.layer = (
+            config.random_key,
+            config.random_fraction,
+            config.router_seed,
+            layer,
+        )
 
     def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
         keys_BT = context.positions_BT if self.key == "position" else context.token_ids_BT
@@ -184,15 +169,10 @@ class RandomRouter(ChoiceRouter):
 class StaticRouter(ChoiceRouter):
     """Control: the whole layer uses one operator, whatever the token."""
 
-    def __init__(self, operators: int, operator: int) -> None:
-        super().__init__(operators)
-        self.operator = operator
-
-    @classmethod
-    def build(cls, config: ChiarConfig, layer: int) -> Self:
+    def __init__(self, config: ChiarConfig, layer: int) -> None:
         assert config.operators is not None and config.static_operators is not None
-        chosen = config.static_operators[config.routed_layers.index(layer)]
-        return cls(len(config.operators), config.operators.index(chosen))
+        super().__init__(len(config.operators))
+        self.operator = config.operators.index(config.static_operators[config.routed_layers.index(layer)])
 
     def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
         return torch.full(x_BTD.shape[:2], self.operator, device=x_BTD.device)

@@ -1,6 +1,6 @@
 """The light operator (Eq. 3)."""
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +35,13 @@ class SpectralBasis(DerivedBuffers):
 class SpectralFilter(TokenOperator):
     """x ↦ Cᵀ diag(w) C x: a learned weight per frequency (the paper's w). It mixes features, never tokens."""
 
-    def __init__(self, width: int, initial: float = 1.0) -> None:
+    def __init__(self, config: ChiarConfig) -> None:
         super().__init__()
-        self.initial = initial
-        self.weight = nn.Parameter(torch.full((width,), initial))
+        self.initial = float(config.filter_init)
+        self.weight = nn.Parameter(torch.full((config.hidden_size,), self.initial))
 
     def reset_parameters(self) -> None:
         init.constant_(self.weight, self.initial)
-
-    @classmethod
-    def build(cls, config: ChiarConfig) -> Self:
-        return cls(config.hidden_size, float(config.filter_init))
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
