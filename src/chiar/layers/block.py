@@ -15,7 +15,7 @@ from chiar.config import ChiarConfig
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.layers.context import LayerMemory, Maybe, Memory, TokenContext
 from chiar.layers.operator import Adopted, Operator, Tokens
-from chiar.layers.routers import Route, Router
+from chiar.layers.routers import Route
 from chiar.layers.sparse import sparse_tokens
 from chiar.layers.temporal import TemporalSublayer
 from chiar.registry import is_light
@@ -132,7 +132,7 @@ class Block(nn.Module):
         self.norms = nn.ModuleDict({name: make_norm(config, name) for name in normed})
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)
         self.ffn_norm = make_norm(config)
-        self.router: Router | None = config.router_kind.make(config, index) if routed else None
+        self.router: nn.Module | None = config.router_kind.make(config, index) if routed else None
         self.router_reads_entropy = routed and config.router_kind.reads_entropy
         self.router_reads_state = routed and config.router_kind.reads_state
         self.weights_have_gradient = config.router_kind.has_gradient

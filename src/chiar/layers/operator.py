@@ -28,9 +28,8 @@ class Operator(nn.Module):
         """First values of its own weights, by transformers' `initialization`, which leaves loaded ones alone. Linear
         maps, embeddings and norms inside are drawn as everywhere in the model."""
         if own := own_tensors(self):
-            raise NotImplementedError(
-                f"{type(self).__name__} has weights of its own ({own[0]}): define reset_parameters."
-            )
+            what = f"{type(self).__name__} has weights of its own ({own[0]})"
+            raise NotImplementedError(f"{what}: define reset_parameters.")
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:

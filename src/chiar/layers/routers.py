@@ -1,4 +1,7 @@
-"""Routers: which operator each token of a routed layer goes to; and thresholds that follow the scores in training."""
+"""Routers: which operator each token of a routed layer goes to; and thresholds that follow the scores in training.
+
+Called once a pass with x, which is what attention would read, and the layer's H, each if the router's kind says that it
+reads it. A forced choice is used as it is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +17,6 @@ from chiar.kernels.hash import uniform_hash
 from chiar.kernels.white_noise import white_noise_entropy
 from chiar.layers.context import DerivedBuffers, Maybe, TokenContext, stored_in
 
-FEW = 3  # outputs up to which a compiled map is written as sums
 SAMPLE = 4096  # scores a pass sorts, or up to twice as many: their quantile is off by some 0.008 before averaging
 RATE = 0.2  # how far a pass moves the averages, once there were 1 / RATE of them
 
@@ -34,16 +36,7 @@ def one_hot(choice_BT: Tensor, operators: int) -> Tensor:
     return (choice_BT[..., None] == torch.arange(operators, device=choice_BT.device)).float()
 
 
-class Router(nn.Module):
-    """What every router is: made from the configuration and the number of its layer, called once a pass."""
-
-    def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
-        """`x` is what attention would read, `entropy` the layer's H, each if the router's kind says that it reads it;
-        a forced choice is used as it is."""
-        raise NotImplementedError
-
-
-class ChoiceRouter(Router):
+class ChoiceRouter(nn.Module):
     """A router whose decision has no gradient: say how to choose, and it is done."""
 
     def __init__(self, operators: int) -> None:
@@ -59,7 +52,7 @@ class ChoiceRouter(Router):
         return Route(choice_BT, one_hot(choice_BT, self.operators))
 
 
-class EntropyRouter(DerivedBuffers, Router):
+class EntropyRouter(DerivedBuffers):
     """The paper's rule: H(x) > τ goes to attention. With three operators, τ_low and τ_high cut twice."""
 
     thresholds: Tensor
@@ -83,7 +76,7 @@ class EntropyRouter(DerivedBuffers, Router):
         return Route(choice_BT, one_hot(choice_BT, thresholds.shape[0] + 1), score_BT=entropy_BT)
 
 
-class LearnedRouter(Router):
+class LearnedRouter(nn.Module):
     """A linear map of [x; H]. Soft: its softmax blends the operators. Hard: its argmax picks one, or with `follows`
     attention where its logit leads by more than a threshold, which is then taken off before the softmax.
     The gradient of hard routing is the paper's straight-through estimator, `both`: forward one-hot, backward the
@@ -102,7 +95,7 @@ class LearnedRouter(Router):
         with torch.autocast(x_BTD.device.type, enabled=False):
             seen_BTD, entropy_BT1 = x_BTD.to(dtype), entropy_BT[..., None].to(dtype)
             weight, bias_K = self.score.weight.to(dtype), self.score.bias.to(dtype)
-            if len(weight) <= FEW and joins_a_norm(seen_BTD):
+            if joins_a_norm(seen_BTD):
                 sums_BTK = torch.stack([(seen_BTD * weight_D).sum(-1) for weight_D in weight[:, :width]], dim=-1)
                 return sums_BTK + bias_K + entropy_BT1 * weight[:, width]
             return F.linear(torch.cat([seen_BTD, entropy_BT1], -1), weight, bias_K)

@@ -1,5 +1,6 @@
 """The light operator (Eq. 3)."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,10 +56,7 @@ class SpectralFilter(TokenOperator):
         if transform.is_identity:  # an element-wise product costs less than packing
             return seen_ND * self.weight
         packing = tokens.packing(name)
-
-        def product(x_PD: Tensor, weight_KD: Tensor) -> Tensor:
-            return packed_linear(x_PD, weight_KD, None, packing)
-
+        product = partial(packed_linear, bias_K=None, packing=packing)
         spectrum_PD = used(transform.forward(pack(seen_ND, packing), product), packing)
         y_PD = transform.inverse(used(spectrum_PD * self.weight, packing), product)
         return unpack(y_PD, torch.zeros_like(seen_ND, dtype=y_PD.dtype), packing)
