@@ -193,13 +193,14 @@ class ChiarConfig(PreTrainedConfig):
         return self.hidden_size // self.num_attention_heads
 
     def layer_thresholds(self) -> list[tuple[float, ...]]:
-        """The thresholds in force, one tuple per routed layer: one value a boundary between two operators."""
-        assert self.operators is not None
-        boundaries = len(self.operators) - 1
+        """The thresholds in force, one tuple per routed layer: one value a boundary between two operators. Before
+        calibration: the white-noise mean, or its 33rd and 67th percentiles (normal to first order)."""
+        boundaries, layers = len(self.operators or []) - 1, len(self.routed_layers)
         if self.thresholds is None:
-            return [default_thresholds(self.hidden_size, boundaries)] * len(self.routed_layers)
+            mean, deviation = white_noise_entropy(self.hidden_size)
+            return [(mean,) if boundaries == 1 else (mean - 0.44 * deviation, mean + 0.44 * deviation)] * layers
         if isinstance(self.thresholds, int | float):
-            return [(self.thresholds,) * boundaries] * len(self.routed_layers)
+            return [(self.thresholds,) * boundaries] * layers
         return [tuple(t) if isinstance(t, list | tuple) else (t,) for t in self.thresholds]
 
     def validate(self) -> None:
@@ -226,9 +227,3 @@ class ChiarConfig(PreTrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Exports always carry our shim instead of a copy of the source."""
-
-
-def default_thresholds(width: int, boundaries: int) -> tuple[float, ...]:
-    """Before calibration: the white-noise mean, or its 33rd and 67th percentiles (normal to first order)."""
-    mean, deviation = white_noise_entropy(width)
-    return (mean,) if boundaries == 1 else (mean - 0.44 * deviation, mean + 0.44 * deviation)

@@ -52,12 +52,8 @@ def without_removed(fields: dict[str, Any]) -> dict[str, Any]:
 
 def check(config: "ChiarConfig") -> None:
     """Raise InputError with the value received and what is allowed."""
-    check_types(config)
-    check_names(config)
-    check_sizes(config)
-    check_routing(config)
-    check_thresholds(config)
-    check_combinations(config)
+    for part in (check_types, check_names, check_sizes, check_routing, check_thresholds, check_combinations):
+        part(config)
 
 
 def check_types(config: "ChiarConfig") -> None:

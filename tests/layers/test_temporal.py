@@ -22,11 +22,7 @@ def make():
     filter = TemporalFilter(small_config(num_attention_heads=1, **sizes)).double()
     torch.nn.init.normal_(filter.coefficients_KD)
     torch.nn.init.normal_(filter.now_D)
-    return lambda x, real, memory: filter(x, context(real), None, memory)
-
-
-def context(real_BT):
-    return TokenContext(Transform(), torch.zeros(1), real_BT, None, None)
+    return lambda x, real, memory: filter(x, TokenContext(Transform(), torch.zeros(1), real, None, None), None, memory)
 
 
 @pytest.fixture
