@@ -27,11 +27,9 @@ def observed(output, where):
     """Everything the model says about the tokens `where`: logits, and for each layer H, choice, weights, gate."""
     values = {"logits": output.logits[where]}
     for layer in output.routing.layers:
-        values[f"H of layer {layer.index}"] = layer.entropy_BT[where]
-        values[f"choice of layer {layer.index}"] = layer.choice_BT[where]
-        values[f"weights of layer {layer.index}"] = layer.weights_BTK[where]
-        if layer.gate_BT is not None:
-            values["gate"] = layer.gate_BT[where]
+        for part in ("entropy_BT", "choice_BT", "weights_BTK", "gate_BT"):
+            if getattr(layer, part) is not None:
+                values[f"{part} of layer {layer.index}"] = getattr(layer, part)[where]
     return values
 
 
@@ -58,21 +56,16 @@ def margin(output):
     return min(distances)
 
 
-def other_tokens(ids):
-    """Ids that differ from `ids` everywhere."""
-    return (ids + torch.randint(1, VOCABULARY, ids.shape)) % VOCABULARY
-
-
 def with_others(ids, kept):
     """Other tokens everywhere but where `kept` says."""
-    changed = other_tokens(ids)
+    changed = (ids + torch.randint(1, VOCABULARY, ids.shape)) % VOCABULARY
     changed[kept] = ids[kept]
     return changed
 
 
 def pad(ids, side, filler=None):
     """The first LENGTHS[b] tokens of each row, padded to the full length, with the mask of real tokens."""
-    padded = other_tokens(ids) if filler is None else torch.full_like(ids, filler)
+    padded = with_others(ids, slice(0)) if filler is None else torch.full_like(ids, filler)
     mask = torch.zeros_like(ids)
     for row, length in enumerate(LENGTHS):
         place = slice(TOKENS - length, TOKENS) if side == "left" else slice(0, length)

@@ -7,7 +7,7 @@ import torch
 
 from chiar import ChiarConfig, ChiarForCausalLM, ChiarForSequenceClassification, presets
 from chiar.config_checks import CHOICES, LAST_COMMIT, REMOVED, REMOVED_OPERATORS
-from chiar.errors import InputError, unknown_name
+from chiar.errors import InputError
 from chiar.kernels.white_noise import white_noise_entropy
 
 THREE = ["spectral", "rbf", "attention"]
@@ -27,14 +27,10 @@ class TestSizes:
     @pytest.mark.parametrize(
         ("preset", "routing", "parameters"),
         [
-            ("baseline-400m", None, 404_159_488),
-            ("v3-400m", "threshold", 400_043_009),
-            ("baseline-16m", None, 16_025_344),
-            ("v3-16m", "threshold", 15_764_225),
-            ("v3-16m", "soft", 15_765_257),
-            ("v3-16m", "hard", 15_765_257),
-            ("v2-16m", "threshold", 15_829_504),
-            ("v1-16m", "hard", 15_898_124),
+            *[("baseline-400m", None, 404_159_488), ("v3-400m", "threshold", 400_043_009)],
+            *[("baseline-16m", None, 16_025_344), ("v3-16m", "threshold", 15_764_225)],
+            *[("v3-16m", "soft", 15_765_257), ("v3-16m", "hard", 15_765_257)],
+            *[("v2-16m", "threshold", 15_829_504), ("v1-16m", "hard", 15_898_124)],
         ],
     )
     def test_trainable_parameters(self, preset, routing, parameters):
@@ -53,22 +49,16 @@ class TestDefaults:
         assert ChiarConfig().dropout == 0.1
 
     def test_the_paper_presets(self):
-        v3 = presets.get("v3-16m")
-        assert (v3.hidden_size, v3.num_attention_heads, v3.num_hidden_layers, v3.vocab_size) == (256, 4, 4, 50257)
-        assert v3.layer_types == ["spectral", "routed", "routed", "attention"]
+        """Beside what their parameters, counted above, and the golden numbers say."""
+        v1, v2, v3 = (presets.get(f"{family}-16m") for family in ("v1", "v2", "v3"))
         assert (v3.norm, v3.norm_position, v3.spectral_form) == ("layernorm", "post", "sublayer")
         assert (v3.keys, v3.light_ffn, v3.positions, v3.router) == ("all", True, "rope", "entropy")
         assert (v3.meta_router, v3.gate_pool, v3.gate_init) == (True, "batch", "biased")
-        large = presets.get("v3-400m")
-        assert (large.hidden_size, large.num_attention_heads, large.num_hidden_layers) == (1024, 16, 28)
-        assert large.layer_types == ["spectral", *["routed"] * 26, "attention"]
-        v1, v2 = presets.get("v1-16m"), presets.get("v2-16m")
+        assert presets.get("v3-400m").layer_types == ["spectral", *["routed"] * 26, "attention"]
         assert (v1.operators, v1.router, v1.routing, v1.positions) == (THREE, "learned", "hard", "learned")
         assert (v2.operators, v2.router, v2.positions) == (["spectral", "attention"], "entropy", "learned")
         assert not v1.meta_router and not v2.meta_router
         assert presets.get("baseline-16m").layer_types == ["attention"] * 4
-        assert presets.get("baseline-16m").routed_layers == []
-        assert presets.get("v4-tiny").layer_types == ["routed", "attention"] * 2
 
     @pytest.mark.parametrize(("width", "expected"), [(256, 0.869), (1024, 0.895)])
     def test_default_thresholds_are_white_noise(self, width, expected):
@@ -79,20 +69,13 @@ class TestDefaults:
         cuts = mean - 0.44 * deviation, mean + 0.44 * deviation
         assert ChiarConfig(hidden_size=width, operators=THREE).layer_thresholds() == [cuts] * 2
 
-    @pytest.mark.parametrize(
-        ("fields", "expected"),
-        [
-            ({"thresholds": 0.5}, [(0.5,), (0.5,)]),
-            ({"thresholds": 1}, [(1.0,), (1.0,)]),
-            ({"thresholds": [0.25, 0.75]}, [(0.25,), (0.75,)]),
-            ({"thresholds": [[0.25], [0.75]]}, [(0.25,), (0.75,)]),
-            ({"thresholds": 0.5, "operators": THREE}, [(0.5, 0.5), (0.5, 0.5)]),
-            ({"thresholds": [[0.1, 0.2], [0.3, 0.4]], "operators": THREE}, [(0.1, 0.2), (0.3, 0.4)]),
-        ],
-        ids=["one", "whole-number", "per-layer", "per-layer-lists", "one-for-three", "pairs"],
-    )
-    def test_forms_of_thresholds(self, fields, expected):
-        assert ChiarConfig(**fields).layer_thresholds() == expected
+    def test_forms_of_thresholds(self):
+        for thresholds in ([0.25, 1], [[0.25], [1.0]]):
+            assert ChiarConfig(thresholds=thresholds).layer_thresholds() == [(0.25,), (1.0,)]
+        assert ChiarConfig(thresholds=1).layer_thresholds() == [(1.0,)] * 2
+        assert ChiarConfig(thresholds=0.5, operators=THREE).layer_thresholds() == [(0.5, 0.5)] * 2
+        pairs = [[0.1, 0.2], [0.3, 0.4]]
+        assert ChiarConfig(thresholds=pairs, operators=THREE).layer_thresholds() == [(0.1, 0.2), (0.3, 0.4)]
 
     def test_what_follows_from_a_field(self):
         assert ChiarConfig(routing="soft").router == "learned"
@@ -126,7 +109,6 @@ class TestRoundTrip:
     @pytest.mark.parametrize("preset", presets.NAMES)
     def test_presets(self, preset, tmp_path):
         config = presets.get(preset)
-        assert ChiarConfig.from_dict(json.loads(config.to_json_string(use_diff=False))).to_dict() == config.to_dict()
         config.save_pretrained(tmp_path)
         assert ChiarConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
 
@@ -176,15 +158,12 @@ class TestNames:
         refused(f"unknown {field} 'qqq'. Allowed: {allowed}", **{field: "qqq"})
 
     def test_layers_and_operators(self):
-        for name in ("spectral", "routed", "attention"):
+        for name in ("spectral", "attention"):
             wrong = misspelt(name)
-            refused(f"unknown layer type '{wrong}'. Did you mean '{name}'", layer_types=["spectral", wrong])
-        for name in THREE:
-            wrong = misspelt(name)
-            refused(f"unknown operator '{wrong}'. Did you mean '{name}'", operators=["spectral", wrong])
-            if name != "rbf":
-                reason = f"unknown static operator '{wrong}'. Did you mean '{name}'"
-                refused(reason, router="static", static_operators=[wrong, "spectral"])
+            hint = f"'{wrong}'. Did you mean '{name}'"
+            refused(f"unknown layer type {hint}", layer_types=["spectral", wrong])
+            refused(f"unknown operator {hint}", operators=["spectral", wrong])
+            refused(f"unknown static operator {hint}", router="static", static_operators=[wrong, "spectral"])
 
     def test_presets(self):
         names = {"v3-16M": "v3-16m", "v3_16m": "v3-16m", "v3-tyni": "v3-tiny", "base-400m": "baseline-400m"}
@@ -200,12 +179,6 @@ class TestNames:
             refused(reason, presets.get, "v3-tiny", **{wrong: 1})
         for stranger in ("d_model", "tau", "wibble"):
             refused("unknown configuration field", presets.get, "v3-tiny", **{stranger: 3})
-
-    def test_a_near_miss_among_many_names_gets_no_list(self):
-        many = [f"name_{n}" for n in range(30)]
-        assert str(unknown_name("field", "nmae_7", many)) == "unknown field 'nmae_7'. Did you mean 'name_7'?"
-        assert "Allowed: name_0, name_1" in str(unknown_name("field", "zzz", many))
-        assert "Allowed: name_0, name_1" in str(unknown_name("field", "nmae_1", many[:2])), "few are always listed"
 
 
 WRONG_TYPES = [
@@ -255,7 +228,7 @@ THRESHOLDS_OF_THREE = [
 UNMATCHED = [("entropy", "hard"), ("entropy", "soft"), ("learned", "threshold"), ("random", "hard"), ("static", "soft")]
 OPERATOR_SETS = [[], ["spectral"], ["attention"], ["attention", "spectral"], ["spectral", "rbf"]]
 OPERATOR_SETS += [["spectral", "spectral"], ["temporal", "spectral", "attention"]]
-EQUATION = {"spectral_form": "equation"}
+EQUATION, STATIC = {"spectral_form": "equation"}, {"router": "static"}
 COMBINATIONS = [
     *[(f"routing='{b}' does not go with router='{a}': it takes ", {"router": a, "routing": b}) for a, b in UNMATCHED],
     *[("is not supported: use ", {"operators": operators}) for operators in OPERATOR_SETS],
@@ -263,15 +236,10 @@ COMBINATIONS = [
     ("light_ffn=False needs spectral_form='sublayer'", {**EQUATION, "light_ffn": False}),
     ("filter_gamma=False needs norm_position='pre'", {"filter_gamma": False}),
     ("router_scale='probability' needs two operators", {"router_scale": "probability"}),
-    *[
-        (f"layer 1 is '{first}'", {"meta_router": True, "layer_types": [first, "attention"]})
-        for first in ("routed", "attention")
-    ],
-    *[
-        (f"has {n} entries for 2 routed layers", {"router": "static", "static_operators": ["attention"] * n})
-        for n in (0, 1, 3)
-    ],
-    ("unknown static operator 'rbf'", {"router": "static", "static_operators": ["rbf", "attention"]}),
+    ("layer 1 is 'routed'", {"meta_router": True, "layer_types": ["routed", "attention"]}),
+    ("layer 1 is 'attention'", {"meta_router": True, "layer_types": ["attention"]}),
+    *[(f"has {n} entries for 2 routed", {**STATIC, "static_operators": ["attention"] * n}) for n in (0, 1, 3)],
+    ("unknown static operator 'rbf'", {**STATIC, "static_operators": ["rbf", "attention"]}),
     ("target_fraction needs two operators", {"target_fraction": 0.5, "operators": THREE}),
     ("target_fraction needs two operators", {"target_fraction": 0.5, "router": "random"}),
     ("target_fraction moves the thresholds", {"target_fraction": 0.5, "thresholds": 0.9}),

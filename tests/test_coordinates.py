@@ -12,7 +12,7 @@ from chiar.model.coordinates import to_feature_coordinates, to_spectral_coordina
 from chiar.model.heads import read_heads, save_heads
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 from commands import run
-from helpers import padding_mask, random_model, randomise, small_config, token_ids
+from helpers import padding_mask, random_model, randomise, router_options, small_config, token_ids
 
 THREE = {"operators": ["spectral", "rbf", "attention"]}
 LEARNED = {"router": "learned"}
@@ -34,6 +34,8 @@ OPTIONS = {
     "untied": {"tie_word_embeddings": False},
     "filter-gamma-off": {"filter_gamma": False},
     "embedding-norm": {"embedding_norm": True},
+    "quantile": router_options("quantile"),
+    "learned-scaled": router_options("learned scaled"),
 }
 
 

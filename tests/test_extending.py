@@ -14,7 +14,6 @@ from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.explore.steering import ways_to_steer, why_not
 from chiar.layers import sparse
-from chiar.layers.operator import TokenOperator
 from chiar.layers.routers import ChoiceRouter
 from chiar.model.coordinates import to_spectral_coordinates
 from chiar.routing.flops import count_flops, operator_shares
@@ -51,8 +50,8 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def words(count=24):
-    return torch.randint(0, 61, (2, count), generator=torch.Generator().manual_seed(0))
+def words():
+    return torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
 def build(vocab_size=61, **changes):
@@ -62,9 +61,7 @@ def build(vocab_size=61, **changes):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["sorted", "packed"])
 @pytest.mark.parametrize(("norm_position", "light_ffn"), [("pre", True), ("pre", False), ("post", False)])
-def test_router_and_operator_run_sparsely_as_densely_and_with_a_cache(
-    files, norm_position, light_ffn, packed, monkeypatch
-):
+def test_they_run_sparsely_as_densely_and_with_a_cache(files, norm_position, light_ffn, packed, monkeypatch):
     if packed:
         monkeypatch.setattr(sparse, "host_sees_routes", lambda device: False)
     registry.add_plugins(["words.py", "scale.py"])
@@ -77,6 +74,7 @@ def test_router_and_operator_run_sparsely_as_densely_and_with_a_cache(
         result = model(ids, labels=ids, output_routing=True)
         result.loss.backward()
         found[execution] = result.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    # Sums run in another order, in float64.
     torch.testing.assert_close(found["sparse"], found["dense"], rtol=1e-8, atol=1e-10)
     for layer in model.config.routed_layers:
         assert torch.equal(result.routing.layers[layer].choice_BT, (ids >= 61 * layer // 8).long())
@@ -93,23 +91,15 @@ class Even(ChoiceRouter):
 
 
 def test_built_in_names_and_own_ones_go_the_same_way():
-    """Any pair builds a model whose weights have the operator's name, and one's own are offered when misspelt."""
+    """Any pair builds a model whose weights have the operator's name."""
     register_router("even", lambda config, layer: Even(len(config.operators)))
     register_operator("halve", lambda config: torch.nn.Linear(config.hidden_size, config.hidden_size))
     lights = [name for name, kind in registry.OPERATORS.items() if kind.light]
-    assert lights == ["spectral", "temporal", "halve"]
-    assert list(registry.ROUTERS) == ["entropy", "learned", "random", "static", "even"]
     for router, light in itertools.product(registry.ROUTERS, lights):
         model = build(router=router, operators=[light, "attention"], gate_pool="causal")
         assert list(model.model.layers[1].operators) == [light, "attention"]
         assert any(name.startswith(f"model.layers.1.operators.{light}.") for name in model.state_dict())
         assert model(words()).logits.isfinite().all()
-    for fields, message in (
-        ({"router": "evn"}, r"unknown router 'evn'\. Did you mean 'even'"),
-        ({"operators": ["hlave", "attention"]}, r"unknown operator 'hlave'\. Did you mean 'halve'"),
-    ):
-        with pytest.raises(InputError, match=message):
-            build(**fields)
 
 
 def test_flops_are_what_was_said(files):
@@ -141,8 +131,6 @@ def test_entropy_and_normed_states_reach_a_router_that_reads_them():
 
 
 def test_the_command_takes_a_plugin(files, tmp_path):
-    code, output = run("--plugin", "words.py", "flops", "v3-tiny", "--length", "16")
-    assert code == 0, output
     changes = ["--set", "router=frequent", "--set", "gate_pool=causal", "--set", "dropout=0.0"]
     (tmp_path / "text.txt").write_text("".join(f"line {n} of a text\n\n" for n in range(60)))
     code, output = run("data", "prepare", "text.txt", "--tokenizer", "bytes", "--out", "corpus")
@@ -178,31 +166,20 @@ def test_training_begins_with_the_weights_it_sets_and_loading_brings_back_others
     registry.add_plugins(["scale.py"])
     config = presets.get("v3-tiny", vocab_size=61, dropout=0.0, operators=["scale", "attention"], gate_pool="causal")
     model = tasks.materialise(tasks.outline(config, {}), 0).language
-    scales = [layer.operators["scale"].weight for layer in model.model.layers if "scale" in layer.operators]
-    assert len(scales) == 2 and all(torch.equal(w, torch.full_like(w, 0.5)) for w in scales)
-    with torch.no_grad():
-        scales[0].fill_(3.0)
+    scales = [model.model.layers[layer].operators["scale"].weight for layer in config.routed_layers]
+    assert all((weight == 0.5).all() for weight in scales)
+    torch.nn.init.constant_(scales[0], 3.0)
     model.save_pretrained(tmp_path / "model")
     again = ChiarForCausalLM.from_pretrained(tmp_path / "model")
     assert again.state_dict()["model.layers.1.operators.scale.weight"].tolist() == [3.0] * config.hidden_size
     torch.testing.assert_close(again.eval()(words()).logits, model.eval()(words()).logits)
 
 
-class Unset(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(config.hidden_size))
-
-
-class Unsaved(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.register_buffer("table", torch.ones(3), persistent=False)
-
-
-@pytest.mark.parametrize(("kind", "message"), [(Unset, "reset_parameters"), (Unsaved, "persistent=True")])
-def test_what_could_not_be_drawn_or_loaded_is_refused(kind, message):
-    register_operator("mine", kind)
+@pytest.mark.parametrize(("persistent", "message"), [(True, "reset_parameters"), (False, "persistent=True")])
+def test_what_could_not_be_drawn_or_loaded_is_refused(persistent, message):
+    module = torch.nn.Module()
+    module.register_buffer("table", torch.ones(3), persistent=persistent)
+    register_operator("mine", lambda config: module)
     with pytest.raises(InputError, match=message):
         build(operators=["mine", "attention"])
 
@@ -237,14 +214,11 @@ def test_the_corpus_is_prepared(files):
 
 
 def test_names_and_plugins_that_cannot_be(tmp_path):
-    for register, name in (
-        (register_router, "entropy"),
-        (register_operator, "attention"),
-        (register_operator, "routed"),
-        (register_operator, "ffn"),
-    ):
+    for name in ("attention", "routed", "ffn"):
         with pytest.raises(InputError, match="own names"):
-            register(name, lambda *_: None)
+            register_operator(name, lambda *_: None)
+    with pytest.raises(InputError, match="own names"):
+        register_router("entropy", lambda *_: None)
     with pytest.raises(InputError, match="letters, digits"):
         register_router("my router", lambda *_: None)
     path = tmp_path / "mine.py"
@@ -257,40 +231,3 @@ def test_names_and_plugins_that_cannot_be(tmp_path):
             path.write_text(code)
         exit_code, output = run("--plugin", str(path), "models")
         assert exit_code == 2 and message in output
-
-
-class Doubled(TokenOperator):
-    """As a built-in one is written: one class, and a line in the registry."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(width))
-
-    @classmethod
-    def build(cls, config):
-        return cls(config.hidden_size)
-
-    @staticmethod
-    def flops(config, work):
-        return {"doubled": work.share * config.hidden_size}
-
-    def reset_parameters(self):
-        torch.nn.init.constant_(self.weight, 2.0)
-
-    def forward(self, x_BTD, context, *_):
-        return self.weight * x_BTD
-
-
-def test_a_built_in_operator_is_one_class_and_one_line(monkeypatch):
-    monkeypatch.setitem(registry.OPERATORS, "doubled", registry.OperatorKind(f"{__name__}:Doubled"))
-    config = presets.get("v3-tiny", vocab_size=61, dropout=0.0, operators=["doubled", "attention"], gate_pool="causal")
-    model = tasks.materialise(tasks.outline(config, {}), 0).language.double()
-    scales = [layer.operators["doubled"].weight for layer in model.model.layers if "doubled" in layer.operators]
-    assert len(scales) == 2 and all((weight == 2.0).all() for weight in scales)
-    logits = {}
-    for execution in ("dense", "sparse"):
-        model.config.execution = execution
-        logits[execution] = model(words()).logits
-    torch.testing.assert_close(logits["sparse"], logits["dense"])
-    parts = flop_records(config, [16], None, None, None)[0]
-    assert sum(parts["chiar"].values()) == pytest.approx(parts["chiar_total"])

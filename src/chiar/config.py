@@ -152,12 +152,12 @@ class ChiarConfig(PreTrainedConfig):
         self.operators = ["spectral", "attention"] if self.operators is None else list(self.operators)
         if self.router is None:
             self.router = "learned" if self.routing in ("hard", "soft") else "entropy"
+        kind = registry.ROUTERS.get(self.router)
         if self.routing is None:
-            kind = registry.ROUTERS.get(self.router)
             self.routing = "threshold" if kind is None else kind.routings[0]
         if self.meta_router is None:
             self.meta_router = self.positions == "rope" and self.layer_types[:1] in ([kind] for kind in LIGHT_LAYERS)
-        if self.router == "static" and self.static_operators is None:
+        if kind is not None and kind.decides_by_layer and self.static_operators is None:
             count = self.layer_types.count("routed")
             self.static_operators = ["attention" if i % 2 == 0 else self.operators[0] for i in range(count)]
 
@@ -193,21 +193,19 @@ class ChiarConfig(PreTrainedConfig):
         return self.hidden_size // self.num_attention_heads
 
     def layer_thresholds(self) -> list[tuple[float, ...]]:
-        """The thresholds in force, one tuple per routed layer: one value a boundary between two operators."""
-        assert self.operators is not None
-        boundaries = len(self.operators) - 1
+        """The thresholds in force, one tuple per routed layer: one value a boundary between two operators. Before
+        calibration: the white-noise mean, or its 33rd and 67th percentiles (normal to first order)."""
+        boundaries, layers = len(self.operators or []) - 1, len(self.routed_layers)
         if self.thresholds is None:
-            return [default_thresholds(self.hidden_size, boundaries)] * len(self.routed_layers)
+            mean, deviation = white_noise_entropy(self.hidden_size)
+            return [(mean,) if boundaries == 1 else (mean - 0.44 * deviation, mean + 0.44 * deviation)] * layers
         if isinstance(self.thresholds, int | float):
-            return [(self.thresholds,) * boundaries] * len(self.routed_layers)
+            return [(self.thresholds,) * boundaries] * layers
         return [tuple(t) if isinstance(t, list | tuple) else (t,) for t in self.thresholds]
 
     def validate(self) -> None:
-        """Raise InputError with the value received and what is allowed.
-
-        transformers calls this when saving, and we when a model is built. It replaces transformers' own validators,
-        one of which would reject our layer types.
-        """
+        """Raise InputError with the value received and what is allowed. transformers calls this when saving, we when a
+        model is built. It replaces transformers' own validators, one of which would reject our layer types."""
         config_checks.check(self)
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -229,9 +227,3 @@ class ChiarConfig(PreTrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Exports always carry our shim instead of a copy of the source."""
-
-
-def default_thresholds(width: int, boundaries: int) -> tuple[float, ...]:
-    """Before calibration: the white-noise mean, or its 33rd and 67th percentiles (normal to first order)."""
-    mean, deviation = white_noise_entropy(width)
-    return (mean,) if boundaries == 1 else (mean - 0.44 * deviation, mean + 0.44 * deviation)

@@ -1,6 +1,6 @@
 """What a configuration may be: one sentence for each mistake."""
 
-from types import NoneType, UnionType
+from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from chiar import registry
@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from chiar.config import ChiarConfig
 
 LIGHT_LAYERS = tuple(name for name, kind in registry.OPERATORS.items() if kind.is_layer and kind.light)
-LAYER_TYPES = (*LIGHT_LAYERS, "routed", "attention")
+DARK_LAYERS = tuple(name for name, kind in registry.OPERATORS.items() if kind.is_layer and not kind.light)
+LAYER_TYPES = (*LIGHT_LAYERS, "routed", *DARK_LAYERS)
 CHOICES = {
     "routing": ("threshold", "hard", "soft"),
     "hard_estimator": ("both", "selected"),
@@ -51,12 +52,8 @@ def without_removed(fields: dict[str, Any]) -> dict[str, Any]:
 
 def check(config: "ChiarConfig") -> None:
     """Raise InputError with the value received and what is allowed."""
-    check_types(config)
-    check_names(config)
-    check_sizes(config)
-    check_routing(config)
-    check_fraction(config)
-    check_combinations(config)
+    for part in (check_types, check_names, check_sizes, check_routing, check_thresholds, check_combinations):
+        part(config)
 
 
 def check_types(config: "ChiarConfig") -> None:
@@ -65,25 +62,32 @@ def check_types(config: "ChiarConfig") -> None:
 
     for name, hint in ChiarConfig.__annotations__.items():
         if not fits(getattr(config, name), hint):
-            expected = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
+            expected = hint.__name__ if isinstance(hint, type) else str(hint)
             raise InputError(f"{name} must be {expected}, got {getattr(config, name)!r}.")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    if isinstance(hint, UnionType):
+        return any(fits(value, part) for part in get_args(hint))
+    if hint is list or get_origin(hint) is list:
+        return isinstance(value, list | tuple) and all(fits(v, entry) for v in value for entry in get_args(hint))
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, int | float if hint is float else hint)
 
 
 def check_names(config: "ChiarConfig") -> None:
     """Whether every choice is one of those there are."""
-    for name, allowed in {**CHOICES, "router": tuple(registry.ROUTERS)}.items():
-        if getattr(config, name) not in allowed:
-            own = "A router of your own? Import it first, or give its file with --plugin." if name == "router" else ""
-            raise unknown_name(name, getattr(config, name), allowed, own)
-    for kind in config.layer_types or []:
-        if kind not in LAYER_TYPES:
-            raise unknown_name("layer type", kind, LAYER_TYPES)
-    for operator in config.operators or []:
-        if operator in REMOVED_OPERATORS and operator not in registry.OPERATORS:
-            raise InputError(f"the operator {operator!r} is gone (docs/log.md): commit {LAST_COMMIT} runs it.")
-        if operator not in registry.OPERATORS:
-            own = "An operator of your own? Import it first, or give its file with --plugin."
-            raise unknown_name("operator", operator, registry.OPERATORS, own)
+    own = "of your own? Import it first, or give its file with --plugin."
+    given = [(name, getattr(config, name), allowed, "") for name, allowed in CHOICES.items()]
+    given.append(("router", config.router, tuple(registry.ROUTERS), f"A router {own}"))
+    given += [("layer type", kind, LAYER_TYPES, "") for kind in config.layer_types or []]
+    given += [("operator", name, tuple(registry.OPERATORS), f"An operator {own}") for name in config.operators or []]
+    for what, name, allowed, hint in given:
+        if what == "operator" and name in REMOVED_OPERATORS and name not in allowed:
+            raise InputError(f"the operator {name!r} is gone (docs/log.md): commit {LAST_COMMIT} runs it.")
+        if name not in allowed:
+            raise unknown_name(what, name, allowed, hint)
 
 
 def check_sizes(config: "ChiarConfig") -> None:
@@ -92,21 +96,6 @@ def check_sizes(config: "ChiarConfig") -> None:
     for name in (*sizes, "rbf_features", "temporal_coefficients"):
         if getattr(config, name) < 1:
             raise InputError(f"{name} must be a positive whole number, got {getattr(config, name)!r}.")
-    if config.hidden_size < 2:
-        raise InputError("hidden_size must be at least 2: the entropy of one coefficient is undefined.")
-    if not config.layer_types:
-        raise InputError("layer_types is empty: a model needs at least one layer.")
-    if config.num_hidden_layers != len(config.layer_types):
-        count = len(config.layer_types)
-        raise InputError(f"num_hidden_layers={config.num_hidden_layers} but layer_types has {count} entries: give one.")
-    if config.hidden_size % (heads := config.num_attention_heads):
-        raise InputError(f"hidden_size={config.hidden_size} is not divisible by num_attention_heads={heads}.")
-    if config.positions == "rope" and config.head_size % 2:
-        raise InputError(f"RoPE rotates pairs of features: the head size {config.head_size} must be even.")
-    if config.temporal_window < 2:
-        raise InputError(f"temporal_window must be at least 2, got {config.temporal_window}: 1 is no look back.")
-    if config.temporal_coefficients > (window := config.temporal_window):
-        raise InputError(f"temporal_coefficients={config.temporal_coefficients} is more than temporal_window={window}.")
     for name in ("dropout", "random_fraction", "gate_skip_below", "filter_init"):
         value = getattr(config, name)
         if value is not None and not 0.0 <= value <= 1.0:
@@ -116,65 +105,74 @@ def check_sizes(config: "ChiarConfig") -> None:
             raise InputError(f"{name} must not be negative, got {getattr(config, name)!r}.")
     if not config.rope_base > 0:
         raise InputError(f"rope_base must be positive, got {config.rope_base!r}.")
+    if config.hidden_size < 2:
+        raise InputError("hidden_size must be at least 2: the entropy of one coefficient is undefined.")
+    if config.hidden_size % (heads := config.num_attention_heads):
+        raise InputError(f"hidden_size={config.hidden_size} is not divisible by num_attention_heads={heads}.")
+    if config.positions == "rope" and config.head_size % 2:
+        raise InputError(f"RoPE rotates pairs of features: the head size {config.head_size} must be even.")
+    if (window := config.temporal_window) < 2:
+        raise InputError(f"temporal_window must be at least 2, got {window}: 1 is no look back.")
+    if config.temporal_coefficients > window:
+        raise InputError(f"temporal_coefficients={config.temporal_coefficients} is more than temporal_window={window}.")
+    if not (layers := config.layer_types or []):
+        raise InputError("layer_types is empty: a model needs at least one layer.")
+    if (count := config.num_hidden_layers) != len(layers):
+        raise InputError(f"num_hidden_layers={count} but layer_types has {len(layers)} entries: give one.")
 
 
 def operator_sets() -> list[list[str]]:
     """What `operators` may be."""
-    lights = [name for name, kind in registry.OPERATORS.items() if kind.light]
-    return [
-        *([light, "attention"] for light in lights),
-        *([light, "rbf", "attention"] for light in lights if registry.built_in(registry.OPERATORS[light])),
-    ]
+    kinds = registry.OPERATORS
+    between = [name for name, kind in kinds.items() if not (kind.light or kind.is_layer)]
+    pairs = [[light, dark] for light, kind in kinds.items() if kind.light for dark in DARK_LAYERS]
+    own_pairs = [pair for pair in pairs if registry.built_in(kinds[pair[0]])]
+    return pairs + [[light, middle, dark] for light, dark in own_pairs for middle in between]
 
 
 def check_routing(config: "ChiarConfig") -> None:
-    """Operators, router, routing and thresholds that go together."""
+    """Operators, router and routing that go together."""
     assert config.operators is not None
-    if list(config.operators) not in operator_sets():
+    if config.operators not in operator_sets():
         allowed = " or ".join(str(names) for names in operator_sets())
         raise InputError(f"operators={config.operators} is not supported: use {allowed}.")
-    routings = config.router_kind.routings
-    if config.routing not in routings:
+    if config.routing not in (routings := config.router_kind.routings):
         allowed = " or ".join(routings)
         raise InputError(f"routing={config.routing!r} does not go with router={config.router!r}: it takes {allowed}.")
-    count = len(config.routed_layers)
-    if config.router == "static":
-        chosen = config.static_operators or []
-        if len(chosen) != count:
-            raise InputError(f"static_operators has {len(chosen)} entries for {count} routed layers.")
-        for operator in chosen:
+    if config.router_kind.decides_by_layer:
+        check_entries(config, "static_operators")
+        for operator in config.static_operators or []:
             if operator not in config.operators:
                 raise unknown_name("static operator", operator, config.operators)
-    if config.thresholds is None:
-        return
-    if isinstance(config.thresholds, list | tuple) and len(config.thresholds) != count:
-        raise InputError(f"thresholds has {len(config.thresholds)} entries for {count} routed layers.")
-    boundaries = len(config.operators) - 1
-    for values in config.layer_thresholds():
-        if len(values) != boundaries:
-            count = len(config.operators)
-            raise InputError(f"{count} operators need {boundaries} threshold(s) a layer, got {list(values)}.")
-        if not all(fits(v, float) and 0.0 <= v <= 1.0 for v in values):
-            raise InputError(f"thresholds are entropies between 0 and 1, got {list(values)}.")
-        if list(values) != sorted(values):
-            raise InputError(f"thresholds of a layer must rise (τ_low, τ_high), got {list(values)}.")
 
 
-def check_fraction(config: "ChiarConfig") -> None:
-    """A target_fraction that a threshold can follow."""
-    fractions, count = config.layer_fractions(), len(config.routed_layers)
-    if fractions is None:
-        return
-    two = len(config.operators or []) == 2
-    if config.router not in ("entropy", "learned") or config.routing == "soft" or not two:
-        got = f"router={config.router!r}, routing={config.routing!r} and operators={config.operators}"
-        raise InputError(f"target_fraction needs two operators and an entropy or hard learned router, got {got}.")
-    if config.thresholds is not None:
-        raise InputError("target_fraction moves the thresholds in training: leave thresholds out, or target_fraction.")
-    if len(fractions) != count:
-        raise InputError(f"target_fraction has {len(fractions)} entries for {count} routed layers.")
-    if not all(0.0 < fraction < 1.0 for fraction in fractions):
-        raise InputError(f"target_fraction must lie strictly between 0 and 1, got {config.target_fraction!r}.")
+def check_entries(config: "ChiarConfig", name: str) -> None:
+    """Whether a field that is a list has an entry for each routed layer."""
+    values, count = getattr(config, name), len(config.routed_layers)
+    if isinstance(values, list | tuple) and len(values) != count:
+        raise InputError(f"{name} has {len(values)} entries for {count} routed layers.")
+
+
+def check_thresholds(config: "ChiarConfig") -> None:
+    """Thresholds that can be, or a target_fraction that they can follow."""
+    count, fractions = len(config.operators or []), config.layer_fractions()
+    if fractions is not None:
+        if not config.router_kind.can_follow or config.routing == "soft" or count != 2:
+            got = f"router={config.router!r}, routing={config.routing!r} and operators={config.operators}"
+            raise InputError(f"target_fraction needs two operators and an entropy or hard learned router, got {got}.")
+        if config.thresholds is not None:
+            raise InputError("target_fraction moves the thresholds in training: leave one of the two out.")
+        check_entries(config, "target_fraction")
+        if not all(0.0 < fraction < 1.0 for fraction in fractions):
+            raise InputError(f"target_fraction must lie strictly between 0 and 1, got {config.target_fraction!r}.")
+    check_entries(config, "thresholds")
+    for values in map(list, config.layer_thresholds() if config.thresholds is not None else ()):
+        if len(values) != count - 1:
+            raise InputError(f"{count} operators need {count - 1} threshold(s) a layer, got {values}.")
+        if not all(fits(value, float) and 0.0 <= value <= 1.0 for value in values):
+            raise InputError(f"thresholds are entropies between 0 and 1, got {values}.")
+        if values != sorted(values):
+            raise InputError(f"thresholds of a layer must rise (τ_low, τ_high), got {values}.")
 
 
 def check_combinations(config: "ChiarConfig") -> None:
@@ -191,21 +189,7 @@ def check_combinations(config: "ChiarConfig") -> None:
     if config.meta_router and (first := (config.layer_types or [""])[0]) not in LIGHT_LAYERS:
         raise InputError(f"the MetaRouter gates a spectral or temporal layer 1, but layer 1 is {first!r}.")
     selected = config.routing == "hard" and config.hard_estimator == "selected"
-    two = len(config.operators or []) == 2
-    if config.router_scale == "probability" and not (two and config.norm_position == "pre" and selected):
+    scalable = selected and config.norm_position == "pre" and len(config.operators or []) == 2
+    if config.router_scale == "probability" and not scalable:
         needed = "two operators, norm_position='pre', routing='hard' and hard_estimator='selected'"
         raise InputError(f"router_scale='probability' needs {needed}.")
-
-
-def fits(value: Any, hint: Any) -> bool:
-    if isinstance(hint, UnionType):
-        return any(fits(value, part) for part in get_args(hint))
-    if hint is None or hint is NoneType:
-        return value is None
-    if hint is list:
-        return isinstance(value, list | tuple)
-    if get_origin(hint) is list:
-        return isinstance(value, list | tuple) and all(fits(v, get_args(hint)[0]) for v in value)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, int | float) if hint is float else isinstance(value, hint)

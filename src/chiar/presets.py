@@ -14,18 +14,6 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 # Settings of any transformers model that are not stored as fields.
 GENERAL_FIELDS = ("num_labels", "attn_implementation", "output_attentions")
-FAMILIES = ("baseline", "v1", "v2", "v3", "v4")
-# The paper trained v1 and v2 at 16M only; v2's learned positions and v1's RBF were dropped before scaling up.
-NAMES = (
-    *(f"{family}-tiny" for family in FAMILIES),
-    *(f"{family}-16m" for family in FAMILIES),
-    "baseline-400m",
-    "v3-400m",
-    "v4-400m",
-    "baseline-1b",
-    "v3-1b",
-    "v4-1b",
-)
 # docs/architecture.md says why.
 V4: dict[str, Any] = {
     "norm": "rmsnorm",
@@ -46,20 +34,20 @@ V4: dict[str, Any] = {
     "dropout": 0.0,
     "execution": "auto",
 }
-
-
-def _family(family: str, layers: int) -> dict[str, Any]:
-    if family == "baseline":
-        return {"layer_types": ["attention"] * layers}
-    if family == "v1":
-        return {"operators": ["spectral", "rbf", "attention"], "positions": "learned", "router": "learned"}
-    if family == "v2":
-        return {"positions": "learned"}
-    if family == "v4":
-        if layers < 2:
-            raise InputError(f"num_hidden_layers={layers} is too few for v4, which routes every other layer.")
-        return {**V4, "layer_types": [("attention", "routed")[(layers - layer) % 2 == 0] for layer in range(layers)]}
-    return {}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "baseline": {},
+    "v1": {"operators": ["spectral", "rbf", "attention"], "positions": "learned", "router": "learned"},
+    "v2": {"positions": "learned"},
+    "v3": {},
+    "v4": V4,
+}
+# Layers that are repeated up to the last; the configuration's own are spectral, routed, …, attention.
+PATTERNS = {"baseline": ["attention"], "v4": ["routed", "attention"]}
+# The paper trained v1 and v2 at 16M only; v2's learned positions and v1's RBF were dropped before scaling up.
+NAMES = (
+    *(f"{family}-{size}" for size in ("tiny", "16m") for family in FAMILIES),
+    *(f"{family}-{size}" for size in ("400m", "1b") for family in ("baseline", "v3", "v4")),
+)
 
 
 def get(name: str, **changes: Any) -> ChiarConfig:
@@ -71,16 +59,14 @@ def get(name: str, **changes: Any) -> ChiarConfig:
             raise unknown_name("configuration field", field, ChiarConfig.__annotations__)
     family, size = name.split("-")
     end_of_text = SIZES[size].get("vocab_size", 50257) - 1
-    fields = {
-        **SIZES[size],
-        **_family(family, SIZES[size]["num_hidden_layers"]),
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-    }
+    fields = {**SIZES[size], **FAMILIES[family], "bos_token_id": end_of_text, "eos_token_id": end_of_text}
     if "routing" in changes and "router" not in changes:
         fields.pop("router", None)
     if "layer_types" in changes and "num_hidden_layers" not in changes:
         fields.pop("num_hidden_layers")
-    if "num_hidden_layers" in changes and family in ("baseline", "v4") and "layer_types" not in changes:
-        fields.update(_family(family, changes["num_hidden_layers"]))
+    elif "layer_types" not in changes and family in PATTERNS:
+        pattern, layers = PATTERNS[family], changes.get("num_hidden_layers", fields["num_hidden_layers"])
+        if layers < len(pattern):
+            raise InputError(f"num_hidden_layers={layers} is too few for {family}, which repeats {', '.join(pattern)}.")
+        fields["layer_types"] = [pattern[(layer - layers) % len(pattern)] for layer in range(layers)]
     return ChiarConfig(**{**fields, **changes})

@@ -40,23 +40,21 @@ class Work:
 @dataclass(frozen=True)
 class RouterKind:
     build: "str | Callable[[ChiarConfig, int], Any]"
-    """From configuration and layer number to a module that returns a `Route`; or module:class with a `build`."""
+    """From configuration and layer number to a module that returns a `Route`; or the place of a class, module:class."""
     reads_entropy: bool = False
     reads_state: bool = False  # more of x than its shape
     has_gradient: bool = False  # the weight of the chosen operator depends on a score
     routings: tuple[str, ...] = ("threshold",)
-    flops: "Callable[[ChiarConfig], float] | None" = None  # of one token in one layer
+    has_thresholds: bool = False  # cuts H at the configuration's thresholds, which can be calibrated
+    can_follow: bool = False  # cuts a score, and the cut may follow its quantile in training
+    decides_by_layer: bool = False  # whatever the token
+    fraction: "Callable[[ChiarConfig], float] | None" = None  # f, where a field of the configuration says it
+    flops: "Callable[[ChiarConfig], float] | None" = None  # of one token in one layer, without those of H
 
     def make(self, config: "ChiarConfig", layer: int) -> Any:
-        if isinstance(self.build, str):
-            return resolve(self.build).build(config, layer)
-        assert config.router is not None
-        return adopted("router", config.router, self.build(config, layer))
+        return adopted("router", config.router, resolve(self.build)(config, layer))
 
     def count(self, config: "ChiarConfig") -> float:
-        """FLOPs of one token in one layer, without those of H."""
-        if isinstance(self.build, str):
-            return resolve(self.build).flops(config)
         return 0.0 if self.flops is None else self.flops(config)
 
 
@@ -66,12 +64,13 @@ class OperatorKind:
     """From the configuration to a module that maps (…, D) to (…, D); or module:class of an `Operator`."""
     light: bool = True  # takes the tokens that need no attention: the first operator of a routed layer
     is_layer: bool = False  # a whole layer may consist of it: its name is a layer type
+    in_basis: bool = False  # multiplies coefficients of the basis: `filter_gamma` is about its norm
+    has_fixed_step: bool = True  # decodes a token without looking at values or changing a Python object
+    compiles_in_bf16: bool = True  # and its gradient is right, on a CPU too
     flops: "Callable[[ChiarConfig], float] | None" = None  # of one token
 
     def make(self, name: str, config: "ChiarConfig") -> Any:
-        if isinstance(self.build, str):
-            return resolve(self.build).build(config)
-        return adopted("operator", name, self.build(config))
+        return adopted("operator", name, resolve(self.build)(config))
 
     def count(self, name: str, config: "ChiarConfig", work: Work) -> dict[str, float]:
         """FLOPs per token of the text, by part."""
@@ -81,15 +80,25 @@ class OperatorKind:
 
 
 ROUTERS: dict[str, RouterKind] = {
-    "entropy": RouterKind("chiar.layers.routers:EntropyRouter", reads_entropy=True),
-    "learned": RouterKind("chiar.layers.routers:LearnedRouter", True, True, True, ("hard", "soft")),
-    "random": RouterKind("chiar.layers.routers:RandomRouter"),
-    "static": RouterKind("chiar.layers.routers:StaticRouter"),
+    "entropy": RouterKind(
+        "chiar.layers.routers:EntropyRouter", reads_entropy=True, has_thresholds=True, can_follow=True
+    ),
+    "learned": RouterKind(
+        "chiar.layers.routers:LearnedRouter",
+        routings=("hard", "soft"),
+        can_follow=True,
+        reads_entropy=True,
+        reads_state=True,
+        has_gradient=True,
+        flops=lambda config: 2.0 * (config.hidden_size + 1) * len(config.operators or []),
+    ),
+    "random": RouterKind("chiar.layers.routers:RandomRouter", fraction=lambda config: config.random_fraction),
+    "static": RouterKind("chiar.layers.routers:StaticRouter", decides_by_layer=True),
 }
 OPERATORS: dict[str, OperatorKind] = {
-    "spectral": OperatorKind("chiar.layers.spectral:SpectralFilter", is_layer=True),
+    "spectral": OperatorKind("chiar.layers.spectral:SpectralFilter", is_layer=True, in_basis=True),
     "temporal": OperatorKind("chiar.layers.temporal:TemporalFilter", is_layer=True),
-    "rbf": OperatorKind("chiar.layers.rbf:RBFMixing", light=False),
+    "rbf": OperatorKind("chiar.layers.rbf:RBFMixing", light=False, has_fixed_step=False, compiles_in_bf16=False),
     "attention": OperatorKind("chiar.layers.attention:CausalAttention", light=False, is_layer=True),
 }
 DRAWN = "LayerNorm", "RMSNorm", "Linear", "Embedding"
@@ -104,21 +113,28 @@ def built_in(kind: RouterKind | OperatorKind) -> bool:
     return isinstance(kind.build, str)
 
 
-def resolve(place: str) -> Any:
+def resolve(build: str | Callable) -> Any:
     """The class at module:class. Imported when it is needed: names can be checked without the layers."""
-    module, name = place.split(":")
+    if not isinstance(build, str):
+        return build
+    module, name = build.split(":")
     return getattr(importlib.import_module(module), name)
 
 
-def adopted(kind: str, name: str, module: Any) -> Any:
+def own_tensors(module: Any) -> list[str]:
+    """Names of a module's weights and saved buffers, without those of modules inside."""
+    tensors = [*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))]
+    return [name for name in tensors if name not in module._non_persistent_buffers_set]
+
+
+def adopted(kind: str, name: str | None, module: Any) -> Any:
     """The module, if its weights can be drawn and loaded: models are made without memory and filled later."""
     for part in module.modules():
         unsaved = list(part._non_persistent_buffers_set)
         if unsaved and not hasattr(part, "derive"):
             what = f"the {kind} {name!r} has a buffer that is not saved ({unsaved[0]})"
             raise InputError(f"{what}: register it with persistent=True, or derive it (layers/context.py).")
-        tensors = [*dict(part.named_parameters(recurse=False)), *dict(part.named_buffers(recurse=False))]
-        own = [tensor for tensor in tensors if tensor not in unsaved]
+        own = own_tensors(part)
         if not own or type(part).__name__ in DRAWN:
             continue
         if not hasattr(part, "reset_parameters"):
@@ -138,8 +154,7 @@ def register_router(
     flops: "Callable[[ChiarConfig], float] | None" = None,
 ) -> None:
     """`reads_entropy`: H is computed for it. `reads_state`: under pre-norm it gets what attention would read.
-    `has_gradient`: the weight of the chosen operator depends on a score. `flops`: of one token in one layer.
-    """
+    `has_gradient`: the weight of the chosen operator depends on a score. `flops`: of one token in one layer."""
     check_name("router", name, [known for known, kind in ROUTERS.items() if built_in(kind)])
     ROUTERS[name] = RouterKind(build, reads_entropy, reads_state, has_gradient, flops=flops)
 

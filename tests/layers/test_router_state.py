@@ -8,37 +8,17 @@ import torch
 from chiar import ChiarForCausalLM
 from chiar.errors import InputError
 from chiar.layers.routers import SAMPLE, RouterState
-from chiar.model.coordinates import to_spectral_coordinates
 from chiar.model.inputs import make_context
 from chiar.routing.calibration import calibrate
 from chiar.training.compiling import PLAIN, GraphedPasses
 from helpers import ROUTER_OPTIONS, mixed_routes, random_model, router_options, small_config, token_ids
 
-FRACTIONS = [0.1, 0.5, 0.8]
 ROWS, TOKENS = 2, 10
 
 
-def follower(fractions=FRACTIONS):
+def follower(fractions):
     layers = ["attention", *["routed"] * len(fractions), "attention"]
     return RouterState(small_config(layer_types=layers, target_fraction=fractions, meta_router=False))
-
-
-def stream(steps, rows=8, tokens=64, seed=0):
-    """Skewed scores around 0.9, as narrow as entropies."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        yield [0.9 + 0.004 * torch.randn(rows, tokens, generator=generator).exp() for _ in FRACTIONS]
-
-
-def test_a_stream_is_split_as_asked_and_followed():
-    state = follower()
-    for n, scores in enumerate(stream(160)):
-        state.follow([score - 0.5 * (n < 60) for score in scores])
-    fresh = list(stream(40, seed=1))
-    for n, fraction in enumerate(FRACTIONS):
-        found = torch.stack([scores[n] > state.threshold_L[n] for scores in fresh]).float().mean()
-        # The thresholds of some 20 batches of 512 are averaged: a deviation of 0.005 in the share.
-        assert found == pytest.approx(fraction, abs=0.015)
 
 
 def test_the_first_batch_sets_the_threshold_exactly():
@@ -63,7 +43,7 @@ def test_padding_is_not_counted():
     assert all(torch.equal(value, before[name]) for name, value in padded.state_dict().items()), "nothing was real"
 
 
-def test_a_trained_model_sends_its_fraction_to_attention():
+def test_a_trained_model_sends_its_fraction_to_attention_and_evaluation_moves_nothing():
     torch.manual_seed(0)
     model = ChiarForCausalLM(small_config(**router_options("quantile"), vocab_size=512)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -80,22 +60,17 @@ def test_a_trained_model_sends_its_fraction_to_attention():
         # The threshold is some passes behind weights that move: 0.02 was seen.
         assert routing.attention_fraction(layer) == pytest.approx(fraction, abs=0.05)
         assert routing.layers[layer].thresholds == [float(moved[layer - 1])]
-    assert torch.equal(model.model.router_state.threshold_L, moved), "evaluation moves nothing"
+    assert torch.equal(model.model.router_state.threshold_L, moved)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_saved_in_full_precision(dtype, tmp_path):
     model = ChiarForCausalLM(small_config(target_fraction=0.3))
     model.model.router_state.threshold_L.copy_(torch.tensor([0.8954321, 0.8912345]))
-    model = model.to(dtype)
-    model.save_pretrained(tmp_path)
+    model.to(dtype).save_pretrained(tmp_path)
     loaded = ChiarForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     assert loaded.lm_head.weight.dtype == dtype
-    for name, value in model.model.router_state.state_dict().items():
-        found = loaded.model.router_state.state_dict()[name]
-        assert value.dtype == found.dtype == torch.float32, name
-        assert torch.equal(value, found), name
-    assert model.model.router_state.threshold_L[0] == torch.tensor(0.8954321)
+    assert torch.equal(loaded.model.router_state.threshold_L, torch.tensor([0.8954321, 0.8912345]))
 
 
 def test_thresholds_cannot_be_set_or_calibrated():
@@ -105,7 +80,6 @@ def test_thresholds_cannot_be_set_or_calibrated():
         model.model.set_thresholds(0.9)
     with pytest.raises(InputError, match="it is not calibrated"):
         calibrate(model, [{"input_ids": token_ids()}])
-    assert random_model(small_config()).model.router_state is None, "others have no state"
 
 
 def model_of(option, **changes):
@@ -176,16 +150,6 @@ def test_a_training_step_is_the_same_otherwise_computed(option, how):
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-9, rtol=1e-7, msg=name)
     for name, value in model.model.router_state.state_dict().items():
         torch.testing.assert_close(other.model.router_state.state_dict()[name], value, msg=name)
-
-
-@pytest.mark.parametrize("option", ["quantile", "learned scaled"])
-def test_spectral_coordinates_keep_the_function(option):
-    model = model_of(option, filter_gamma=False)
-    ids = token_ids(ROWS, TOKENS)
-    with torch.no_grad():
-        expected, found = model(ids).logits, to_spectral_coordinates(model)(ids).logits
-    # Sums run in another order, in float64.
-    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
 
 
 @pytest.mark.gpu

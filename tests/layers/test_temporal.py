@@ -11,21 +11,18 @@ from chiar.layers.temporal import TemporalFilter
 from chiar.model.cache import LayerState
 from chiar.training.settings import TrainSettings
 from chiar.training.trainer import make_optimizer
-from helpers import fed_logits
+from helpers import fed_logits, small_config
 
 ROWS, TOKENS, WIDTH, WINDOW = 3, 12, 6, 4
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1], [1] * 12, [0, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0]]).bool()
 
 
 def make():
-    filter = TemporalFilter(WIDTH, WINDOW, 3, 1.0).double()
+    sizes = {"hidden_size": WIDTH, "temporal_window": WINDOW, "temporal_coefficients": 3}
+    filter = TemporalFilter(small_config(num_attention_heads=1, **sizes)).double()
     torch.nn.init.normal_(filter.coefficients_KD)
     torch.nn.init.normal_(filter.now_D)
-    return lambda x, real, memory: filter(x, context(real), None, memory)
-
-
-def context(real_BT):
-    return TokenContext(Transform(), torch.zeros(1), real_BT, None, None)
+    return lambda x, real, memory: filter(x, TokenContext(Transform(), torch.zeros(1), real, None, None), None, memory)
 
 
 @pytest.fixture
@@ -60,15 +57,7 @@ def test_a_step_writes_where_the_one_before_wrote(x_BTD):
     assert memory.get("temporal").shape == (ROWS, WINDOW - 1, WIDTH)
 
 
-def test_the_filter_starts_as_the_identity_and_learns_from_the_first_step(x_BTD):
-    filter = TemporalFilter(WIDTH, WINDOW, 2, 1.0).double()
-    y_BTD = filter(x_BTD, context(None))
-    torch.testing.assert_close(y_BTD, x_BTD)
-    (y_BTD * torch.randn_like(y_BTD)).sum().backward()
-    assert (filter.now_D.grad != 0).all() and (filter.coefficients_KD.grad != 0).all()
-
-
-def test_everywhere_adds_nothing_at_first():
+def test_everywhere_adds_nothing_at_first_and_learns_from_the_first_step():
     changes = {"norm_position": "pre", "dropout": 0.0}
     torch.manual_seed(0)
     plain = ChiarForCausalLM(presets.get("baseline-tiny", **changes)).eval()
@@ -76,7 +65,11 @@ def test_everywhere_adds_nothing_at_first():
     missing = more.load_state_dict(plain.state_dict(), strict=False).missing_keys
     assert len(missing) == 4 * len(plain.model.layers) and all(".everywhere." in name for name in missing)
     ids = torch.arange(24).view(2, 12)
-    torch.testing.assert_close(plain(ids).logits, more(ids).logits)
+    output = more(ids, labels=ids)
+    torch.testing.assert_close(plain(ids).logits, output.logits)
+    output.loss.backward()
+    filters = [layer.everywhere.filter for layer in more.model.layers]
+    assert all((p.grad != 0).all() for filter in filters for p in (filter.now_D, filter.coefficients_KD))
 
 
 def test_filters_do_not_decay():

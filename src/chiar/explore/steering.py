@@ -14,20 +14,23 @@ from chiar.errors import InputError, unknown_name
 from chiar.layers.routers import EntropyRouter, RandomRouter, Route
 
 SHIFT, SHARE = KINDS = ("shift", "share")
-# What can be moved of each router. Of a static one whole layers decide, of a user's own nothing is known.
-WAYS = {"entropy": [SHIFT, SHARE], "learned": [SHIFT, SHARE], "random": [SHARE]}
 
 
 def ways_to_steer(config: ChiarConfig) -> list[str]:
-    return WAYS.get(str(config.router), []) if config.routed_layers else []
+    """Of a static router whole layers decide, of a user's own nothing is known."""
+    if not config.routed_layers:
+        return []
+    if config.router_kind.can_follow:
+        return [SHIFT, SHARE]
+    return [SHARE] if config.router_kind.fraction else []
 
 
 def why_not(config: ChiarConfig) -> str | None:
     if not config.routed_layers:
         return "No layer of this model routes: every token takes the same path, so there is nothing to move."
-    if config.router == "static":
+    if config.router_kind.decides_by_layer:
         return "A static router: whole layers decide, whatever the token, so there is no threshold to move."
-    if config.router not in WAYS:
+    if not ways_to_steer(config):
         return f"{config.router}, a router of your own: the page knows no number of it that could be moved."
     return None
 

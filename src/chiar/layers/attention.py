@@ -1,13 +1,13 @@
 """The dark operator: multi-head causal softmax attention."""
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
-from chiar.layers.context import Maybe, Memory, TokenContext, surely_none, visible_keys
+from chiar.layers.context import LayerMemory, Maybe, Memory, TokenContext, surely_none, visible_keys
 from chiar.layers.operator import Operator
 from chiar.registry import Work
 
@@ -43,15 +43,11 @@ def rotate(x_BHTd: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 class CausalAttention(Operator):
     """softmax(QKᵀ/√d) V over earlier keys, with biases in the QKV and output projections."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, config: ChiarConfig) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    @classmethod
-    def build(cls, config: ChiarConfig) -> Self:
-        return cls(config.hidden_size, config.num_attention_heads, config.dropout)
+        self.heads, self.dropout = config.num_attention_heads, config.dropout
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size)
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
@@ -60,14 +56,20 @@ class CausalAttention(Operator):
         return {"projections": (work.share + work.key_share) * 4 * D * D, "scores": work.pairs * 4 * D}
 
     def forward(
-        self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, spare: bool = False, /
+        self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, /
     ) -> tuple[Tensor, Maybe]:
         """The output and, if eager, the weights: over the store's entries, where tokens were stored before."""
         eager = context.attention_implementation == "eager"
-        if memory is not None and spare and not eager and surely_none(key_BT):
+        if memory is not None and not eager and surely_none(key_BT):
             return torch.zeros_like(x_BTD), None
         mixed_BTD, weights = self.mix(x_BTD, context, key_BT, memory)
         return self.out(mixed_BTD), weights
+
+    def begin(self, memory: LayerMemory, rows: int) -> None:
+        """A prompt without dark tokens leaves no store on a CPU."""
+        weight = self.qkv.weight
+        none_BH0d = weight.new_zeros(rows, self.heads, 0, weight.shape[1] // self.heads)
+        memory.ragged("attention").begin({"key": none_BH0d, "value": none_BH0d})
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
         return tokens.attend(self)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from chiar import registry
 from chiar.config import ChiarConfig
 from chiar.kernels.spectral_entropy import spectral_entropy
-from chiar.layers.context import Maybe, Memory, TokenContext
+from chiar.layers.context import LayerMemory, Maybe, Memory, TokenContext
 from chiar.layers.operator import Adopted, Operator, Tokens
-from chiar.layers.routers import Route, Router
+from chiar.layers.routers import Route
 from chiar.layers.sparse import sparse_tokens
 from chiar.layers.temporal import TemporalSublayer
 from chiar.registry import is_light
@@ -66,13 +66,7 @@ class DenseTokens(Tokens):
     attention_weights: Maybe = None  # of eager attention
 
     def operate(self, name: str) -> Tensor:
-        block, key_BT = self.block, self.context.real_BT
-        seen_BTD = block.norms[name](self.x) if block.pre_norm else self.x
-        spare = self.route is not None and block.routed_keys and not is_light(name)
-        if self.route is not None and spare:
-            chosen_BT = self.route.choice_BT == block.names.index(name)
-            key_BT = chosen_BT if key_BT is None else key_BT & chosen_BT
-        output = block.run(name)(seen_BTD, self.context, key_BT, self.memory, spare)
+        output = self.run_all(self.block.run(name), name)
         if isinstance(output, tuple):
             output, self.attention_weights = output
         return output
@@ -103,7 +97,7 @@ class FeedForward(nn.Module):
 
 def make_norm(config: ChiarConfig, operator: str | None = None) -> nn.Module:
     norm = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
-    weighted = config.filter_gamma or operator != "spectral"
+    weighted = config.filter_gamma or operator is None or not registry.OPERATORS[operator].in_basis
     return norm(config.hidden_size, eps=1e-5, elementwise_affine=weighted)
 
 
@@ -130,7 +124,7 @@ class Block(nn.Module):
         self.pre_norm = config.norm_position == "pre"
         self.equation = config.spectral_form == "equation"
         self.light_ffn = config.light_ffn or not routed
-        self.routed_keys = config.keys == "routed" and config.routing != "soft"
+        self.routed_keys = routed and config.keys == "routed" and config.routing != "soft"
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
 
         self.operators = nn.ModuleDict({name: registry.OPERATORS[name].make(name, config) for name in self.names})
@@ -138,7 +132,7 @@ class Block(nn.Module):
         self.norms = nn.ModuleDict({name: make_norm(config, name) for name in normed})
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)
         self.ffn_norm = make_norm(config)
-        self.router: Router | None = config.router_kind.make(config, index) if routed else None
+        self.router: nn.Module | None = config.router_kind.make(config, index) if routed else None
         self.router_reads_entropy = routed and config.router_kind.reads_entropy
         self.router_reads_state = routed and config.router_kind.reads_state
         self.weights_have_gradient = config.router_kind.has_gradient
@@ -164,6 +158,10 @@ class Block(nn.Module):
         if more is not None and not context.room_is_made:
             y, more = y + more, None
         return (y, more), LayerOutput(route, entropy_BT, dense.attention_weights)
+
+    def begin(self, memory: LayerMemory, rows: int) -> None:
+        for name in self.names:
+            self.run(name).begin(memory, rows)
 
     def run(self, name: str) -> Any:
         """An operator as an `Operator`, looked up when it is used: a module may have been replaced."""

@@ -85,9 +85,6 @@ class DerivedBuffers(nn.Module):
         self.rebuild()
         return self
 
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}{tuple(value.shape)}" for name, value in self.named_buffers())
-
 
 def stored_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32

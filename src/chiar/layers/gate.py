@@ -43,19 +43,13 @@ class MetaRouter(nn.Module):
         return not bool(gate_BT1.any())
 
     def _pooled(self, x_BTD: Tensor, context: TokenContext, memory: Memory) -> Tensor:
-        count = torch.ones_like(x_BTD[..., :1])
-        if context.real_BT is not None:
-            count = context.real_BT[..., None].to(x_BTD.dtype)
-            x_BTD = x_BTD * count
-        if self.pool == "batch":
-            return x_BTD.sum((0, 1), keepdim=True) / count.sum((0, 1), keepdim=True).clamp_min(1)
-        if self.pool == "sequence":
-            return x_BTD.sum(1, keepdim=True) / count.sum(1, keepdim=True).clamp_min(1)
-        total_BTD, count_BT1 = x_BTD.cumsum(1), count.cumsum(1)
-        if memory is not None:
-            past_total, past_count = memory.get("gate_total"), memory.get("gate_count")
-            if past_total is not None and past_count is not None:
-                total_BTD, count_BT1 = total_BTD + past_total, count_BT1 + past_count
-            memory.put("gate_total", total_BTD[:, -1:])
-            memory.put("gate_count", count_BT1[:, -1:])
-        return total_BTD / count_BT1.clamp_min(1)
+        count_BT1 = torch.ones_like(x_BTD[..., :1]) if context.real_BT is None else context.real_BT[..., None].float()
+        sums = torch.cat([x_BTD * count_BT1, count_BT1], dim=-1)  # of states, and how many they are
+        if self.pool == "causal":
+            sums, past = sums.cumsum(1), None if memory is None else memory.get("gate_sums")
+            sums = sums if past is None else sums + past
+            if memory is not None:
+                memory.put("gate_sums", sums[:, -1:])
+        else:
+            sums = sums.sum((0, 1) if self.pool == "batch" else 1, keepdim=True)
+        return sums[..., :-1] / sums[..., -1:].clamp_min(1)

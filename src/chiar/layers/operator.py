@@ -1,15 +1,16 @@
 """What an operator is: a dense definition, and how sparse execution runs it on tokens laid out for it."""
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
 from chiar.kernels.packing import pack, unpack, used
-from chiar.layers.context import Maybe, Memory, TokenContext
+from chiar.kernels.rows import take
+from chiar.layers.context import LayerMemory, Maybe, Memory, TokenContext
 from chiar.layers.routers import Route
-from chiar.registry import Work
+from chiar.registry import Work, is_light, own_tensors
 
 if TYPE_CHECKING:
     from chiar.layers.block import Block
@@ -17,54 +18,49 @@ if TYPE_CHECKING:
 
 
 class Operator(nn.Module):
-    """It may look at other tokens: by default sparse execution runs it on all, and takes what was asked for."""
+    """Made from the configuration alone. It may look at other tokens: by default sparse execution runs it on all, and
+    takes what was asked for."""
 
     looks_back = False  # whether it must see every token to keep its memory up
     sets_own_weights = True
 
-    @classmethod
-    def build(cls, config: ChiarConfig) -> Self:
-        raise NotImplementedError
-
     def reset_parameters(self) -> None:
         """First values of its own weights, by transformers' `initialization`, which leaves loaded ones alone. Linear
         maps, embeddings and norms inside are drawn as everywhere in the model."""
-        if own := [*dict(self.named_parameters(recurse=False)), *self.state_dict_of_buffers()]:
-            raise NotImplementedError(
-                f"{type(self).__name__} has weights of its own ({own[0]}): define reset_parameters."
-            )
-
-    def state_dict_of_buffers(self) -> list[str]:
-        return [name for name, _ in self.named_buffers(recurse=False) if name not in self._non_persistent_buffers_set]
+        if own := own_tensors(self):
+            what = f"{type(self).__name__} has weights of its own ({own[0]})"
+            raise NotImplementedError(f"{what}: define reset_parameters.")
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
         """Per token of the text, by part."""
         raise NotImplementedError
 
-    def forward(
-        self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, spare: bool = False, /
-    ) -> Tensor | tuple[Tensor, Maybe]:
-        """The definition: the output for every token. `key_BT` marks the tokens that are keys (None: all). With
-        `spare` nobody reads the output of other tokens: the memory stores nothing of them, and their output is
-        arbitrary but finite. Eager attention also returns its weights."""
+    def forward(self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, /) -> Any:
+        """The definition: the output for every token. `key_BT` marks the tokens that are keys (None: all). With a
+        memory nobody reads the output of others, which is arbitrary but finite, and nothing of them is stored. Eager
+        attention also returns its weights."""
         raise NotImplementedError
+
+    def begin(self, memory: LayerMemory, rows: int) -> None:
+        """Make what a fixed decoding step writes to, where the prompt left none."""
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
         """Where the routes are on the device: of a light operator the outputs of all tokens, (N, D), right where it was
         chosen; of any other those of the tokens sent to it, packed."""
-        return tokens.run_all(self, name)
+        y_ND = tokens.run_all(self, name).flatten(0, 1)
+        return y_ND if is_light(name) else pack(y_ND, tokens.packing(name))
 
     def run_sorted(self, tokens: "SortedTokens", name: str, x_PD: Tensor) -> Tensor:
         """Where the host knows the routes: the outputs of the P tokens sent to it."""
-        return tokens.run_all(self, name)
+        return take(tokens.run_all(self, name).flatten(0, 1), tokens.places[name])
 
 
 class TokenOperator(Operator):
     """An operator that sees one token at a time, so that any selection of tokens will do."""
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
-        packing, seen_ND = tokens.packing(name), tokens.seen(name)
+        packing, seen_ND = tokens.packing(name), tokens.seen(name, tokens.x)
         y_PD = used(self(used(pack(seen_ND, packing), packing), tokens.context), packing)
         return unpack(y_PD, torch.zeros_like(seen_ND, dtype=y_PD.dtype), packing)
 
@@ -76,7 +72,7 @@ class Adopted:
     """A user's operator, any module that maps (…, D) to (…, D), as a TokenOperator. It is held for one use only."""
 
     looks_back = False
-    run_packed, run_sorted = TokenOperator.run_packed, TokenOperator.run_sorted
+    begin, run_packed, run_sorted = Operator.begin, TokenOperator.run_packed, TokenOperator.run_sorted
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -86,12 +82,13 @@ class Adopted:
 
 
 class Tokens:
-    """A routed layer's tokens as an execution lays them out: together, and for each operator."""
+    """A layer's tokens as an execution lays them out: together, and for each operator."""
 
     x: Tensor  # the layer's input, all tokens together
 
-    def __init__(self, block: "Block", x: Tensor, context: TokenContext, route: Route | None, memory: Memory) -> None:
-        self.block, self.x, self.context, self.route, self.memory = block, x, context, route, memory
+    def __init__(self, block: "Block", x_BTD: Tensor, context: TokenContext, route: Route | None, memory: Memory):
+        self.block, self.context, self.route, self.memory = block, context, route, memory
+        self.x = self.x_BTD = x_BTD
 
     def view(self, name: str) -> Tensor:
         """x of the tokens laid out for an operator."""
@@ -115,3 +112,19 @@ class Tokens:
     def fused_ends(self) -> Maybe:
         """A whole layer whose light tokens skip the FFN, by fewer kernels."""
         return None
+
+    def seen(self, name: str, x: Tensor) -> Tensor:
+        """What an operator reads of x."""
+        return self.block.norms[name](x) if self.block.pre_norm else x
+
+    def sent_to(self, name: str) -> Tensor:
+        """Real tokens sent to an operator, (B, T)."""
+        assert self.route is not None
+        chosen_BT = self.route.choice_BT == self.block.names.index(name)
+        return chosen_BT if self.context.real_BT is None else chosen_BT & self.context.real_BT
+
+    def run_all(self, operator: Operator | Adopted, name: str) -> Any:
+        """The definition, for every token, (B, T, D)."""
+        own_keys = self.block.routed_keys and not is_light(name)
+        key_BT = self.sent_to(name) if own_keys else self.context.real_BT
+        return operator(self.seen(name, self.x_BTD), self.context, key_BT, self.memory)

@@ -61,11 +61,13 @@ class RaggedStore:
         """Whether nothing was ever offered to it."""
         return self.length_B is None
 
-    def begin(self, new: dict[str, Tensor]) -> None:
-        """Tensors without entries, like `new` (B, H, T, d)."""
-        some = next(iter(new.values()))
-        self.length_B = torch.zeros(len(some), dtype=torch.long, device=some.device)
-        self.parts = {name: part[:, :, :0] for name, part in new.items()}
+    def begin(self, new: dict[str, Tensor]) -> Tensor:
+        """Tensors without entries, like `new` (B, H, T, d), where there are none. Returns each row's length."""
+        if self.length_B is None:
+            some = next(iter(new.values()))
+            self.length_B = torch.zeros(len(some), dtype=torch.long, device=some.device)
+            self.parts = {name: part[:, :, :0] for name, part in new.items()}
+        return self.length_B
 
     def grow(self) -> None:
         room = max(ROOM, self.capacity // 8)  # a share of the length, or long texts would be copied again and again
@@ -76,11 +78,9 @@ class RaggedStore:
 
     def append(self, new: dict[str, Tensor], key_BT: Tensor) -> Tensor:
         """Store the entries (B, H, T, d) of tokens that are keys. Returns each row's keys up to each token, (B, T)."""
-        if self.length_B is None:
-            self.begin(new)
-        assert self.length_B is not None
-        count_BT = self.length_B[:, None] + key_BT.cumsum(1)
-        self.length_B = self.rewritten(self.length_B, count_BT[:, -1])
+        length_B = self.begin(new)
+        count_BT = length_B[:, None] + key_BT.cumsum(1)
+        self.length_B = self.rewritten(length_B, count_BT[:, -1])
         self.most += key_BT.shape[1]
         if self.most >= self.capacity:
             self.shelf.look()
@@ -100,9 +100,7 @@ class RaggedStore:
 
     def make_room(self, k_BHTd: Tensor, v_BHTd: Tensor) -> None:
         """For one more token, in tensors that may be written."""
-        if self.length_B is None:
-            self.begin({"key": k_BHTd, "value": v_BHTd})
-        assert self.length_B is not None
+        self.begin({"key": k_BHTd, "value": v_BHTd})
         if self.most + 1 >= self.capacity:
             self.shelf.look()
         self.most += 1
@@ -137,14 +135,9 @@ class RaggedStore:
     def joined(self, other: "RaggedStore", rows: int, more: int) -> "RaggedStore":
         """The `more` rows of another store behind these `rows`. Where nothing was ever offered they are empty."""
         made = RaggedStore(self.shelf)
-        if other.length_B is None:
-            if self.length_B is None:
-                return made
-            other.begin({name: part[:1, :, :0].expand(more, -1, -1, -1) for name, part in self.parts.items()})
-        if self.length_B is None:
-            self.begin({name: part[:1, :, :0].expand(rows, -1, -1, -1) for name, part in other.parts.items()})
-        assert self.length_B is not None and other.length_B is not None
-        made.length_B = torch.cat([self.length_B, other.length_B])
+        if self.is_empty and other.is_empty:
+            return made
+        made.length_B = torch.cat([self.begin(other.emptied(rows)), other.begin(self.emptied(more))])
         made.capacity, made.most = max(self.capacity, other.capacity), max(self.most, other.most)
 
         def alike(part: Tensor) -> Tensor:
@@ -152,6 +145,9 @@ class RaggedStore:
 
         made.parts = {name: torch.cat([alike(part), alike(other.parts[name])]) for name, part in self.parts.items()}
         return made
+
+    def emptied(self, rows: int) -> dict[str, Tensor]:
+        return {name: part[:1, :, :0].expand(rows, -1, -1, -1) for name, part in self.parts.items()}
 
     def replace(self, other: "RaggedStore") -> None:
         """Hold what another store holds."""

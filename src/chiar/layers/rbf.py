@@ -1,21 +1,20 @@
 """RBF mixing, the third operator of v1."""
 
 import math
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from chiar.config import ChiarConfig
-from chiar.kernels.packing import pack
-from chiar.kernels.rows import Ragged, take
+from chiar.kernels.rows import Ragged
 from chiar.layers.context import Maybe, Memory, TokenContext, surely_none, visible_keys
 from chiar.layers.operator import Operator
 from chiar.registry import Work
 
 if TYPE_CHECKING:
-    from chiar.layers.sparse import PackedTokens, SortedTokens
+    from chiar.layers.sparse import SortedTokens
 
 
 class RBFMixing(Operator):
@@ -25,18 +24,14 @@ class RBFMixing(Operator):
 
     omega_Dm: Tensor
 
-    def __init__(self, width: int, features: int) -> None:
+    def __init__(self, config: ChiarConfig) -> None:
         super().__init__()
-        self.features, self.std = features, math.sqrt(2.0)  # γ = 1
-        self.register_buffer("omega_Dm", self.std * torch.randn(width, features))
-        self.out = nn.Linear(2 * features, width)
+        self.features, self.std = config.rbf_features, math.sqrt(2.0)  # γ = 1
+        self.register_buffer("omega_Dm", self.std * torch.randn(config.hidden_size, self.features))
+        self.out = nn.Linear(2 * self.features, config.hidden_size)
 
     def reset_parameters(self) -> None:
         init.normal_(self.omega_Dm, std=self.std)
-
-    @classmethod
-    def build(cls, config: ChiarConfig) -> Self:
-        return cls(config.hidden_size, config.rbf_features)
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
@@ -44,18 +39,17 @@ class RBFMixing(Operator):
         mapped = max(work.share, work.key_share)
         return {"rbf": mapped * 2 * D * features + work.share * 4 * features * D + work.pairs * 8 * features}
 
-    def forward(
-        self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, spare: bool = False, /
-    ) -> Tensor:
-        if memory is not None and spare and surely_none(key_BT):
+    def forward(self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, /) -> Tensor:
+        if memory is not None and surely_none(key_BT):
             return torch.zeros_like(x_BTD)
-        query_BTF = self.features_of(x_BTD)
-        is_key_BS = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device) if key_BT is None else key_BT
-        key_BSF, visible_BTS = query_BTF, visible_keys(is_key_BS, x_BTD.shape[1])[:, 0]
+        if key_BT is None:
+            key_BT = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device)
+        query_BTF = key_BSF = self.features_of(x_BTD)
+        visible_BTS = visible_keys(key_BT, x_BTD.shape[1])[:, 0]
         if memory is not None:
             store = memory.ragged("rbf")
             is_first = store.is_empty
-            count_BT = store.append({"features": query_BTF[:, None]}, is_key_BS)
+            count_BT = store.append({"features": query_BTF[:, None]}, key_BT)
             if not is_first:
                 key_BSF, visible_BTS = store.used("features")[:, 0], store.visible(count_BT)[:, 0]
         return self.out(self.mix(query_BTF, key_BSF, visible_BTS))
@@ -70,25 +64,13 @@ class RBFMixing(Operator):
         weights_BTS = scores_BTS.masked_fill(~visible_BTS, float("-inf")).softmax(-1).to(key_BSF.dtype)
         return weights_BTS @ key_BSF
 
-    def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
-        return pack(tokens.run_all(self, name), tokens.packing(name))
-
     def run_sorted(self, tokens: "SortedTokens", name: str, x_PD: Tensor) -> Tensor:
-        """Over each other or over all."""
-        ragged = Ragged(tokens.counts_by_row(name))
-        if tokens.block.routed_keys:
-            query_PF = self.features_of(tokens.seen(name, x_PD))
-            key_BSF = ragged.batched(query_PF)
-            visible_BQS = torch.ones(ragged.longest, ragged.longest, dtype=torch.bool).tril()
-            if len(x_PD):
-                tokens.remember(name, {"features": query_PF[:, None]})
-        else:
-            key_BSF, is_key_BT = self.features_of(tokens.all_seen(name)), tokens.is_key()
-            query_PF = take(key_BSF.flatten(0, 1), tokens.places[name])
-            if tokens.memory is not None:
-                tokens.memory.ragged(name).append({"features": key_BSF[:, None]}, is_key_BT)
-            place_BQ1 = ragged.batched((tokens.places[name] % tokens.length)[:, None])
-            place_S = torch.arange(tokens.length)
-            # What fills a short row up must see something, or its softmax would be NaN.
-            visible_BQS = (place_S <= place_BQ1) & is_key_BT[:, None] | (place_S == place_BQ1)
-        return self.out(ragged.flat(self.mix(ragged.batched(query_PF), key_BSF, visible_BQS)))
+        """Where its own tokens are the only keys, they alone have features."""
+        if not tokens.block.routed_keys:
+            return super().run_sorted(tokens, name, x_PD)
+        features_PF, packing = self.features_of(tokens.seen(name, x_PD)), tokens.packing(name)
+        tokens.remember(name, {"features": features_PF[:, None]}, packing)
+        ragged = Ragged(packing.rows.diff().tolist())
+        key_BLF = ragged.batched(features_PF)
+        earlier_LL = torch.ones(ragged.longest, ragged.longest, dtype=torch.bool).tril()
+        return self.out(ragged.flat(self.mix(key_BLF, key_BLF, earlier_LL)))

@@ -1,4 +1,7 @@
-"""Routers: which operator each token of a routed layer goes to; and thresholds that follow the scores in training."""
+"""Routers: which operator each token of a routed layer goes to; and thresholds that follow the scores in training.
+
+Called once a pass with x, which is what attention would read, and the layer's H, each if the router's kind says that it
+reads it. A forced choice is used as it is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +17,6 @@ from chiar.kernels.hash import uniform_hash
 from chiar.kernels.white_noise import white_noise_entropy
 from chiar.layers.context import DerivedBuffers, Maybe, TokenContext, stored_in
 
-FEW = 3  # outputs up to which a compiled map is written as sums
 SAMPLE = 4096  # scores a pass sorts, or up to twice as many: their quantile is off by some 0.008 before averaging
 RATE = 0.2  # how far a pass moves the averages, once there were 1 / RATE of them
 
@@ -34,25 +36,7 @@ def one_hot(choice_BT: Tensor, operators: int) -> Tensor:
     return (choice_BT[..., None] == torch.arange(operators, device=choice_BT.device)).float()
 
 
-class Router(nn.Module):
-    """What every router is: built from the configuration, called once a pass."""
-
-    @classmethod
-    def build(cls, config: ChiarConfig, layer: int) -> Self:
-        raise NotImplementedError
-
-    @staticmethod
-    def flops(config: ChiarConfig) -> float:
-        """Of one token, without those of H."""
-        return 0.0
-
-    def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
-        """`x` is what attention would read, `entropy` the layer's H, each if the router's kind says that it reads it;
-        a forced choice is used as it is."""
-        raise NotImplementedError
-
-
-class ChoiceRouter(Router):
+class ChoiceRouter(nn.Module):
     """A router whose decision has no gradient: say how to choose, and it is done."""
 
     def __init__(self, operators: int) -> None:
@@ -68,20 +52,16 @@ class ChoiceRouter(Router):
         return Route(choice_BT, one_hot(choice_BT, self.operators))
 
 
-class EntropyRouter(DerivedBuffers, Router):
+class EntropyRouter(DerivedBuffers):
     """The paper's rule: H(x) > τ goes to attention. With three operators, τ_low and τ_high cut twice."""
 
     thresholds: Tensor
 
-    def __init__(self, thresholds: tuple[float, ...], follows: bool = False) -> None:
-        """`follows`: τ is the one that training has followed, not these."""
+    def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__()
-        self.values, self.follows = thresholds, follows
+        self.values = config.layer_thresholds()[config.routed_layers.index(layer)]
+        self.follows = config.follows_quantile  # τ is the one that training has followed, not these
         self.register_derived()
-
-    @classmethod
-    def build(cls, config: ChiarConfig, layer: int) -> Self:
-        return cls(config.layer_thresholds()[config.routed_layers.index(layer)], config.follows_quantile)
 
     def derive(self) -> dict[str, Tensor]:
         return {"thresholds": torch.tensor(self.values, dtype=torch.float64)}
@@ -96,29 +76,18 @@ class EntropyRouter(DerivedBuffers, Router):
         return Route(choice_BT, one_hot(choice_BT, thresholds.shape[0] + 1), score_BT=entropy_BT)
 
 
-class LearnedRouter(Router):
+class LearnedRouter(nn.Module):
     """A linear map of [x; H]. Soft: its softmax blends the operators. Hard: its argmax picks one, or with `follows`
     attention where its logit leads by more than a threshold, which is then taken off before the softmax.
     The gradient of hard routing is the paper's straight-through estimator, `both`: forward one-hot, backward the
     softmax, which needs every operator's output. `selected` multiplies the chosen output by p / stopgrad(p) = 1, which
     needs only that one. With the scale `probability` attention's is multiplied by 2p instead, the other's by 1."""
 
-    def __init__(
-        self, width: int, outputs: int, routing: str, estimator: str = "both", scale: str = "one", follows: bool = False
-    ) -> None:
+    def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__()
-        self.routing, self.estimator, self.scale, self.follows = routing, estimator, scale, follows
-        self.score = nn.Linear(width + 1, outputs)
-
-    @classmethod
-    def build(cls, config: ChiarConfig, layer: int) -> Self:
-        assert config.operators is not None and config.routing is not None
-        how = config.routing, config.hard_estimator, config.router_scale, config.follows_quantile
-        return cls(config.hidden_size, len(config.operators), *how)
-
-    @staticmethod
-    def flops(config: ChiarConfig) -> float:
-        return 2.0 * (config.hidden_size + 1) * len(config.operators or [])
+        self.routing, self.estimator, self.scale = config.routing, config.hard_estimator, config.router_scale
+        self.follows = config.follows_quantile
+        self.score = nn.Linear(config.hidden_size + 1, len(config.operators or []))
 
     def scores(self, x_BTD: Tensor, entropy_BT: Tensor) -> Tensor:
         # In fp32 at least: H varies by 0.004 at width 1024, which is one step of bf16.
@@ -126,7 +95,7 @@ class LearnedRouter(Router):
         with torch.autocast(x_BTD.device.type, enabled=False):
             seen_BTD, entropy_BT1 = x_BTD.to(dtype), entropy_BT[..., None].to(dtype)
             weight, bias_K = self.score.weight.to(dtype), self.score.bias.to(dtype)
-            if len(weight) <= FEW and joins_a_norm(seen_BTD):
+            if joins_a_norm(seen_BTD):
                 sums_BTK = torch.stack([(seen_BTD * weight_D).sum(-1) for weight_D in weight[:, :width]], dim=-1)
                 return sums_BTK + bias_K + entropy_BT1 * weight[:, width]
             return F.linear(torch.cat([seen_BTD, entropy_BT1], -1), weight, bias_K)
@@ -159,10 +128,7 @@ class LearnedRouter(Router):
 def without_common_shift(score_BT: Tensor, real_BT: Maybe) -> Tensor:
     """The same scores, but no gradient moves all of them alike. Where a threshold follows them such a move changes no
     choice, yet every layer wants more attention: scores would climb for ever, and the fraction stay too high."""
-    if real_BT is None:
-        mean = score_BT.mean()
-    else:
-        mean = torch.where(real_BT, score_BT, 0).sum() / real_BT.sum().clamp_min(1)
+    mean = mean_over_tokens(score_BT[..., None], real_BT)
     return score_BT - (mean - mean.detach())
 
 
@@ -174,14 +140,14 @@ def joins_a_norm(x_BTD: Tensor) -> bool:
 class RandomRouter(ChoiceRouter):
     """Control: a fixed hash of (seed, layer, token id) or of (seed, layer, position)."""
 
-    def __init__(self, layer: int, operators: int, key: str, fraction: float, seed: int) -> None:
-        super().__init__(operators)
-        self.layer, self.key, self.fraction, self.seed = layer, key, fraction, seed
-
-    @classmethod
-    def build(cls, config: ChiarConfig, layer: int) -> Self:
-        assert config.operators is not None
-        return cls(layer, len(config.operators), config.random_key, config.random_fraction, config.router_seed)
+    def __init__(self, config: ChiarConfig, layer: int) -> None:
+        super().__init__(len(config.operators or []))
+        self.key, self.fraction, self.seed, self.layer = (
+            config.random_key,
+            config.random_fraction,
+            config.router_seed,
+            layer,
+        )
 
     def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
         keys_BT = context.positions_BT if self.key == "position" else context.token_ids_BT
@@ -196,15 +162,10 @@ class RandomRouter(ChoiceRouter):
 class StaticRouter(ChoiceRouter):
     """Control: the whole layer uses one operator, whatever the token."""
 
-    def __init__(self, operators: int, operator: int) -> None:
-        super().__init__(operators)
-        self.operator = operator
-
-    @classmethod
-    def build(cls, config: ChiarConfig, layer: int) -> Self:
+    def __init__(self, config: ChiarConfig, layer: int) -> None:
         assert config.operators is not None and config.static_operators is not None
-        chosen = config.static_operators[config.routed_layers.index(layer)]
-        return cls(len(config.operators), config.operators.index(chosen))
+        super().__init__(len(config.operators))
+        self.operator = config.operators.index(config.static_operators[config.routed_layers.index(layer)])
 
     def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
         return torch.full(x_BTD.shape[:2], self.operator, device=x_BTD.device)
@@ -213,8 +174,7 @@ class StaticRouter(ChoiceRouter):
 def mean_over_tokens(values_BTK: Tensor, real_BT: Maybe) -> Tensor:
     if real_BT is None:
         return values_BTK.mean((0, 1))
-    real_BT1 = real_BT[..., None].to(values_BTK.dtype)
-    return (values_BTK * real_BT1).sum((0, 1)) / real_BT1.sum().clamp_min(1)
+    return torch.where(real_BT[..., None], values_BTK, 0).sum((0, 1)) / real_BT.sum().clamp_min(1)
 
 
 def collapse_loss(routes: list[Route], real_BT: Maybe, strength: float) -> Tensor | None:
@@ -241,7 +201,7 @@ class RouterState(DerivedBuffers):
     def __init__(self, config: ChiarConfig) -> None:
         super().__init__()
         self.fractions: list[float] = config.layer_fractions() or []
-        self.first = white_noise_entropy(config.hidden_size)[0] if config.router == "entropy" else 0.0
+        self.first = white_noise_entropy(config.hidden_size)[0] if config.router_kind.has_thresholds else 0.0
         """Threshold before the first pass."""
         dtype = stored_in(torch.get_default_dtype())
         for name, value in self.initial().items():

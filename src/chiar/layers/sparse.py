@@ -5,6 +5,7 @@ identity basis and additions pass over all tokens, which costs memory traffic bu
 time. RBF mixing runs on every token. On a CPU, outside compiled graphs, the host may look at the routes: there tokens
 are sorted by operator instead."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from chiar.kernels.packed_attention import fits, prefix_attention, rotary_attention
 from chiar.kernels.packed_norm import packed_gelu, packed_norm, unpack_sum
 from chiar.kernels.packing import Packing, make_packing, pack, pack_all, packed_linear, unpack, used
-from chiar.kernels.rows import Reorder, causal_attention, inverse_of, put, take
+from chiar.kernels.rows import Reorder, causal_attention, inverse_of, take
 from chiar.layers.attention import CausalAttention, rotate
-from chiar.layers.context import LayerMemory, Memory, TokenContext, surely_none
-from chiar.layers.operator import Operator, Tokens
+from chiar.layers.context import Memory, TokenContext, surely_none
+from chiar.layers.operator import Tokens
 from chiar.layers.routers import Route
 from chiar.registry import is_light
 
@@ -28,7 +29,6 @@ FEWEST = {"routed": 256, "all": 512}  # tokens in a batch, for each key policy, 
 LONG = 512
 """From here on, and where at most half of the tokens are dark, all keys get attention for dark queries only: torch's
 causal attention of every query, in one call for all rows, is faster below."""
-Norm = nn.Module | None
 
 
 def sparse_tokens(
@@ -63,8 +63,10 @@ class SparseTokens(Tokens):
     route: Route
 
     def __init__(self, block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: Memory) -> None:
-        super().__init__(block, x_BTD.flatten(0, 1), context, route, memory)
-        self.shape = self.batch, self.length, _ = x_BTD.shape
+        super().__init__(block, x_BTD, context, route, memory)
+        self.batch, self.length, _ = x_BTD.shape
+        self.x = x_BTD.flatten(0, 1)
+        self.packings: dict[str, Packing] = {}
 
     def together(self, y_ND: Tensor) -> Tensor:
         """All tokens in their places, (B, T, D)."""
@@ -74,38 +76,76 @@ class SparseTokens(Tokens):
         """Of the chosen operator: mostly 1, but a router gets its gradient through it."""
         return self.route.weights_BTK.flatten(0, 1).gather(1, self.route.choice_BT.reshape(-1, 1))
 
+    def packing(self, name: str) -> Packing:
+        """Where the real tokens sent to an operator are."""
+        if name not in self.packings:
+            self.packings[name] = make_packing(self.sent_to(name))
+        return self.packings[name]
+
+    @property
+    def dark(self) -> Packing:
+        return self.packing("attention")
+
+    def linear(self, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor) -> Tensor:
+        """A linear map of dark tokens."""
+        return F.linear(x_PD, weight_KD, bias_K)
+
+    def over_all(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
+        """Attention of the dark tokens over all keys, without the queries of other tokens, (P, H, d)."""
+        width, heads, weight, bias = seen_PD.shape[1], attention.heads, attention.qkv.weight, attention.qkv.bias
+        q_PHd = self.linear(seen_PD, weight[:width], bias[:width]).unflatten(1, (heads, -1))
+        seen_ND = self.seen("attention", self.x_BTD.flatten(0, 1))
+        kv_MD = F.linear(seen_ND, weight[width:], bias[width:])
+        if self.context.real_BT is None:
+            keys = pack_all(self.batch, self.length, self.x.device)
+        else:
+            keys = make_packing(self.context.real_BT)
+            kv_MD = pack(kv_MD, keys)
+        k_MHd, v_MHd = kv_MD.unflatten(1, (2, heads, -1)).unbind(1)
+        return self.over_keys(self.rotated(q_PHd, self.dark), self.rotated(k_MHd, keys), v_MHd, keys)
+
+    def over_keys(self, q_PHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, keys: Packing) -> Tensor:
+        """Attention of the dark tokens over keys up to themselves, (P, H, d)."""
+        self.remember("attention", {"key": k_MHd, "value": v_MHd}, keys)
+        skip_M, rows = self.dark.before_N[keys.token_P], (self.dark.rows, keys.rows)
+        return prefix_attention(q_PHd, k_MHd, v_MHd, *rows, self.limits(keys), skip_M, self.length)
+
+    def limits(self, keys: Packing) -> Tensor:
+        """How many keys each dark token sees; it is a key itself."""
+        return used(keys.before_N[self.dark.token_P] + 1, self.dark)
+
+    def remember(self, name: str, parts_MHd: dict[str, Tensor], keys: Packing) -> None:
+        """Store what an operator keeps of its keys, as it does in dense execution."""
+        key_BT = keys.chosen_N.view(self.batch, self.length)
+        if self.memory is None or surely_none(key_BT):
+            return
+        new = {}
+        for part, part_MHd in parts_MHd.items():
+            part_MD = part_MHd.flatten(1)
+            part_ND = unpack(part_MD, part_MD.new_zeros(self.batch * self.length, part_MD.shape[1]), keys)
+            new[part] = part_ND.view(self.batch, self.length, *part_MHd.shape[1:]).transpose(1, 2)
+        self.memory.ragged(name).append(new, key_BT)
+
+    def rotated(self, x_PHd: Tensor, packing: Packing) -> Tensor:
+        """RoPE, at the places of the packed tokens."""
+        if self.context.rope is None:
+            return x_PHd
+        cos, sin = (table.flatten(0, 2)[self.table_rows(packing)][:, None] for table in self.context.rope)
+        return rotate(x_PHd, (cos, sin))
+
+    def table_rows(self, packing: Packing) -> Tensor:
+        """The row of each packed token in RoPE's tables, of which all batch rows may share one."""
+        assert self.context.rope is not None
+        shared = self.context.rope[0].shape[0] == 1
+        return packing.token_P % self.length if shared else packing.token_P
+
 
 class PackedTokens(SparseTokens):
     """Light operators have all tokens in their places, (N, D), and are right where they were chosen; the others have
     the tokens sent to them, packed."""
 
-    def __init__(self, block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: Memory) -> None:
-        super().__init__(block, x_BTD, context, route, memory)
-        self.packings: dict[str, Packing] = {}
-        self.dark = self.packing("attention")
-
-    def of(self, name: str) -> Tensor:
-        """Real tokens sent to an operator, (B, T)."""
-        chosen_BT = self.route.choice_BT == self.block.names.index(name)
-        return chosen_BT if self.context.real_BT is None else chosen_BT & self.context.real_BT
-
-    def packing(self, name: str) -> Packing:
-        if name not in self.packings:
-            self.packings[name] = make_packing(self.of(name))
-        return self.packings[name]
-
     def view(self, name: str) -> Tensor:
         return self.x if is_light(name) else pack(self.x, self.packing(name))
-
-    def seen(self, name: str) -> Tensor:
-        """What an operator reads of every token, (N, D)."""
-        return self.block.norms[name](self.x) if self.block.pre_norm else self.x
-
-    def run_all(self, operator: Operator, name: str) -> Tensor:
-        """The definition, for every token, (N, D)."""
-        key_BT = self.of(name) if self.block.routed_keys and not is_light(name) else self.context.real_BT
-        seen_BTD = self.seen(name).view(self.shape)
-        return operator(seen_BTD, self.context, key_BT, self.memory, self.block.routed_keys).flatten(0, 1)
 
     def operate(self, name: str) -> Tensor:
         return self.block.run(name).run_packed(self, name)
@@ -133,7 +173,7 @@ class PackedTokens(SparseTokens):
         return y_ND * self.weight_N1().to(y_ND.dtype) if self.block.weights_have_gradient else y_ND
 
     def together(self, y_ND: Tensor) -> Tensor:
-        return y_ND.view(self.shape)
+        return y_ND.view(self.x_BTD.shape)
 
     def fused_ends(self) -> Tensor | None:
         """With two operators dark tokens are packed once and stay packed; kernels add biases and residuals."""
@@ -156,78 +196,25 @@ class PackedTokens(SparseTokens):
     def attend(self, attention: CausalAttention, bias: bool = True) -> Tensor:
         """Packed output of the dark tokens, over each other or over all; on demand without the last bias."""
         norm = self.block.norms["attention"] if self.block.pre_norm else None
-        alone = self.block.routed_keys and self.memory is None  # a cache needs the rotated keys by themselves
-        inside = alone and self.context.rope is not None and fits(self.x.shape[1] // attention.heads)
-        out_PHd = self.among_themselves(attention, norm) if inside else self.over_keys(attention, norm)
-        return packed_linear(out_PHd.flatten(1), attention.out.weight, attention.out.bias if bias else None, self.dark)
+        seen_PD = packed_norm(self.x, norm, self.dark)[1]
+        attend = self.among_themselves if self.block.routed_keys else self.over_all
+        out_PD = attend(attention, seen_PD).flatten(1)
+        return packed_linear(out_PD, attention.out.weight, attention.out.bias if bias else None, self.dark)
 
-    def among_themselves(self, attention: CausalAttention, norm: Norm) -> Tensor:
-        """Where keys are the dark tokens themselves and RoPE can be part of the attention operator."""
-        dark, heads = self.dark, attention.heads
-        qkv_P3Hd = packed_linear(self.dark_seen(norm), attention.qkv.weight, None, dark).unflatten(1, (3, heads, -1))
-        assert self.context.rope is not None
-        cos, sin = (table.flatten(0, 2) for table in self.context.rope)
-        table_P, limit_P = self.table_rows(dark), self.limits(dark)
-        # A grouped product has no bias: the kernel that turns adds it.
-        bias_3Hd = attention.qkv.bias.view(3, heads, -1)
-        return rotary_attention(qkv_P3Hd, bias_3Hd, (cos, sin), table_P, dark, limit_P, self.length)
+    def among_themselves(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
+        dark, heads, bias = self.dark, attention.heads, attention.qkv.bias
+        alone = self.memory is None  # a cache needs the rotated keys by themselves
+        if alone and self.context.rope is not None and fits(self.x.shape[1] // heads):
+            # RoPE is part of the attention operator, and so is the bias: a grouped product has none.
+            qkv_P3Hd = packed_linear(seen_PD, attention.qkv.weight, None, dark).unflatten(1, (3, heads, -1))
+            cos, sin = (table.flatten(0, 2) for table in self.context.rope)
+            where = self.table_rows(dark), dark, self.limits(dark), self.length
+            return rotary_attention(qkv_P3Hd, bias.view(3, heads, -1), (cos, sin), *where)
+        q_PHd, k_PHd, v_PHd = self.linear(seen_PD, attention.qkv.weight, bias).unflatten(1, (3, heads, -1)).unbind(1)
+        return self.over_keys(self.rotated(q_PHd, dark), self.rotated(k_PHd, dark), v_PHd, dark)
 
-    def dark_seen(self, norm: Norm) -> Tensor:
-        """norm(x) of the dark tokens, packed."""
-        return packed_norm(self.x, norm, self.dark)[1]
-
-    def limits(self, keys: Packing) -> Tensor:
-        """How many keys each packed dark token sees; a dark token is a key itself."""
-        return used(keys.before_N[self.dark.token_P] + 1, self.dark)
-
-    def over_keys(self, attention: CausalAttention, norm: Norm) -> Tensor:
-        q_PHd, k_MHd, v_MHd, keys = self.project(attention, norm)
-        if self.memory is not None:
-            self.remember(self.memory, k_MHd, v_MHd, keys)
-        skip_M, rows = self.dark.before_N[keys.token_P], (self.dark.rows, keys.rows)
-        return prefix_attention(q_PHd, k_MHd, v_MHd, *rows, self.limits(keys), skip_M, self.length)
-
-    def remember(self, memory: LayerMemory, k_MHd: Tensor, v_MHd: Tensor, keys: Packing) -> None:
-        """Store keys and values as attention in dense execution does."""
-        key_BT = keys.chosen_N.view(self.batch, self.length)
-        if self.block.routed_keys and surely_none(key_BT):
-            return
-        new = {}
-        for name, part_MHd in (("key", k_MHd), ("value", v_MHd)):
-            part_MD = part_MHd.flatten(1)
-            part_ND = unpack(part_MD, part_MD.new_zeros(self.batch * self.length, part_MD.shape[1]), keys)
-            new[name] = part_ND.view(self.batch, self.length, *part_MHd.shape[1:]).transpose(1, 2)
-        memory.ragged("attention").append(new, key_BT)
-
-    def project(self, attention: CausalAttention, norm: Norm) -> tuple[Tensor, Tensor, Tensor, Packing]:
-        """Rotated queries of the dark tokens; keys and values of theirs or of all; and which tokens the keys are."""
-        heads, dark = attention.heads, self.dark
-        weight, bias = attention.qkv.weight, attention.qkv.bias
-        if self.block.routed_keys:
-            qkv = packed_linear(self.dark_seen(norm), weight, bias, dark).unflatten(1, (3, heads, -1))
-            q, k, v = qkv.unbind(1)
-            return self.rotated(q, dark), self.rotated(k, dark), v, dark
-        width, seen_ND = self.x.shape[1], self.x if norm is None else norm(self.x)
-        q = packed_linear(self.dark_seen(norm), weight[:width], bias[:width], dark).unflatten(1, (heads, -1))
-        k, v = F.linear(seen_ND, weight[width:], bias[width:]).unflatten(1, (2, heads, -1)).unbind(1)
-        if self.context.real_BT is None:
-            keys = pack_all(self.batch, self.length, self.x.device)
-        else:
-            keys = make_packing(self.context.real_BT)
-            k, v = (pack(part.flatten(1), keys).unflatten(1, (heads, -1)) for part in (k, v))
-        return self.rotated(q, dark), self.rotated(k, keys), v, keys
-
-    def rotated(self, x_PHd: Tensor, packing: Packing) -> Tensor:
-        if self.context.rope is None:
-            return x_PHd
-        cos, sin = (table.flatten(0, 2)[self.table_rows(packing)][:, None] for table in self.context.rope)
-        return rotate(x_PHd, (cos, sin))
-
-    def table_rows(self, packing: Packing) -> Tensor:
-        """The row of each packed token in RoPE's tables, of which all batch rows may share one."""
-        assert self.context.rope is not None
-        shared = self.context.rope[0].shape[0] == 1
-        return packing.token_P % self.length if shared else packing.token_P
+    def linear(self, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor) -> Tensor:
+        return packed_linear(x_PD, weight_KD, bias_K, self.dark)
 
 
 class SortedTokens(SparseTokens):
@@ -237,19 +224,22 @@ class SortedTokens(SparseTokens):
 
     def __init__(self, block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: Memory) -> None:
         super().__init__(block, x_BTD, context, route, memory)
-        self.unsorted_ND = self.x
-        self.choice_BT = route.choice_BT
+        choice_BT = route.choice_BT
         if context.real_BT is not None:
-            self.choice_BT = torch.where(context.real_BT, route.choice_BT, len(block.names))
-        choice_N = self.choice_BT.flatten()
+            choice_BT = torch.where(context.real_BT, choice_BT, len(block.names))
+        choice_N = choice_BT.flatten()
         counts: list[int] = choice_N.bincount(minlength=len(block.names) + 1).tolist()
         self.order_N = choice_N.argsort(stable=True)
         self.inverse_N = inverse_of(self.order_N)
-        x_ND = Reorder.apply(self.unsorted_ND, self.order_N, self.inverse_N)
+        x_ND = Reorder.apply(self.x, self.order_N, self.inverse_N)
         *slices, self.padding_PD = x_ND.split(counts)
         self.x = x_ND[: len(x_ND) - len(self.padding_PD)]
         self.slices = dict(zip(block.names, slices, strict=True))
         self.places = dict(zip(block.names, self.order_N.split(counts), strict=False))  # among B·T
+
+    def packing(self, name: str) -> Packing:
+        """Without room behind the last: the host knows how many they are."""
+        return replace(super().packing(name), token_P=self.places[name])
 
     def view(self, name: str) -> Tensor:
         return self.slices[name]
@@ -267,88 +257,23 @@ class SortedTokens(SparseTokens):
     def together(self, y_ND: Tensor) -> Tensor:
         if len(self.padding_PD):
             y_ND = torch.cat([y_ND, self.padding_PD.to(y_ND.dtype)])
-        return Reorder.apply(y_ND, self.inverse_N, self.order_N).view(self.batch, self.length, -1)
-
-    def seen(self, name: str, x_PD: Tensor) -> Tensor:
-        return self.block.norms[name](x_PD) if self.block.pre_norm else x_PD
-
-    def all_seen(self, name: str) -> Tensor:
-        """What the operator reads of every token, in order, (B, T, D)."""
-        return self.seen(name, self.unsorted_ND).view(self.batch, self.length, -1)
-
-    def run_all(self, operator: Operator, name: str) -> Tensor:
-        """The definition, for every token, of which those sent to the operator are taken, (P, D)."""
-        y_BTD = operator(self.all_seen(name), self.context, self.context.real_BT, self.memory)
-        return take(y_BTD.flatten(0, 1), self.places[name])
-
-    def sent_to(self, name: str) -> Tensor:
-        return self.choice_BT == self.block.names.index(name)
-
-    def counts_by_row(self, name: str) -> list[int]:
-        return [len(self.slices[name])] if self.batch == 1 else self.sent_to(name).sum(1).tolist()
-
-    def is_key(self) -> Tensor:
-        real_BT = self.context.real_BT
-        return torch.ones_like(self.choice_BT, dtype=torch.bool) if real_BT is None else real_BT
-
-    def remember(self, name: str, parts_PHd: dict[str, Tensor]) -> None:
-        """Store what the tokens sent to an operator give it."""
-        if self.memory is None:
-            return
-        new = {}
-        for part, x_PHd in parts_PHd.items():
-            x_ND = put(x_PHd.flatten(1), self.places[name], self.batch * self.length)
-            new[part] = x_ND.view(self.batch, self.length, *x_PHd.shape[1:]).transpose(1, 2)
-        self.memory.ragged(name).append(new, self.sent_to(name))
+        return Reorder.apply(y_ND, self.inverse_N, self.order_N).view(self.x_BTD.shape)
 
     def attend(self, attention: CausalAttention, x_PD: Tensor) -> Tensor:
         """Attention of the dark tokens, over each other or over all, (P, D)."""
         if self.block.routed_keys:
             return attention.out(self.among_themselves(attention, self.seen("attention", x_PD)))
         if self.length >= LONG and 2 * len(x_PD) <= self.batch * self.length:
-            return attention.out(self.over_all(attention, self.seen("attention", x_PD)))
-        x_BTD = self.all_seen("attention")
+            return attention.out(self.over_all(attention, self.seen("attention", x_PD)).flatten(1))
+        x_BTD = self.seen("attention", self.x_BTD)
         mixed_BTD, _ = attention.mix(x_BTD, self.context, self.context.real_BT, self.memory)
         return attention.out(take(mixed_BTD.flatten(0, 1), self.places["attention"]))
 
     def among_themselves(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
         """Attention of the dark tokens over each other, (P, D)."""
-        qkv_P3Hd = attention.qkv(seen_PD).unflatten(1, (3, attention.heads, -1))
-        q_PHd, k_PHd = self.rotated(qkv_P3Hd[:, :2], self.places["attention"]).unbind(1)
-        v_PHd = qkv_P3Hd[:, 2]
-        if len(seen_PD):
-            self.remember("attention", {"key": k_PHd, "value": v_PHd})
-        return causal_attention(q_PHd, k_PHd, v_PHd, self.counts_by_row("attention"))
-
-    def over_all(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
-        """Attention of the dark tokens over all keys, without the queries of other tokens, (P, D)."""
-        heads, width = attention.heads, seen_PD.shape[1]
-        weight, bias = attention.qkv.weight, attention.qkv.bias
-        q_PHd = F.linear(seen_PD, weight[:width], bias[:width]).unflatten(1, (heads, -1))
-        q_PHd = self.rotated(q_PHd, self.places["attention"])
-        kv_BTD = F.linear(self.all_seen("attention"), weight[width:], bias[width:])
-        k_BHTd, v_BHTd = kv_BTD.unflatten(2, (2, heads, -1)).permute(2, 0, 3, 1, 4)
-        if self.context.rope is not None:
-            k_BHTd = rotate(k_BHTd, self.context.rope)
-        if self.memory is not None:
-            self.memory.ragged("attention").append({"key": k_BHTd, "value": v_BHTd}, self.is_key())
-        dark_BT, is_key_BT = self.sent_to("attention"), self.is_key()
-        limit_P = is_key_BT.cumsum(1).flatten().int()[self.places["attention"]]
-        skip_M = (dark_BT.cumsum(1) - dark_BT.long()).flatten().int()
-        k_MHd, v_MHd = (x.transpose(1, 2).flatten(0, 1) for x in (k_BHTd, v_BHTd))
-        if self.context.real_BT is not None:
-            key_M = is_key_BT.flatten().nonzero()[:, 0]
-            k_MHd, v_MHd = (take(x.flatten(1), key_M).view(-1, *x.shape[1:]) for x in (k_MHd, v_MHd))
-            skip_M = skip_M[key_M]
-        query_rows, key_rows = (F.pad(chosen.sum(1).cumsum(0), (1, 0)).int() for chosen in (dark_BT, is_key_BT))
-        return prefix_attention(q_PHd, k_MHd, v_MHd, query_rows, key_rows, limit_P, skip_M, self.length).flatten(1)
-
-    def rotated(self, x: Tensor, tokens_P: Tensor) -> Tensor:
-        """RoPE of (P, …, d) at those tokens."""
-        if self.context.rope is None:
-            return x
-        shared = self.context.rope[0].shape[0] < self.batch  # one row of angles may serve the whole batch
-        places_P = tokens_P % self.length if shared else tokens_P
-        cos_Pd, sin_Pd = (table.flatten(0, 2).index_select(0, places_P) for table in self.context.rope)
-        cos, sin = (table[:, None] if x.ndim == 3 else table[:, None, None] for table in (cos_Pd, sin_Pd))
-        return rotate(x, (cos, sin))
+        heads, dark = attention.heads, self.dark
+        qkv_PHd = attention.qkv(seen_PD).unflatten(1, (3 * heads, -1))
+        q_PHd, k_PHd = self.rotated(qkv_PHd[:, : 2 * heads], dark).chunk(2, dim=1)
+        v_PHd = qkv_PHd[:, 2 * heads :]
+        self.remember("attention", {"key": k_PHd, "value": v_PHd}, dark)
+        return causal_attention(q_PHd, k_PHd, v_PHd, dark.rows.diff().tolist())

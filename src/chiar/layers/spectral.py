@@ -1,6 +1,7 @@
 """The light operator (Eq. 3)."""
 
-from typing import TYPE_CHECKING, Self
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +36,13 @@ class SpectralBasis(DerivedBuffers):
 class SpectralFilter(TokenOperator):
     """x ↦ Cᵀ diag(w) C x: a learned weight per frequency (the paper's w). It mixes features, never tokens."""
 
-    def __init__(self, width: int, initial: float = 1.0) -> None:
+    def __init__(self, config: ChiarConfig) -> None:
         super().__init__()
-        self.initial = initial
-        self.weight = nn.Parameter(torch.full((width,), initial))
+        self.initial = float(config.filter_init)
+        self.weight = nn.Parameter(torch.full((config.hidden_size,), self.initial))
 
     def reset_parameters(self) -> None:
         init.constant_(self.weight, self.initial)
-
-    @classmethod
-    def build(cls, config: ChiarConfig) -> Self:
-        return cls(config.hidden_size, float(config.filter_init))
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
@@ -55,14 +52,11 @@ class SpectralFilter(TokenOperator):
         return context.transform.inverse(context.transform.forward(x_BTD) * self.weight)
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
-        seen_ND, transform = tokens.seen(name), tokens.context.transform
+        seen_ND, transform = tokens.seen(name, tokens.x), tokens.context.transform
         if transform.is_identity:  # an element-wise product costs less than packing
             return seen_ND * self.weight
         packing = tokens.packing(name)
-
-        def product(x_PD: Tensor, weight_KD: Tensor) -> Tensor:
-            return packed_linear(x_PD, weight_KD, None, packing)
-
+        product = partial(packed_linear, bias_K=None, packing=packing)
         spectrum_PD = used(transform.forward(pack(seen_ND, packing), product), packing)
         y_PD = transform.inverse(used(spectrum_PD * self.weight, packing), product)
         return unpack(y_PD, torch.zeros_like(seen_ND, dtype=y_PD.dtype), packing)

@@ -1,7 +1,5 @@
 """A filter along time, the axis that has an order: over the last tokens of a row, in one pass or token by token."""
 
-from typing import Self
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,22 +21,18 @@ class TemporalFilter(DerivedBuffers, Operator):
     basis_WK: Tensor
     looks_back = True
 
-    def __init__(self, width: int, window: int, coefficients: int, initial: float, name: str = "temporal") -> None:
+    def __init__(self, config: ChiarConfig, initial: float | None = None, name: str = "temporal") -> None:
         """`name`: where a layer's memory keeps the inputs of the last W − 1 tokens."""
         super().__init__()
-        self.window, self.number, self.initial, self.name = window, coefficients, initial, name
-        self.now_D = nn.Parameter(torch.full((width,), initial))
-        self.coefficients_KD = nn.Parameter(torch.zeros(coefficients, width))
+        self.window, self.number, self.name = config.temporal_window, config.temporal_coefficients, name
+        self.initial = float(config.filter_init if initial is None else initial)
+        self.now_D = nn.Parameter(torch.full((config.hidden_size,), self.initial))
+        self.coefficients_KD = nn.Parameter(torch.zeros(self.number, config.hidden_size))
         self.register_derived()
 
     def reset_parameters(self) -> None:
         init.constant_(self.now_D, self.initial)
         init.zeros_(self.coefficients_KD)
-
-    @classmethod
-    def build(cls, config: ChiarConfig) -> Self:
-        sizes = config.hidden_size, config.temporal_window, config.temporal_coefficients
-        return cls(*sizes, initial=float(config.filter_init))
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
@@ -54,9 +48,7 @@ class TemporalFilter(DerivedBuffers, Operator):
         taps_WD = (self.basis_WK[..., None] * self.coefficients_KD.to(dtype)).sum(1)
         return torch.cat([taps_WD[:1] + self.now_D.to(dtype), taps_WD[1:]])
 
-    def forward(
-        self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, spare: bool = False, /
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, /) -> Tensor:
         device = x_BTD.device.type
         if torch.is_autocast_enabled(device):  # as a linear map would: half the traffic
             x_BTD = x_BTD.to(torch.get_autocast_dtype(device))
@@ -74,8 +66,7 @@ class TemporalSublayer(nn.Module):
     def __init__(self, norm: nn.Module, config: ChiarConfig) -> None:
         super().__init__()
         self.norm, self.pre_norm = norm, config.norm_position == "pre"
-        sizes = config.hidden_size, config.temporal_window, config.temporal_coefficients
-        self.filter = TemporalFilter(*sizes, initial=0.0, name="everywhere")
+        self.filter = TemporalFilter(config, initial=0.0, name="everywhere")
 
     def forward(self, x_BTD: Tensor, context: TokenContext, memory: Memory) -> Tensor:
         if self.pre_norm:

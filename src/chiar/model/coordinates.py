@@ -84,7 +84,9 @@ def check_can_turn(model: Model) -> None:
     own = not all(type(operator) in (SpectralFilter, *ENDS) for operator in operators)
     own |= config.router_kind.reads_state and not all(isinstance(router, LearnedRouter) for router in routers)
     along_time = any(isinstance(module, TemporalFilter) for module in model.modules())
-    filters = [layer.norms[name] for layer in layers for name in layer.norms if name == "spectral"]
+    filters = [
+        layer.norms[n] for layer in layers for n in layer.norms if isinstance(layer.operators[n], SpectralFilter)
+    ]
     reasons = {
         "it is post-norm: γ multiplies the residual stream itself": config.norm_position != "pre",
         "LayerNorm subtracts the mean over features, a direction that a rotation turns": config.norm != "rmsnorm",

@@ -14,10 +14,11 @@ from transformers.utils import logging
 from chiar.errors import first_line
 from chiar.layers.attention import compute_rotary_tables
 from chiar.layers.block import LayerOutput, Summands
-from chiar.layers.context import LayerMemory, Maybe, Memory, TokenContext
+from chiar.layers.context import Maybe, Memory, TokenContext
 from chiar.model.cache import ChiarCache
 from chiar.model.decoder import MaybeGate, run_layer
 from chiar.model.inputs import Routes, check_routes, check_tokens, place_tokens
+from chiar.registry import OPERATORS
 
 logger = logging.get_logger(__name__)
 
@@ -87,7 +88,8 @@ class FastDecoder:
         unfit = (
             torch.is_grad_enabled() or model.training or torch.compiler.is_compiling(),
             torch.is_autocast_enabled(ids_BT.device.type) or config._attn_implementation == "eager",
-            config.output_hidden_states or config.output_attentions or "rbf" in config.operators,
+            config.output_hidden_states or config.output_attentions,
+            not all(OPERATORS[name].has_fixed_step for name in config.operators),
             any(value for name, value in options.items() if name != "forced_routes"),
         )
         return cache.seen > 0 and not any(unfit)
@@ -110,7 +112,7 @@ class FastDecoder:
         state = weakref.ref(cache), cache.shelf.moves, torch.is_inference_mode_enabled()
         if state != self.prepared:
             for layer, memory in zip(model.layers, cache.layers, strict=True):
-                begin_store(layer, memory, rows)
+                layer.begin(memory, rows)
                 memory.make_writable()
             self.prepared = state[0], cache.shelf.moves, state[2]
         cache.shelf.make_room()
@@ -166,15 +168,6 @@ class FastDecoder:
             expect_growth(memory)
         y_B1D, more_B1D, entropy_B1 = self.step_layer(layer, gate, *x, context, memory, forced)
         return (y_B1D, more_B1D), LayerOutput(entropy_BT=entropy_B1)
-
-
-def begin_store(layer: Any, memory: LayerMemory, rows: int) -> None:
-    """A prompt without dark tokens leaves no store on a CPU; a step needs one to write to."""
-    if "attention" in layer.operators and memory.ragged("attention").is_empty:
-        attention = layer.operators["attention"]
-        weight = attention.qkv.weight
-        none_BH0d = weight.new_zeros(rows, attention.heads, 0, weight.shape[1] // attention.heads)
-        memory.ragged("attention").begin({"key": none_BH0d, "value": none_BH0d})
 
 
 def many_graphs() -> Any:

@@ -109,11 +109,11 @@ def calibrate(
         raise InputError("a model with target_fraction found its thresholds in training: it is not calibrated.")
     if rule == "layers" and not config.routed_layers:
         raise InputError("the model has no routed layers: use rule 'embeddings' to take τ from a baseline.")
-    if rule == "layers" and config.router != "entropy":
+    if rule == "layers" and not config.router_kind.has_thresholds:
         raise InputError(f"router={config.router!r} has no thresholds to calibrate: only the entropy router does.")
     assert config.operators is not None
     boundaries, before, training = len(config.operators) - 1, config.thresholds, decoder.training
-    routed = config.routed_layers if config.router == "entropy" else []
+    routed = config.routed_layers if config.router_kind.has_thresholds else []
     noise_N = noise_entropies(config.hidden_size, config.entropy_eps, config.entropy_dc_weight)
     moved, done = 0.0, 1
     try:
@@ -190,7 +190,7 @@ def read_thresholds(path: Path, target: ChiarConfig) -> list:
     for name, (ours, theirs) in differing.items():
         if ours != theirs:
             raise InputError(f"the two models differ in {name} ({ours!r}, {theirs!r}), so thresholds do not carry.")
-    if target.router != "entropy":
+    if not target.router_kind.has_thresholds:
         raise InputError(f"the model has router={target.router!r}, which has no thresholds.")
     if not routed:
         raise InputError("the model has no routed layers, so thresholds have no effect: leave --thresholds out.")

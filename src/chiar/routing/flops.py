@@ -69,12 +69,13 @@ def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | Non
     count, others = len(config.routed_layers), len(config.operators) - 1
     if config.routing == "soft":
         return [dict.fromkeys(config.operators, 1.0)] * count
-    if config.router == "static":
+    kind = config.router_kind
+    if kind.decides_by_layer:
         if fraction is not None:
             raise InputError("a static router's layers decide f: leave the fraction out.")
         return [{name: float(name == chosen) for name in config.operators} for chosen in config.static_operators or []]
     if fraction is None:
-        fraction = config.random_fraction if config.router == "random" else config.layer_fractions() or 0.5
+        fraction = kind.fraction(config) if kind.fraction else config.layer_fractions() or 0.5
     fractions = [fraction] * count if isinstance(fraction, int | float) else list(fraction)
     if len(fractions) != count:
         raise InputError(f"{len(fractions)} fractions for {count} routed layers.")

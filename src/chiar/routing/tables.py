@@ -48,7 +48,7 @@ def describe_fraction(config: ChiarConfig, fraction: float | None) -> str:
 
 def has_fixed_shares(config: ChiarConfig) -> bool:
     """Whether no token chooses: all run everything, or whole layers decide."""
-    return config.routing == "soft" or config.router == "static" or not config.routed_layers
+    return config.routing == "soft" or config.router_kind.decides_by_layer or not config.routed_layers
 
 
 def flop_records(

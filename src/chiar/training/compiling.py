@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, first_line
+from chiar.registry import OPERATORS
 
 PLAIN = 4  # passes of a shape before it is recorded: compiling and first allocations happen in them
 
@@ -25,7 +26,8 @@ def computes_bf16(device: torch.device) -> bool:
 
 def miscompiled(config: ChiarConfig, device: torch.device, precision: str) -> str:
     """What torch compiles without an error but wrongly (seen with 2.13: the gradient of φφᵀ is NaN in places)."""
-    if device.type == "cpu" and precision == "bf16" and config.routed_layers and "rbf" in (config.operators or ()):
+    rightly = all(OPERATORS[name].compiles_in_bf16 for name in config.operators or ())
+    if device.type == "cpu" and precision == "bf16" and config.routed_layers and not rightly:
         return "in bf16 on a CPU the gradient of RBF mixing comes out NaN when compiled (fp32 compiles well)"
     return ""
 

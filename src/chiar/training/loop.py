@@ -76,7 +76,7 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus
     notes += check_tokenizer(settings.initial, config, first) if settings.initial else []
     if needed > config.vocab_size:
         raise InputError(f"the corpus has {needed} token ids, the model only {config.vocab_size}: set vocab_size.")
-    if moves and (config.router != "entropy" or not config.routed_layers):
+    if moves and (not config.router_kind.has_thresholds or not config.routed_layers):
         raise InputError("recalibrate_every needs routed layers with the entropy router.")
     if moves and config.target_fraction is not None:
         raise InputError("target_fraction already moves the thresholds in training: leave recalibrate_every at 0.")

@@ -130,9 +130,9 @@ def known_peak(name: str) -> float | None:
 
 def training_flops(config: ChiarConfig, length: int, shares: Shares | None = None) -> float:
     """FLOPs of a token's forward and backward pass as MFU counts them: dense, or with `shares` what each operator got;
-    layers computed twice count once. A backward pass costs two forward ones; the entropy router's spectrum has none."""
+    layers computed twice count once. A backward pass costs two forward ones; a router without a gradient has none."""
     count = count_dense_execution(config, length) if shares is None else count_flops(config, length, shares)
-    return 3.0 * count.total - 2.0 * (count.part("router") if config.router == "entropy" else 0.0)
+    return 3.0 * count.total - 2.0 * (0.0 if config.router_kind.has_gradient else count.part("router"))
 
 
 def utilisation(run: "Trainer", tokens_per_second: float, use: list[list[float]]) -> float | None:
