@@ -114,8 +114,8 @@ DAMAGES = {
         put("layers.0.ffn.0.weight", torch.zeros(64, 32)),
         r"0\.weight has shape \(64, 32\), expected \(128, 32\)",
     ),
-    "missing layer": (without("layers.1."), r"unexpected layers\.2"),
-    "far layer": (put("layers.30000000.x", torch.zeros(1)), r"unexpected layers\.30000000\.x"),
+    "missing layer": (without("layers.1."), r"has layers\.3\.\* but no layers\.1\.\*"),
+    "far layer": (put("layers.30000000.x", torch.zeros(1)), r"has layers\.30000000\.\* but no layers\.4\.\*"),
     "untied output": (put("lm_head.weight", lambda tied: tied + 1), r"lm_head\.weight differs"),
     "no embedding": (without("token_emb.weight"), r"missing token_emb\.weight"),
     "not a tensor": (put("norm.weight", 3), r"'norm\.weight' is a int"),
@@ -201,8 +201,9 @@ def test_epsilon_is_the_released_codes():
 def test_options_a_file_cannot_have(options, message, tmp_path):
     tensors = content("threshold")["model"]
     tensors |= {"classifier.weight": torch.ones(3, 32), "classifier.bias": torch.ones(3)}
-    with pytest.raises(InputError, match=message):
-        import_checkpoint(saved(tmp_path, {"model": tensors}), tmp_path / "model", TAU, **options)
+    for data in ({"model": tensors}, content("baseline")):
+        with pytest.raises(InputError, match=message):
+            import_checkpoint(saved(tmp_path, data), tmp_path / "model", TAU, **options)
     with pytest.raises(InputError, match="the file says 'soft'"):
         import_checkpoint(GOLDEN / "soft.pt", tmp_path / "model", routing="hard")
     assert not (tmp_path / "model").exists()

@@ -57,8 +57,7 @@ class LayerState(DynamicLayer):
         for name, value in list(self.state.items()):
             self.put(name, value.index_select(0, beam_idx.to(value.device)))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for store in self.stores.values():
@@ -119,10 +118,3 @@ class ChiarCache(Cache):
     def reset(self) -> None:
         super().reset()
         self.seen = 0
-
-
-def check_cache(cache: Any) -> None:
-    """TypeError unless the cache is ours: transformers' general ones have no place for key marks and gate sums."""
-    if not isinstance(cache, ChiarCache):
-        got = type(cache).__name__
-        raise TypeError(f"CHIAR-Former needs a chiar.model.cache.ChiarCache, got {got}: pass none to have one made.")

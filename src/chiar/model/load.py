@@ -63,20 +63,13 @@ def load_config(name: str) -> ChiarConfig:
     return presets.get(name)
 
 
-def architecture(folder: str) -> str | None:
-    """The class whose weights a folder says it holds."""
-    path = Path(folder) / "config.json"
-    names = json.loads(path.read_text(encoding="utf-8")).get("architectures") if path.is_file() else None
-    return names[0] if names else None
-
-
 def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
     """A language model and its folder; a preset gives random weights and no folder."""
     from chiar.model.modeling import ChiarForCausalLM
 
     config = load_config(name)
     if Path(name).is_dir():
-        if architecture(name) == "ChiarForSequenceClassification":
+        if config.architectures == ["ChiarForSequenceClassification"]:
             raise InputError(f"{name} is a classifier, not a language model: chiar eval measures it on labelled text.")
         return open_weights(ChiarForCausalLM, name).eval(), Path(name)
     torch.manual_seed(seed)
@@ -100,7 +93,9 @@ def open_weights(kind: Any, folder: str, **options: Any) -> Any:
     if info["missing_keys"]:
         raise InputError(f"{folder} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
     if left := sorted(name for name in info["unexpected_keys"] if not name.startswith("score.")):
-        raise InputError(f"the model has no place for {left[0]} of {folder}: keep the folder's own configuration.")
+        raise InputError(
+            f"{folder} holds {left[0]}, which this configuration lacks: use the folder's own configuration."
+        )
     return model
 
 
