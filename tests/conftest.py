@@ -13,7 +13,7 @@ import transformers
 
 from chiar import presets
 from chiar.model.modeling import ChiarForCausalLM
-from helpers import ALONG_TIME, randomise, router_options
+from helpers import ALONG_TIME, LENGTHS, ROWS, TOKENS, randomise, router_options, token_ids
 
 THREE = ["spectral", "rbf", "attention"]
 LEARNED = {"router": "learned"}
@@ -67,6 +67,18 @@ def quiet_single_thread():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    """Rows of tokens for a `lively` model."""
+    return token_ids(ROWS, TOKENS, seed=19, vocabulary=257)
+
+
+@pytest.fixture
+def left_mask() -> torch.Tensor:
+    """Rows of 10, 7 and 4 real tokens, padded on the left."""
+    return torch.tensor([[0] * (TOKENS - length) + [1] * length for length in LENGTHS])
 
 
 @pytest.fixture(params=OPTIONS.values(), ids=OPTIONS.keys())
