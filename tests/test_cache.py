@@ -202,31 +202,17 @@ JOINED = {
     "hard-gate": {"gate_skip_below": 0.5},
     **{name: REPRESENTATIVE[name] for name in ("v1-routed-keys", "v3-routed-keys", "temporal")},
 }
-PROMPTS = [[5, 9, 200, 31, 7, 7, 88], [1, 2], [250, 3, 17, 90, 41, 6, 6, 6, 12, 13, 14]]
-STEPS = 7
+STEPS, PROMPTS = 7, (7, 2, 11)
+TEXTS = [token_ids(1, prompt + STEPS, seed=prompt, vocabulary=257) for prompt in PROMPTS]
 
 
-@torch.no_grad()
-def begin(model, prompt):
-    cache = ChiarCache(len(model.model.layers))
-    return model(torch.tensor([prompt]), past_key_values=cache).logits[:, -1], cache
+def prefilled(model, row):
+    return feed(model, TEXTS[row], [PROMPTS[row]])[1]
 
 
-@torch.no_grad()
-def step(model, cache, tokens, lengths):
-    """The logits behind one more token a row, the rows having their own lengths."""
-    ids_B1, positions_B1 = (torch.tensor(values)[:, None] for values in (tokens, lengths))
-    return model(ids_B1, past_key_values=cache, position_ids=positions_B1).logits[:, -1]
-
-
-def alone(model, prompt):
-    """Logits of every step of a row by itself, and the tokens it takes."""
-    logits, cache = begin(model, prompt)
-    seen, tokens = [logits[0]], []
-    for n in range(STEPS):
-        tokens.append(int(seen[-1].argmax()))
-        seen.append(step(model, cache, tokens[-1:], [len(prompt) + n])[0])
-    return seen, tokens
+def alone(model, row):
+    """The logits of a text whose prompt is read at once and the rest token by token."""
+    return fed_logits(model, TEXTS[row], [PROMPTS[row], *[1] * STEPS])[0][0]
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["plain", "fast"])
@@ -234,46 +220,35 @@ def alone(model, prompt):
 def test_rows_come_and_go(lively, some, fast):
     """Each goes on as if it were alone."""
     model = lively(some, max_position_embeddings=64)
-    expected = [alone(model, prompt) for prompt in PROMPTS]
+    expected = [alone(model, row) for row in range(3)]
     if fast:
         model.enable_fast_decoding()
-    live, cache, done = [], None, [0, 0, 0]
-    arrivals, departures = {0: 0, 2: 1, 3: 2}, {5: 1}
+    cache, live, lengths = prefilled(model, 0), [0], list(PROMPTS)
     for time in range(STEPS):
-        if time in departures:
-            kept = [row for row in live if row != departures[time]]
-            for layer in cache.layers:
-                layer.batch_select_indices(torch.tensor([live.index(row) for row in kept]))
-            live = kept
-        if time in arrivals:
-            row = arrivals[time]
-            _, new = begin(model, PROMPTS[row])
-            if cache is None:
-                cache = new
-            else:
-                cache.join(new, len(live), 1)
+        if time == 5:
+            cache.batch_select_indices(torch.tensor([0, 2]))
+            live.remove(1)
+        if row := {2: 1, 3: 2}.get(time):
+            cache.join(prefilled(model, row), len(live), 1)
             live.append(row)
-        tokens = [expected[row][1][done[row]] for row in live]
-        logits_BV = step(model, cache, tokens, [len(PROMPTS[row]) + done[row] for row in live])
+        ids_B1 = torch.stack([TEXTS[row][0, lengths[row]] for row in live])[:, None]
+        positions_B1 = torch.tensor([lengths[row] for row in live])[:, None]
+        logits_BV = whole(model, ids_B1, past_key_values=cache, position_ids=positions_B1).logits[:, -1]
         for row, logits_V in zip(live, logits_BV, strict=True):
-            done[row] += 1
-            torch.testing.assert_close(logits_V, expected[row][0][done[row]], atol=LOGIT_ROUNDING, rtol=0)
-    assert done == [7, 3, 4]
+            torch.testing.assert_close(logits_V, expected[row][lengths[row]], atol=LOGIT_ROUNDING, rtol=0)
+            lengths[row] += 1
+    assert lengths == [7 + 7, 2 + 3, 11 + 4]
 
 
 def test_a_join_that_fails_changes_nothing(lively):
     model = lively({"keys": "routed"})
-    seen, tokens = alone(model, PROMPTS[0])
-    _, cache = begin(model, PROMPTS[0])
-    _, foreign = begin(lively({"meta_router": False}), PROMPTS[1])
-    _, other = begin(model, PROMPTS[1])
+    cache, foreign, other = prefilled(model, 0), prefilled(lively({"meta_router": False}), 1), prefilled(model, 1)
     other.layers[-1].state["unknown"] = torch.zeros(1)  # the layers before it can be joined
     for wrong in (foreign, other):
         with pytest.raises(InputError, match="different models"):
             cache.join(wrong, 1, 1)
-    for n, token in enumerate(tokens):
-        logits = step(model, cache, [token], [len(PROMPTS[0]) + n])[0]
-        torch.testing.assert_close(logits, seen[n + 1], atol=LOGIT_ROUNDING, rtol=0)
+    found, _ = fed_logits(model, TEXTS[0], [1] * STEPS, cache=cache, start=PROMPTS[0])
+    torch.testing.assert_close(found[0], alone(model, 0)[PROMPTS[0] :], atol=LOGIT_ROUNDING, rtol=0)
 
 
 DESIGNS = {

@@ -146,11 +146,6 @@ def test_models_without_spectral_coordinates():
         to_spectral_coordinates(random_model(pre_norm()))
 
 
-def test_filter_norms_without_gamma_always_convert():
-    names = [name for name, _ in make(preset="v2-tiny", filter_gamma=False).named_parameters()]
-    assert not [name for name in names if name.endswith("norms.spectral.weight")]
-
-
 def test_the_command_writes_folders_that_open(tmp_path):
     folder, out, ids = tmp_path / "model", tmp_path / "out", token_ids()
     make(torch.float32, preset="v2-tiny").save_pretrained(folder)
