@@ -178,8 +178,8 @@ def rename(tensors: dict[str, Tensor], config: ChiarConfig) -> dict[str, Tensor]
     wrong += [f"unexpected {name}" for name in sorted(set(tensors) - used)]
     if wrong:
         raise InputError("the tensors do not fit: " + "; ".join(wrong) + ".")
-    scales = {name: FILTER_SCALE if name.endswith("dct_mix.w") else 1.0 for name in tensors}
-    return {ours: tensors[name].float().contiguous() * scales[name] for ours, name in theirs.items()}
+    renamed = {ours: tensors[name].float().contiguous() for ours, name in theirs.items()}
+    return {ours: FILTER_SCALE * value if "operators.spectral" in ours else value for ours, value in renamed.items()}
 
 
 def shape_of(tensors: dict[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ and the basis becomes the identity: H is then a row reduction and the filter an 
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from chiar.files import check_new, new_folder
 from chiar.kernels.transform import make_transform
 from chiar.layers.attention import CausalAttention
 from chiar.layers.block import Block
+from chiar.layers.context import Maybe
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import LearnedRouter
 from chiar.layers.spectral import SpectralFilter
@@ -53,22 +54,18 @@ def to_feature_coordinates(model: Model, basis: str = "dct", seed: int = 0) -> M
 
 def convert_folder(name: str, out: Path, coordinates: str) -> ChiarConfig:
     """Write a model folder in other coordinates, its tokenizer and further classifiers with it."""
-    known: dict[str, Callable[[Model], Model]] = {
-        "spectral": to_spectral_coordinates,
-        "features": to_feature_coordinates,
-    }
-    if coordinates not in known:
-        raise unknown_name("coordinates", coordinates, known)
+    if coordinates not in ("spectral", "features"):
+        raise unknown_name("coordinates", coordinates, ("spectral", "features"))
     check_new(out)
     source = Path(resolve_model(name)[0])
     language = load_config(str(source)).architectures == ["ChiarForCausalLM"]
     if not source.is_dir():
         raise InputError(f"{name} is a preset with random weights: give the folder of a model.")
     model = open_weights(ChiarForCausalLM if language else ChiarForSequenceClassification, str(source))
-    converted, heads = known[coordinates](model), {}
+    convert: Callable[[Any], Any] = to_spectral_coordinates if coordinates == "spectral" else to_feature_coordinates
+    converted, heads = convert(model), {}
     for corpus, head in read_heads(source).items():
-        classifier = as_classifier(model.model, head, [str(i) for i in range(head.out_features)])
-        heads[corpus] = known[coordinates](classifier).score
+        heads[corpus] = convert(as_classifier(model.model, head, [str(i) for i in range(head.out_features)])).score
     with new_folder(out) as aside:
         converted.save_pretrained(aside)
         save_heads(aside, heads)
@@ -150,21 +147,16 @@ def take_gamma(norm: nn.Module) -> Tensor:
     return gamma_D
 
 
-def turn_reader(weight_OD: Tensor, turn: Turn, gamma_D: Tensor | None = None) -> None:
-    """W becomes W diag(γ) Cᵀ: each row is turned."""
-    rows_OD = exact(weight_OD)
-    weight_OD.copy_(turn(rows_OD if gamma_D is None else rows_OD * exact(gamma_D)))
+def turn_reader(weight_OD: Tensor, turn: Turn, gamma_D: Maybe = None) -> None:
+    """W becomes W diag(γ) Cᵀ: each row is turned, in float64 and on the CPU, as not every device has it."""
+    rows_OD = weight_OD.detach().cpu().double()
+    weight_OD.copy_(turn(rows_OD if gamma_D is None else rows_OD * gamma_D.cpu().double()))
 
 
 def turn_writer(linear: nn.Linear, turn: Turn) -> None:
     """W becomes C W and b becomes C b: each column is turned."""
-    linear.weight.copy_(turn(exact(linear.weight).T).T)
-    linear.bias.copy_(turn(exact(linear.bias)))
-
-
-def exact(tensor: Tensor) -> Tensor:
-    """In float64, on the CPU: not every device has it."""
-    return tensor.detach().cpu().double()
+    turn_reader(linear.weight.T, turn)
+    turn_reader(linear.bias, turn)
 
 
 def has_one_gamma(norm: nn.Module) -> bool:

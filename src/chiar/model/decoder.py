@@ -44,8 +44,6 @@ class ChiarPreTrainedModel(PreTrainedModel):
         if getattr(module, "sets_own_weights", False):
             with torch.no_grad():
                 module.reset_parameters()  # type: ignore[operator]
-            if isinstance(module, DerivedBuffers):
-                module.rebuild()
         elif isinstance(module, Gate) and self.config.gate_init == "biased":
             init.zeros_(module.weight)
             init.constant_(module.bias, BIAS)
@@ -56,9 +54,10 @@ class ChiarPreTrainedModel(PreTrainedModel):
                 init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, DerivedBuffers):
+        if isinstance(module, DerivedBuffers):
             module.rebuild()
-            for name, value in module.initial().items() if isinstance(module, RouterState) else ():
+        if isinstance(module, RouterState):
+            for name, value in module.initial().items():
                 init.copy_(getattr(module, name), value)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:

@@ -72,10 +72,9 @@ def open_classifier(name: str, corpus: Classified) -> ChiarForSequenceClassifica
     kind = ChiarForSequenceClassification if own else ChiarForCausalLM
     if corpus.name in heads:
         head, classes = heads[corpus.name], len(corpus.labels)
-        if (known := head.out_features) != classes:
-            raise InputError(
-                f"{name} was trained on another {corpus.name}: {known} classes, {corpus.folder} has {classes}."
-            )
+        if head.out_features != classes:
+            other = f"{name} was trained on another {corpus.name}: {head.out_features} classes"
+            raise InputError(f"{other}, {corpus.folder} has {classes}.")
         return as_classifier(open_weights(kind, name).model, head, corpus.labels)
     if own:
         return open_weights(kind, name)

@@ -20,10 +20,9 @@ Routes = dict[int, Tensor]  # by layer, (B, T): the number of each token's opera
 
 def check_tokens(input_ids: Maybe, inputs_embeds: Maybe, vocabulary: int) -> Tensor:
     """The one of the two that is there; InputError unless it is alone, in rows, and inside the vocabulary."""
-    if (input_ids is None) == (inputs_embeds is None):
-        raise InputError("give exactly one of input_ids and inputs_embeds.")
     given = input_ids if inputs_embeds is None else inputs_embeds
-    assert given is not None
+    if given is None or (input_ids is not None and inputs_embeds is not None):
+        raise InputError("give exactly one of input_ids and inputs_embeds.")
     if given.ndim != (2 if inputs_embeds is None else 3):
         raise InputError(f"the input has shape {tuple(given.shape)}: expected rows of tokens, (B, T) or (B, T, D).")
     if given.numel() == 0:

@@ -76,13 +76,6 @@ def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
     return ChiarForCausalLM(config).eval(), None
 
 
-def load_weights(folder: str, config: ChiarConfig) -> Any:
-    """A language model of this configuration to train on, in fp32, with the weights of a folder; a classifier's too."""
-    from chiar.model.modeling import ChiarForCausalLM
-
-    return open_weights(ChiarForCausalLM, folder, config=config, dtype=torch.float32)
-
-
 def open_weights(kind: Any, folder: str, **options: Any) -> Any:
     """A model of class `kind` with all its weights from a folder, and none left over but a classifier's head."""
     logging.disable_progress_bar()
