@@ -46,10 +46,6 @@ OPTIONS = {
     **ALONG_TIME,
     **{name: router_options(name) for name in ("quantile", "learned scaled", "routed keys")},
 }
-ROUTERS = [
-    *("v1", "v2", "v3", "hard-both", "hard-selected", "soft", "random-token", "random-position", "static"),
-    *("entropy-3", "keys-routed", "keys-routed-v1"),
-]
 
 
 def configuration(option: dict, **changes) -> presets.ChiarConfig:
@@ -84,12 +80,6 @@ def left_mask() -> torch.Tensor:
 @pytest.fixture(params=OPTIONS.values(), ids=OPTIONS.keys())
 def option(request) -> dict:
     """One variant of the model: a preset and the fields changed in it."""
-    return request.param
-
-
-@pytest.fixture(params=[OPTIONS[name] for name in ROUTERS], ids=ROUTERS)
-def router_option(request) -> dict:
-    """One variant for each way of choosing an operator."""
     return request.param
 
 

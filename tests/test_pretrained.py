@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -26,7 +25,6 @@ SOFT = {"router": "learned", "routing": "soft"}
 ROUNDING = 2e-4
 # Relative to a tensor's largest gradient: fp32 sums over tokens and heads in another order.
 GRADIENT_ROUNDING = 1e-4
-BASES = {"dct": {"even_hh", "odd_hh"}, "random": {"whole_DD"}, "identity": set()}
 
 
 def logits(model, ids, **kwargs):
@@ -52,16 +50,12 @@ def assert_same_state(found, expected):
 
 
 def assert_kept(model, original, dtype):
-    """Basis and thresholds in this precision, and the same after rounding to fp32."""
-    expected, found = (dict(each.model.basis.named_buffers()) for each in (original, model))
-    assert expected.keys() == found.keys() == BASES[original.config.basis]
-    pairs = [(found[name], expected[name]) for name in expected]
-    for ours, theirs in zip(model.model.layers, original.model.layers, strict=True):
-        if hasattr(theirs.router, "thresholds"):
-            pairs.append((ours.router.thresholds, theirs.router.thresholds))
-    for ours, theirs in pairs:
-        assert ours.dtype == dtype
-        assert torch.equal(ours.float(), theirs)
+    """Basis and thresholds, which are computed and never saved, in this precision, and the same rounded to fp32."""
+    derived = dict(original.named_buffers()).keys() - original.state_dict().keys()
+    assert any("basis" in name for name in derived)
+    for name in derived:
+        assert model.get_buffer(name).dtype == dtype
+        assert torch.equal(model.get_buffer(name).float(), original.get_buffer(name))
 
 
 class TestSaving:
@@ -79,9 +73,7 @@ class TestSaving:
     def test_auto_classes_precision_and_the_tied_matrix(self, lively, ids, tmp_path, preset):
         model = lively({"preset": preset})
         model.save_pretrained(tmp_path)
-        with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-            names = list(file.keys())
-            sizes = {name: file.get_tensor(name).numel() for name in names}
+        sizes = {name: value.numel() for name, value in load_file(tmp_path / "model.safetensors").items()}
         assert len(sizes.keys() & {"lm_head.weight", "model.embed_tokens.weight"}) == 1, "stored once"
         saved = ("omega_Dm", "threshold_L", "updates_L")
         buffers = [value.numel() for name, value in model.named_buffers() if name.endswith(saved)]
@@ -92,14 +84,12 @@ class TestSaving:
         assert type(language_model) is ChiarForCausalLM
         assert language_model.lm_head.weight is language_model.model.embed_tokens.weight
         assert type(AutoModelForCausalLM.from_config(model.config)) is ChiarForCausalLM
-        decoder = AutoModel.from_pretrained(tmp_path).eval()
+        decoder = AutoModel.from_pretrained(tmp_path)
         assert type(decoder) is ChiarModel
-        with torch.no_grad():
-            assert_same_logits(decoder(ids).last_hidden_state, model.model(ids).last_hidden_state)
+        assert_same_state(decoder, model.model)
         classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
         assert type(classifier) is ChiarForSequenceClassification
         assert_same_state(classifier.model, model.model)
-        assert logits(classifier, ids).shape == (ROWS, 5)
 
         half = ChiarForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
         assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
@@ -107,10 +97,7 @@ class TestSaving:
         assert logits(half, ids).dtype == torch.bfloat16 and logits(half, ids).isfinite().all()
 
     def test_thresholds_set_later_survive_exactly(self, lively, ids, tmp_path):
-        model, values = (
-            lively({"operators": ["spectral", "rbf", "attention"]}),
-            [[0.71, 0.8123456789012345], [0.75, 0.75]],
-        )
+        model, values = lively({"preset": "v1-tiny", "router": "entropy"}), [[0.71, 0.8123456789012345], [0.75, 0.75]]
         before = logits(model, ids)
         model.model.set_thresholds(values)
         assert (logits(model, ids) - before).abs().max() > ROUNDING
@@ -260,12 +247,12 @@ class TestLoss:
         evaluated = model.eval()(ids, labels=ids)
         torch.testing.assert_close(evaluated.loss, plain.loss, msg="exp(loss) must be a perplexity")
 
-    def test_gradient_checkpointing_changes_nothing(self, lively, router_option, ids, left_mask):
+    def test_gradient_checkpointing_changes_nothing(self, lively, option, ids, left_mask):
         """Nor with other options of torch's, or with a cache asked for, as trainers do: the second pass of a checkpoint
         must not add to the cache again, and a reentrant one would lose the gradients of the first layer."""
         results = []
         for options, extra in ((None, {}), ({"preserve_rng_state": False}, {"use_cache": True})):
-            model = lively(router_option).train()
+            model = lively(option).train()
             if options:
                 model.gradient_checkpointing_enable(options)
                 assert model.model.gradient_checkpointing
