@@ -161,8 +161,7 @@ def find_routing(has_router: bool, stored: str | None, given: str | None) -> str
 
 def rename(tensors: dict[str, Tensor], config: ChiarConfig) -> dict[str, Tensor]:
     """Our names and values; every tensor must be there, with the right shape, and none may be left over."""
-    assert config.layer_types is not None
-    rules = AUTHORS_NAMES | (BASELINE_NAMES if set(config.layer_types) == {"attention"} else {})
+    rules = AUTHORS_NAMES | (BASELINE_NAMES if set(config.layer_types or ()) == {"attention"} else {})
     expected = empty_model(config, "classifier.weight" in tensors).state_dict()
     expected.pop("lm_head.weight", None)
     theirs = {ours: reduce(lambda name, rule: re.sub(rule[0], rule[1], name), rules.items(), ours) for ours in expected}

@@ -101,11 +101,10 @@ class ChiarCache(Cache):
 
     def check_rows(self, rows: int) -> None:
         """A batch of another size would be written beside its own rows."""
-        for layer in self.layers:
-            for store in layer.stores.values():
-                if store.length_B is not None and len(store.length_B) != rows:
-                    found = f"the cache holds {len(store.length_B)} rows and the input has {rows}"
-                    raise InputError(f"{found}: a cache goes on with the batch it began with.")
+        held = {len(store.length_B) for store in self.shelf.stores if store.length_B is not None}
+        if other := held - {rows}:
+            found = f"the cache holds {other.pop()} rows and the input has {rows}"
+            raise InputError(f"{found}: a cache goes on with the batch it began with.")
 
     def join(self, other: "ChiarCache", rows: int, more: int) -> None:
         """Go on with the `more` rows of another cache behind these `rows`. Lengths stay each row's own: whoever decodes

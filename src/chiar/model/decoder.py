@@ -3,6 +3,7 @@
 import inspect
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,14 +78,13 @@ class ChiarModel(ChiarPreTrainedModel):
     def __init__(self, config: ChiarConfig) -> None:
         super().__init__(config)
         config.validate()
-        assert config.layer_types is not None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         positions = config.max_position_embeddings, config.hidden_size
         self.embed_positions = nn.Embedding(*positions) if config.positions == "learned" else None
         self.basis = SpectralBasis(config.basis, config.hidden_size, config.basis_seed)
         gate = config.hidden_size, config.gate_pool, config.gate_skip_below
         self.meta_router = MetaRouter(*gate) if config.meta_router else None
-        self.layers = nn.ModuleList(Block(config, i) for i in range(len(config.layer_types)))
+        self.layers = nn.ModuleList(Block(config, i) for i, _ in enumerate(config.layer_types or ()))
         self.router_state = RouterState(config) if config.follows_quantile else None
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
@@ -225,12 +225,11 @@ class ChiarModel(ChiarPreTrainedModel):
         return obstacle is None and config.can_run_sparse and pays
 
     def _run_layer(self, layer: nn.Module, gate: MaybeGate, *rest: Any) -> tuple[Tensor, LayerOutput]:
-        run, arguments = self._run_gated if gate else run_layer, (layer, gate, *rest)
+        run = self._run_gated if gate else run_layer
         # What the last layer keeps, the backward pass needs first: computing it again would free nothing for long.
         if self.gradient_checkpointing and self.training and layer is not self.layers[-1]:
-            (y_BTD, _), done = self._gradient_checkpointing_func(run, *arguments)
-        else:
-            (y_BTD, _), done = run(*arguments)
+            run = partial(self._gradient_checkpointing_func, run)
+        (y_BTD, _), done = run(layer, gate, *rest)
         return y_BTD, done
 
     def _run_gated(self, *arguments: Any) -> tuple[Summands, LayerOutput]:
