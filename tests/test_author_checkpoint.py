@@ -184,6 +184,8 @@ def test_options_a_file_cannot_have(options, message, tmp_path):
     with pytest.raises(InputError, match="the file says 'soft'"):
         import_checkpoint(GOLDEN / "soft.pt", tmp_path / "model", routing="hard")
     assert not (tmp_path / "model").exists()
+    imported = import_checkpoint(GOLDEN / "baseline.pt", tmp_path / "dense", routing="soft")
+    assert imported.notes == ["the file has no routed layers: --tau and --routing are not used."]
 
 
 def test_existing_folder_and_published_threshold(tmp_path):
