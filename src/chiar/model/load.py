@@ -86,9 +86,8 @@ def open_weights(kind: Any, folder: str, **options: Any) -> Any:
     if info["missing_keys"]:
         raise InputError(f"{folder} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
     if left := sorted(name for name in info["unexpected_keys"] if not name.startswith("score.")):
-        raise InputError(
-            f"{folder} holds {left[0]}, which this configuration lacks: use the folder's own configuration."
-        )
+        unplaced = f"this configuration has no place for {left[0]}, which {folder} holds"
+        raise InputError(f"{unplaced}: keep the folder's own configuration.")
     return model
 
 
