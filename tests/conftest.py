@@ -13,7 +13,7 @@ import transformers
 
 from chiar import presets
 from chiar.model.modeling import ChiarForCausalLM
-from helpers import ALONG_TIME, randomise, router_options
+from helpers import ALONG_TIME, LENGTHS, ROWS, TOKENS, randomise, router_options, token_ids
 
 THREE = ["spectral", "rbf", "attention"]
 LEARNED = {"router": "learned"}
@@ -46,10 +46,6 @@ OPTIONS = {
     **ALONG_TIME,
     **{name: router_options(name) for name in ("quantile", "learned scaled", "routed keys")},
 }
-ROUTERS = [
-    *("v1", "v2", "v3", "hard-both", "hard-selected", "soft", "random-token", "random-position", "static"),
-    *("entropy-3", "keys-routed", "keys-routed-v1"),
-]
 
 
 def configuration(option: dict, **changes) -> presets.ChiarConfig:
@@ -69,15 +65,21 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def ids() -> torch.Tensor:
+    """Rows of tokens for a `lively` model."""
+    return token_ids(ROWS, TOKENS, seed=19, vocabulary=257)
+
+
+@pytest.fixture
+def left_mask() -> torch.Tensor:
+    """Rows of 10, 7 and 4 real tokens, padded on the left."""
+    return torch.tensor([[0] * (TOKENS - length) + [1] * length for length in LENGTHS])
+
+
 @pytest.fixture(params=OPTIONS.values(), ids=OPTIONS.keys())
 def option(request) -> dict:
     """One variant of the model: a preset and the fields changed in it."""
-    return request.param
-
-
-@pytest.fixture(params=[OPTIONS[name] for name in ROUTERS], ids=ROUTERS)
-def router_option(request) -> dict:
-    """One variant for each way of choosing an operator."""
     return request.param
 
 

@@ -8,6 +8,7 @@ from chiar.model.cache import ChiarCache
 from chiar.model.modeling import ChiarForCausalLM
 
 VOCABULARY = 23
+ROWS, TOKENS, LENGTHS = 3, 10, (10, 7, 4)  # of the fixtures `ids` and `left_mask`
 TEMPORAL = ["temporal", "attention"]
 WINDOW = {"temporal_window": 5, "temporal_coefficients": 3}
 # What looks back on earlier tokens.
@@ -77,6 +78,10 @@ def random_model(config: ChiarConfig, seed: int = 0) -> ChiarForCausalLM:
     return randomise(ChiarForCausalLM(config).double(), seed).eval()
 
 
+def routed_model(**changes) -> ChiarForCausalLM:
+    return random_model(small_config(**{"keys": "routed", "meta_router": False, **changes}))
+
+
 def token_ids(rows: int = 2, tokens: int = 8, seed: int = 0, vocabulary: int = VOCABULARY) -> torch.Tensor:
     return torch.randint(0, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
@@ -102,17 +107,18 @@ def padding_mask(side: str, rows: int = 2, tokens: int = 8) -> torch.Tensor:
     return mask
 
 
-def feed(model, ids, chunks, mask=None, routes=None, cache=None, start=0, **options) -> tuple[list, ChiarCache]:
+def feed(
+    model, ids, chunks, mask=None, routes=None, cache=None, start=0, gradients=False, **options
+) -> tuple[list, ChiarCache]:
     """The outputs of `ids` fed in pieces of these sizes through one cache, from `start` on, and the cache."""
     outputs = []
     for size in chunks:
         stop = start + size
         seen = None if mask is None else mask[:, :stop]
         forced = {i: choice_BT[:, start:stop] for i, choice_BT in routes.items()} if routes else None
-        with torch.no_grad():
-            done = model(
-                ids[:, start:stop], seen, past_key_values=cache, use_cache=True, forced_routes=forced, **options
-            )
+        with torch.set_grad_enabled(gradients):
+            given = {"past_key_values": cache, "use_cache": True, "forced_routes": forced, **options}
+            done = model(ids[:, start:stop], seen, **given)
         cache, start = done.past_key_values, stop
         assert cache.get_seq_length() == stop
         outputs.append(done)

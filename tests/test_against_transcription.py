@@ -1,7 +1,7 @@
 """The package against an independent NumPy transcription of the specification, over every architectural choice."""
 
 import re
-from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,27 +9,14 @@ import torch
 
 import transcription
 from chiar.kernels.basis import basis_matrix
-from helpers import (
-    ROUTER_OPTIONS,
-    mixed_routes,
-    padding_mask,
-    random_model,
-    router_options,
-    small_config,
-    token_ids,
-)
+from helpers import ROUTER_OPTIONS, mixed_routes, padding_mask, random_model, router_options, small_config, token_ids
 
 ROWS, TOKENS = 3, 10
 # Weights and the residual stream are float64, but three things are fp32 by design: RoPE's tables, the MetaRouter, and
-# RBF's scores. Each is good to about 1e-7 and layers multiply that by a few.
-LOGITS_TOLERANCE = 5e-6
-ENTROPY_TOLERANCE = 1e-6
-WEIGHTS_TOLERANCE = 1e-6
-GATE_TOLERANCE = 1e-6
+# RBF's scores. Each is good to about 1e-7 and layers multiply that by a few; H, weights and gates lie in [0, 1].
+LOGITS_TOLERANCE, UNIT_TOLERANCE = 5e-6, 1e-6
 # Nothing is rounded to fp32 in a model without those three.
 FLOAT64_TOLERANCE = 1e-12
-
-
 NAMES = {
     r"^model\.(layers\.)?": "",
     r"embed_tokens\.weight": "token_emb",
@@ -56,61 +43,17 @@ def transcribed_weights(model):
 
 def transcribed_options(model):
     config, state = model.config, model.model.router_state
-    names = [field.name for field in fields(transcription.Options)]
-    same = {name: getattr(config, name) for name in names if hasattr(config, name)}
     # τ as the router holds it: rounded to fp32.
-    thresholds = [[float(np.float32(tau)) for tau in taus] for taus in config.layer_thresholds()]
-    same["thresholds"] = [taus[0] if len(taus) == 1 else taus for taus in thresholds]
-    same["basis"] = basis_matrix(config.basis, config.hidden_size, config.basis_seed, torch.float64).numpy()
+    thresholds = np.array(config.layer_thresholds(), dtype=np.float32).astype(np.float64)
+    basis = basis_matrix(config.basis, config.hidden_size, config.basis_seed, torch.float64).numpy()
     cuts = state.threshold_L.tolist() if config.follows_quantile else None
-    return transcription.Options(**same, heads=config.num_attention_heads, cuts=cuts)
+    held = {"layer_types": config.layer_types, "thresholds": thresholds, "basis": basis, "cuts": cuts}
+    return SimpleNamespace(**{**config.to_dict(), **held})
 
 
 def is_float64_throughout(config):
     rbf = "rbf" in config.operators and config.routed_layers
     return config.positions == "learned" and not (config.meta_router or rbf)
-
-
-def check_same(preset="v3-tiny", padding=None, forced=False, seed=3, **fields):
-    config = small_config(preset, **fields)
-    # With this seed every operator is used in every case; the assertion below watches over that.
-    model, ids = random_model(config, seed=seed), token_ids(ROWS, TOKENS)
-    mask = None if padding is None else padding_mask(padding, ROWS, TOKENS)
-    if model.model.router_state is not None:
-        model.train()(token_ids(16, 16, seed=5))  # so that thresholds lie among the scores
-        model.eval()
-    routes = mixed_routes(config, ROWS, TOKENS) if forced else None
-    with torch.no_grad():
-        ours = model(ids, attention_mask=mask, forced_routes=routes, output_routing=True)
-    if config.router in ("random", "static"):
-        # The transcription has no controls: it is told their routes and shows that they are followed.
-        routes = {layer: ours.routing.layers[layer].choice_BT for layer in config.routed_layers}
-    theirs = transcription.forward(
-        transcribed_weights(model),
-        ids.numpy(),
-        transcribed_options(model),
-        None if mask is None else mask.numpy(),
-        None if routes is None else {layer: choice_BT.numpy() for layer, choice_BT in routes.items()},
-    )
-    # The outputs at padding are read by nobody.
-    real = np.ones((ROWS, TOKENS), dtype=bool) if mask is None else mask.numpy().astype(bool)
-
-    def assert_close(a, b, tolerance):
-        tolerance = FLOAT64_TOLERANCE if is_float64_throughout(config) else tolerance
-        np.testing.assert_allclose(a.numpy()[real], b[real], rtol=0, atol=tolerance)
-
-    for layer in config.routed_layers:
-        trace, choice = ours.routing.layers[layer], theirs["choice"][layer][real]
-        assert config.router == "static" or set(choice) == set(range(len(config.operators))), "routes are not mixed"
-        np.testing.assert_array_equal(trace.choice_BT.numpy()[real], choice)
-        assert_close(trace.entropy_BT, theirs["H"][layer], ENTROPY_TOLERANCE)
-        assert_close(trace.weights_BTK, theirs["gates"][layer], WEIGHTS_TOLERANCE)
-    if config.meta_router:
-        gate_BT = ours.routing.layers[0].gate_BT
-        assert ((gate_BT > 0.1) & (gate_BT < 0.9)).any(), "the gate is saturated"
-        assert_close(gate_BT, theirs["g"], GATE_TOLERANCE)
-    assert float(ours.logits.std()) > 0.5
-    assert_close(ours.logits, theirs["logits"], LOGITS_TOLERANCE)
 
 
 THREE = {"operators": ["spectral", "rbf", "attention"]}
@@ -170,4 +113,39 @@ for name in ROUTER_OPTIONS:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_same_numbers(case):
-    check_same(**case)
+    fields = {"preset": "v3-tiny", "padding": None, "forced": False, **case}
+    padding, forced = fields.pop("padding"), fields.pop("forced")
+    config, ids = small_config(**fields), token_ids(ROWS, TOKENS)
+    # With this seed every operator is used in every case; the assertion below watches over that.
+    model = random_model(config, seed=3)
+    mask = None if padding is None else padding_mask(padding, ROWS, TOKENS)
+    if model.model.router_state is not None:
+        model.train()(token_ids(16, 16, seed=5))  # so that thresholds lie among the scores
+        model.eval()
+    routes = mixed_routes(config, ROWS, TOKENS) if forced else {}
+    with torch.no_grad():
+        ours = model(ids, attention_mask=mask, forced_routes=routes, output_routing=True)
+    if config.router in ("random", "static"):
+        # The transcription has no controls: it is told their routes and shows that they are followed.
+        routes = {layer: ours.routing.layers[layer].choice_BT for layer in config.routed_layers}
+    # The outputs at padding are read by nobody.
+    real = torch.ones_like(ids).bool().numpy() if mask is None else mask.bool().numpy()
+    forced = {layer: choice_BT.numpy() for layer, choice_BT in routes.items()}
+    theirs = transcription.forward(transcribed_weights(model), ids.numpy(), real, forced, transcribed_options(model))
+
+    def assert_close(a, b, tolerance=UNIT_TOLERANCE):
+        tolerance = FLOAT64_TOLERANCE if is_float64_throughout(config) else tolerance
+        np.testing.assert_allclose(a.numpy()[real], b[real], rtol=0, atol=tolerance)
+
+    for layer in config.routed_layers:
+        trace, choice = ours.routing.layers[layer], theirs["choice"][layer][real]
+        assert config.router == "static" or set(choice) == set(range(len(config.operators))), "routes are not mixed"
+        np.testing.assert_array_equal(trace.choice_BT.numpy()[real], choice)
+        assert_close(trace.entropy_BT, theirs["H"][layer])
+        assert_close(trace.weights_BTK, theirs["gates"][layer])
+    if config.meta_router:
+        gate_BT = ours.routing.layers[0].gate_BT
+        assert ((gate_BT > 0.1) & (gate_BT < 0.9)).any(), "the gate is saturated"
+        assert_close(gate_BT, theirs["g"])
+    assert float(ours.logits.std()) > 0.5
+    assert_close(ours.logits, theirs["logits"], LOGITS_TOLERANCE)

@@ -59,14 +59,9 @@ def test_other_thresholds_and_splits_do_not_recompile(compiled_once):
 
 @pytest.mark.parametrize("light", ["spectral", "temporal"])
 def test_one_graph_of_sparse_execution_serves_every_split(light, compiled_once):
-    changes = {
-        "execution": "sparse",
-        "keys": "routed",
-        "norm_position": "pre",
-        "light_ffn": False,
-        "meta_router": False,
-    }
-    config = small_config(layer_types=["routed", "routed"], operators=[light, "attention"], **changes)
+    changes = {"execution": "sparse", "keys": "routed", "norm_position": "pre", "light_ffn": False}
+    layers = {"layer_types": ["routed", "routed"], "operators": [light, "attention"], "meta_router": False}
+    config = small_config(**changes, **layers)
     model, ids = ChiarForCausalLM(config).eval(), token_ids(2, 12)
     compiled, drawn = compiled_once(model), torch.rand(2, 12)
     for fraction in (0.0, 0.3, 1.0):

@@ -111,10 +111,9 @@ def test_the_same_function_there_and_back(option, dtype):
         assert_same(model, back, torch.eye(config.hidden_size).double(), **inputs)
 
 
-@pytest.mark.parametrize("pool", ["last", "mean"])
 @pytest.mark.parametrize("constant", [True, False], ids=["one-gamma", "many-gammas"])
-def test_classifiers(pool, constant):
-    config = pre_norm("v2-tiny", classifier_pool=pool, num_labels=3)
+def test_classifiers(constant):
+    config = pre_norm("v2-tiny", num_labels=3)
     model = light_gamma(randomise(ChiarForSequenceClassification(config).double()).eval())
     if constant:
         model.model.norm.weight.data.fill_(0.7)
@@ -146,20 +145,6 @@ def test_models_without_spectral_coordinates():
             to_spectral_coordinates(make(**fields))
     with pytest.raises(InputError, match="has a γ that differs between features"):
         to_spectral_coordinates(random_model(pre_norm()))
-
-
-def test_filter_norms_without_gamma_convert_after_training():
-    config = pre_norm("v2-tiny", filter_gamma=False)
-    model = randomise(ChiarForCausalLM(config).double())
-    assert not [name for name, _ in model.named_parameters() if name.endswith("norms.spectral.weight")]
-    optimizer, ids = torch.optim.AdamW(model.parameters(), 1e-2), token_ids()
-    for _ in range(3):
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same(model, to_spectral_coordinates(model), basis_of(config), input_ids=ids, labels=ids)
-    with pytest.raises(InputError, match="filter_gamma=False needs norm_position='pre'"):
-        small_config(filter_gamma=False)
 
 
 def test_the_command_writes_folders_that_open(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -9,17 +10,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from chiar.errors import InputError
 from chiar.layers.ragged import ROOM
-from chiar.model import decoding
 from chiar.model.decoding import FastDecoder, Inputs
-from helpers import ALONG_TIME, fed_logits, feed, mixed_routes, random_model, small_config, token_ids
+from helpers import ALONG_TIME, ROWS, TOKENS, fed_logits, feed, mixed_routes, routed_model, token_ids
 
-ROWS, TOKENS, NEW = 3, 10, 8
-LENGTHS = (10, 7, 4)
-PRE = {"norm": "rmsnorm", "norm_position": "pre"}
+NEW = 8
 DESIGNS = {
     "baseline": {"preset": "baseline-tiny"},
     "v3-routed-keys": {"keys": "routed"},
-    "routed": {**PRE, "keys": "routed", "basis": "identity"},
+    "routed": {"norm": "rmsnorm", "norm_position": "pre", "keys": "routed", "basis": "identity"},
     "random-position": {"router": "random", "random_key": "position", "keys": "routed"},
     "hard-gate": {"gate_skip_below": 0.5},
     "soft": {"router": "learned", "routing": "soft"},
@@ -27,16 +25,6 @@ DESIGNS = {
 }
 # Float64 models whose sums run in another order.
 ROUNDING = 1e-9
-
-
-@pytest.fixture
-def ids():
-    return torch.randint(0, 257, (ROWS, TOKENS), generator=torch.Generator().manual_seed(19))
-
-
-@pytest.fixture
-def left_mask():
-    return torch.tensor([[0] * (TOKENS - length) + [1] * length for length in LENGTHS])
 
 
 @pytest.fixture
@@ -55,15 +43,16 @@ def generate(model, ids, new=NEW, **options):
     return model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, **options)
 
 
+@torch.no_grad()
 def feed_one(model, ids, cache, mask=None, **options):
-    with torch.no_grad():
-        return model(ids[:, :1], mask, past_key_values=cache, **options).logits
+    model(ids[:, :1], mask, past_key_values=cache, **options)
 
 
 @pytest.mark.parametrize("keys", ["all", "routed"])
-def test_forced_routes_and_padding_between_tokens(keys):
-    """Each layer is given its own; all of them, some of them, and none, one after the other."""
-    model = random_model(small_config(keys=keys, meta_router=False))
+def test_forced_routes_padding_and_plain_passes_between_steps(keys):
+    """Each layer is given its own routes; all of them, some of them, and none. Chunks and traced tokens share the
+    cache."""
+    model = routed_model(keys=keys)
     ids, mask = token_ids(ROWS, 30), torch.ones(ROWS, 30, dtype=torch.long)
     mask[0, :12], mask[1, 20:23] = 0, 0
     routes = mixed_routes(model.config, ROWS, 30)
@@ -71,26 +60,15 @@ def test_forced_routes_and_padding_between_tokens(keys):
         with torch.no_grad():
             expected = model(ids, mask, forced_routes=forced).logits
         model.enable_fast_decoding()
-        found, _ = fed_logits(model, ids, [9, *[1] * 21], mask, forced)
-        assert model.fast_decoder.steps == 21
+        cache, start, found = None, 0, []
+        for size, traced in ((9, False), (1, False), (1, True), (5, False), *[(1, n % 3 == 0) for n in range(14)]):
+            (done,), cache = feed(model, ids, [size], mask, forced, cache, start, output_routing=traced)
+            assert (done.routing is not None) == traced
+            start += size
+            found.append(done.logits)
+        assert model.fast_decoder.steps == 10
         model.disable_fast_decoding()
-        assert (found - expected)[mask.bool()].abs().max() < ROUNDING
-
-
-def test_fast_steps_plain_steps_and_chunks_share_a_cache():
-    model = random_model(small_config(keys="routed", meta_router=False))
-    ids, routes = token_ids(ROWS, 40), mixed_routes(model.config, ROWS, 40)
-    with torch.no_grad():
-        expected = model(ids, forced_routes=routes).logits
-    model.enable_fast_decoding()
-    cache, start, found = None, 0, []
-    for size, traced in ((10, False), (1, False), (1, True), (5, False), *[(1, n % 3 == 0) for n in range(23)]):
-        (done,), cache = feed(model, ids, [size], None, routes, cache, start, output_routing=traced)
-        assert (done.routing is not None) == traced
-        start += size
-        found.append(done.logits)
-    assert 0 < model.fast_decoder.steps < 24
-    assert (torch.cat(found, 1) - expected).abs().max() < ROUNDING
+        assert (torch.cat(found, 1) - expected)[mask.bool()].abs().max() < ROUNDING
 
 
 def addresses(cache):
@@ -154,27 +132,24 @@ def test_the_step_itself_reads_no_values(fast, ids, design, monkeypatch):
 
 
 @pytest.mark.parametrize("design", ["v3-routed-keys", "routed", "temporal-all"])
-def test_a_compiled_step_has_a_graph_for_each_kind_of_layer(fast, ids, left_mask, design):
+def test_a_compiled_step_has_a_graph_for_each_kind_of_layer(fast, ids, left_mask, design, monkeypatch):
     """Six layers, rows of several lengths and stores that grow: traced once for each kind, whole, and never again."""
     model, new = fast(design, num_hidden_layers=6), ROOM + 16
     model.disable_fast_decoding()
     expected = generate(model, ids, new, attention_mask=left_mask)
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    model.enable_fast_decoding()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True, backend=counter))
+    model.enable_fast_decoding(compile=True)
     decoder = model.fast_decoder
-    decoder.compile = True
-    for name in ("enter", "step_layer", "leave"):
-        compiled = torch.compile(getattr(decoding, name), fullgraph=True, dynamic=False, backend=counter)
-        setattr(decoder, name, compiled)
     for _ in range(2):
         assert torch.equal(generate(model, ids, new, attention_mask=left_mask), expected)
     assert decoder.steps == 2 * (new - 1)
-    kinds = len(set(model.config.layer_types))
-    assert counter.frame_count == kinds + 2  # and the embedding and the logits
+    assert counter.frame_count == len(set(model.config.layer_types)) + 2  # and the embedding and the logits
 
 
-def test_hidden_states_gradients_and_training_run_as_before(fast, ids):
+def test_what_is_no_step_runs_as_before_and_wrong_input_is_found_in_a_step_too(fast, ids):
+    """Hidden states, gradients, training."""
     model = fast("routed")
     _, cache = feed(model, ids, [TOKENS])
     with torch.no_grad():
@@ -186,17 +161,14 @@ def test_hidden_states_gradients_and_training_run_as_before(fast, ids):
     feed_one(model.eval(), ids, cache)
     assert model.fast_decoder.steps == 1
 
-
-def test_wrong_input_is_found_in_a_step_too(fast, ids):
-    model = fast("routed")
-    _, cache = feed(model, ids, [TOKENS])
     before = addresses(cache), cache.get_seq_length()
-    with pytest.raises(InputError, match="outside the vocabulary"):
-        feed_one(model, ids + 300, cache)
-    with pytest.raises(InputError, match="attention_mask has shape"):
-        feed_one(model, ids, cache, torch.ones(ROWS, 3))
-    with pytest.raises(InputError, match="is not routed"):
-        feed_one(model, ids, cache, forced_routes={0: ids[:, :1]})
+    for message, wrong in (
+        ("outside the vocabulary", {"ids": ids + 300}),
+        ("attention_mask has shape", {"mask": torch.ones(ROWS, 3)}),
+        ("is not routed", {"forced_routes": {0: ids[:, :1]}}),
+    ):
+        with pytest.raises(InputError, match=message):
+            feed_one(model, **{"ids": ids, "cache": cache, **wrong})
     assert (addresses(cache), cache.get_seq_length()) == before
 
 

@@ -4,52 +4,27 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from chiar import ChiarConfig, ChiarForCausalLM, ChiarForSequenceClassification, ChiarModel
 from chiar.errors import InputError
-from helpers import small_config
+from helpers import LENGTHS, ROWS, TOKENS, small_config
 
-ROWS, TOKENS, VOCABULARY, WIDTH, LAYERS = 3, 10, 257, 32, 4
-LENGTHS = (10, 7, 4)
+VOCABULARY, WIDTH, LAYERS = 257, 32, 4
 every_preset = pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"])
 SOFT = {"router": "learned", "routing": "soft"}
 # Two ways to sum the same fp32 products; logits reach 25, where fp32 resolves 2e-6.
 ROUNDING = 2e-4
 # Relative to a tensor's largest gradient: fp32 sums over tokens and heads in another order.
 GRADIENT_ROUNDING = 1e-4
-BASES = {"dct": {"even_hh", "odd_hh"}, "random": {"whole_DD"}, "identity": set()}
-
-
-@pytest.fixture
-def ids():
-    return torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(19))
-
-
-def padded(ids, side):
-    """The ids with LENGTHS[b] real tokens a row moved to that side, and the mask of real tokens."""
-    mask, moved = torch.zeros_like(ids), torch.zeros_like(ids)
-    for row, length in enumerate(LENGTHS):
-        place = slice(TOKENS - length, TOKENS) if side == "left" else slice(0, length)
-        mask[row, place] = 1
-        moved[row, place] = ids[row, :length]
-    return moved, mask
 
 
 def logits(model, ids, **kwargs):
@@ -75,16 +50,12 @@ def assert_same_state(found, expected):
 
 
 def assert_kept(model, original, dtype):
-    """Basis and thresholds in this precision, and the same after rounding to fp32."""
-    expected, found = (dict(each.model.basis.named_buffers()) for each in (original, model))
-    assert expected.keys() == found.keys() == BASES[original.config.basis]
-    pairs = [(found[name], expected[name]) for name in expected]
-    for ours, theirs in zip(model.model.layers, original.model.layers, strict=True):
-        if hasattr(theirs.router, "thresholds"):
-            pairs.append((ours.router.thresholds, theirs.router.thresholds))
-    for ours, theirs in pairs:
-        assert ours.dtype == dtype
-        assert torch.equal(ours.float(), theirs)
+    """Basis and thresholds, which are computed and never saved, in this precision, and the same rounded to fp32."""
+    derived = dict(original.named_buffers()).keys() - original.state_dict().keys()
+    assert any("basis" in name for name in derived)
+    for name in derived:
+        assert model.get_buffer(name).dtype == dtype
+        assert torch.equal(model.get_buffer(name).float(), original.get_buffer(name))
 
 
 class TestSaving:
@@ -102,9 +73,7 @@ class TestSaving:
     def test_auto_classes_precision_and_the_tied_matrix(self, lively, ids, tmp_path, preset):
         model = lively({"preset": preset})
         model.save_pretrained(tmp_path)
-        with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-            names = list(file.keys())
-            sizes = {name: file.get_tensor(name).numel() for name in names}
+        sizes = {name: value.numel() for name, value in load_file(tmp_path / "model.safetensors").items()}
         assert len(sizes.keys() & {"lm_head.weight", "model.embed_tokens.weight"}) == 1, "stored once"
         saved = ("omega_Dm", "threshold_L", "updates_L")
         buffers = [value.numel() for name, value in model.named_buffers() if name.endswith(saved)]
@@ -115,35 +84,27 @@ class TestSaving:
         assert type(language_model) is ChiarForCausalLM
         assert language_model.lm_head.weight is language_model.model.embed_tokens.weight
         assert type(AutoModelForCausalLM.from_config(model.config)) is ChiarForCausalLM
-        decoder = AutoModel.from_pretrained(tmp_path).eval()
+        decoder = AutoModel.from_pretrained(tmp_path)
         assert type(decoder) is ChiarModel
-        with torch.no_grad():
-            assert_same_logits(decoder(ids).last_hidden_state, model.model(ids).last_hidden_state)
+        assert_same_state(decoder, model.model)
         classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
         assert type(classifier) is ChiarForSequenceClassification
         assert_same_state(classifier.model, model.model)
-        assert logits(classifier, ids).shape == (ROWS, 5)
 
         half = ChiarForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
         assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
         assert_kept(half, model, torch.float32)
         assert logits(half, ids).dtype == torch.bfloat16 and logits(half, ids).isfinite().all()
 
-    @pytest.mark.parametrize(
-        "values", [[0.8123456789012345, 0.7 + 1e-16], [[0.71, 0.8123456789012345], [0.75, 0.75]]], ids=["two", "three"]
-    )
-    def test_thresholds_survive_exactly(self, lively, ids, tmp_path, values):
-        two = isinstance(values[0], float)
-        model = lively({} if two else {"operators": ["spectral", "rbf", "attention"]})
+    def test_thresholds_set_later_survive_exactly(self, lively, ids, tmp_path):
+        model, values = lively({"preset": "v1-tiny", "router": "entropy"}), [[0.71, 0.8123456789012345], [0.75, 0.75]]
         before = logits(model, ids)
         model.model.set_thresholds(values)
         assert (logits(model, ids) - before).abs().max() > ROUNDING
         model.save_pretrained(tmp_path)
         loaded = ChiarForCausalLM.from_pretrained(tmp_path).eval()
         assert loaded.config.thresholds == values
-        assert loaded.config.layer_thresholds() == [(value,) if two else tuple(value) for value in values]
         assert_kept(loaded, model, torch.float32)
-        assert_same_logits(logits(loaded, ids), logits(model, ids))
 
     @pytest.mark.parametrize("cast", ["to", "half", "bfloat16", "double", "there and back"])
     def test_casting_keeps_basis_and_thresholds(self, lively, cast):
@@ -152,24 +113,15 @@ class TestSaving:
         assert float(torch.tensor(0.8954).bfloat16()) != float(torch.tensor(0.8954)), "bfloat16 would blur it"
         assert_kept(model, lively({}, thresholds=0.8954), torch.float64 if cast == "double" else torch.float32)
 
-    def test_state_of_experiments_that_are_gone_is_passed_over(self, tmp_path, capfd):
+    def test_state_of_experiments_that_are_gone_is_passed_over(self, tmp_path):
         """A folder of an older version, whose router state held more, opens without a word."""
         model = ChiarForCausalLM(small_config("v4-tiny"))
         model.save_pretrained(tmp_path)
         file = tmp_path / "model.safetensors"
         gone = {"model.router_state.spread_L": torch.ones(2), "model.router_state.progress": torch.zeros(())}
         save_file({**load_file(file), **gone}, file, metadata={"format": "pt"})
-        verbosity = transformers.utils.logging.get_verbosity()
-        transformers.utils.logging.set_verbosity_warning()
-        capfd.readouterr()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                loaded, told = ChiarForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-        finally:
-            transformers.utils.logging.set_verbosity(verbosity)
+        loaded, told = ChiarForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
         assert not any(told.values())
-        assert "router_state" not in capfd.readouterr().err
         assert_same_state(loaded, model)
 
     def test_files_saved_under_the_old_name_of_the_layer_types_open(self, tmp_path):
@@ -205,8 +157,6 @@ with torch.no_grad():
         "classes": classifier(ids).logits,
     }
 model.save_pretrained(again)
-# In float64, where no two logits are too near each other.
-found["generated"] = model.double().generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
 torch.save(found, folder + "/found.pt")
 """
 
@@ -218,7 +168,7 @@ def test_a_process_that_never_imported_chiar(lively, tmp_path):
     classifier = lively({}, ChiarForSequenceClassification, num_labels=3)
     model.save_pretrained(tmp_path / "lm")
     words = Tokenizer(WordLevel({"<unk>": 0, "light": 1, "dark": 2}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path / "lm")
+    FastTokenizer(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path / "lm")
     classifier.save_pretrained(tmp_path / "classifier")
     torch.save(ids, tmp_path / "ids.pt")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
@@ -236,17 +186,7 @@ def test_a_process_that_never_imported_chiar(lively, tmp_path):
         lines = (folder / "chiar_shim.py").read_text().splitlines()
         code = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
         assert len(code) <= 3 and all(line.startswith("from chiar.") for line in code)
-        config = json.loads((folder / "config.json").read_text())
-        assert config["model_type"] == "chiar"
-        assert config["auto_map"] == {
-            "AutoConfig": "chiar_shim.ChiarConfig",
-            "AutoModel": "chiar_shim.ChiarModel",
-            "AutoModelForCausalLM": "chiar_shim.ChiarForCausalLM",
-            "AutoModelForSequenceClassification": "chiar_shim.ChiarForSequenceClassification",
-        }
     assert_same_state(ChiarForCausalLM.from_pretrained(tmp_path / "again"), model)
-    generated = model.double().generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
-    assert torch.equal(found["generated"], generated)
 
 
 class TestEmbeddings:
@@ -307,17 +247,16 @@ class TestLoss:
         evaluated = model.eval()(ids, labels=ids)
         torch.testing.assert_close(evaluated.loss, plain.loss, msg="exp(loss) must be a perplexity")
 
-    def test_gradient_checkpointing_changes_nothing(self, lively, router_option, ids):
+    def test_gradient_checkpointing_changes_nothing(self, lively, option, ids, left_mask):
         """Nor with other options of torch's, or with a cache asked for, as trainers do: the second pass of a checkpoint
         must not add to the cache again, and a reentrant one would lose the gradients of the first layer."""
-        _, mask = padded(ids, "right")
         results = []
         for options, extra in ((None, {}), ({"preserve_rng_state": False}, {"use_cache": True})):
-            model = lively(router_option).train()
+            model = lively(option).train()
             if options:
                 model.gradient_checkpointing_enable(options)
                 assert model.model.gradient_checkpointing
-            loss = model(ids, labels=ids, attention_mask=mask, **extra).loss
+            loss = model(ids, labels=ids, attention_mask=left_mask, **extra).loss
             loss.backward()
             results.append((loss.detach(), gradients(model)))
         torch.testing.assert_close(results[1], results[0])
@@ -329,12 +268,11 @@ class TestLoss:
 
     @pytest.mark.parametrize("keys", ["all", "routed"])
     @pytest.mark.parametrize("preset", ["v1-tiny", "v3-tiny"])
-    def test_eager_gradients_are_those_of_sdpa(self, lively, ids, preset, keys):
-        moved, mask = padded(ids, "left")
-        found = {}
+    def test_eager_gradients_are_those_of_sdpa(self, lively, ids, left_mask, preset, keys):
+        found, labels = {}, ids.masked_fill(left_mask == 0, -100)
         for implementation in ("sdpa", "eager"):
             model = lively({"preset": preset}, keys=keys, attn_implementation=implementation)
-            model(moved, labels=moved.masked_fill(mask == 0, -100), attention_mask=mask).loss.backward()
+            model(ids, labels=labels, attention_mask=left_mask).loss.backward()
             found[implementation] = gradients(model)
         assert found["sdpa"].keys() == found["eager"].keys()
         for name, expected in found["sdpa"].items():
@@ -361,18 +299,17 @@ class TestOutputs:
 
     @pytest.mark.parametrize("keys", ["all", "routed"])
     @every_preset
-    def test_attentions(self, lively, ids, preset, keys):
+    def test_attentions(self, lively, ids, left_mask, preset, keys):
         model = lively({"preset": preset}, keys=keys, attn_implementation="eager")
-        moved, mask = padded(ids, "left")
         with torch.no_grad():
-            attentions = model(moved, attention_mask=mask, output_attentions=True).attentions
+            attentions = model(ids, attention_mask=left_mask, output_attentions=True).attentions
         assert [weights is None for weights in attentions] == [kind == "spectral" for kind in model.config.layer_types]
         for weights in filter(lambda weights: weights is not None, attentions):
             assert weights.shape == (ROWS, model.config.num_attention_heads, TOKENS, TOKENS)
             # A softmax row in fp32.
             assert torch.allclose(weights.sum(-1), torch.ones(weights.shape[:-1]), atol=1e-6, rtol=0)
             assert (weights.triu(1) == 0).all()
-            padding = ~mask.bool()[:, None, None, :] & ~torch.eye(TOKENS, dtype=torch.bool)
+            padding = ~left_mask.bool()[:, None, None, :] & ~torch.eye(TOKENS, dtype=torch.bool)
             assert (weights[padding.expand_as(weights)] == 0).all()
 
     def test_forms_of_output(self, lively, ids):
@@ -394,7 +331,7 @@ class TestClassification:
         return lively({}, ChiarForSequenceClassification, classifier_pool=pool, num_labels=labels)
 
     @pytest.mark.parametrize("pool", ["last", "mean"])
-    def test_pools_and_padding(self, lively, ids, pool):
+    def test_pools_and_padding(self, lively, ids, left_mask, pool):
         model = self.build(lively, pool)
         with torch.no_grad():
             states = model.model(ids).last_hidden_state
@@ -402,11 +339,11 @@ class TestClassification:
             other = model.score(states[:, -1] if pool == "mean" else states.mean(1))
         assert_same_logits(logits(model, ids), expected)
         assert (other - expected).abs().max() > 0.1
-        for side in ("left", "right"):
-            moved, mask = padded(ids, side)
-            together = logits(model, moved, attention_mask=mask)
-            for row, length in enumerate(LENGTHS):
-                assert_same_logits(together[row], logits(model, ids[row : row + 1, :length])[0])
+        rows = [ids[row : row + 1, :length] for row, length in enumerate(LENGTHS)]
+        for mask in (left_mask, left_mask.flip(1)):
+            padded = torch.zeros_like(ids).masked_scatter(mask.bool(), torch.cat(rows, 1))
+            together = logits(model, padded, attention_mask=mask)
+            assert_same_logits(together, torch.cat([logits(model, row) for row in rows]))
 
     def test_losses(self, lively, ids):
         """Of classes the cross-entropy; of one label the square, a regression."""
@@ -416,11 +353,3 @@ class TestClassification:
         output = self.build(lively, "last", labels=1)(ids, labels=targets)
         assert output.logits.shape == (ROWS, 1)
         torch.testing.assert_close(output.loss, (output.logits[:, 0] - targets).square().mean())
-
-    def test_round_trip(self, lively, ids, tmp_path):
-        model = self.build(lively, "mean", labels=4)
-        model.save_pretrained(tmp_path)
-        loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-        assert loaded.config.num_labels == 4
-        assert_same_state(loaded, model)
-        assert_same_logits(logits(loaded, ids), logits(model, ids))

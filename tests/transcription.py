@@ -5,38 +5,13 @@ Suffixes name axes: B batch, T tokens, D width, K operators, V vocabulary; a TD 
 """
 
 import math
-from dataclasses import dataclass
+from types import SimpleNamespace as Options
 
 import numpy as np
 
 NORM_EPS = 1e-5
 ROPE_BASE = 10000.0
 erf = np.vectorize(math.erf)
-
-
-@dataclass
-class Options:
-    layer_types: list[str]
-    heads: int
-    operators: tuple[str, ...] = ("spectral", "attention")
-    routing: str = "threshold"
-    thresholds: list | None = None
-    keys: str = "all"
-    light_ffn: bool = True
-    spectral_form: str = "sublayer"
-    norm: str = "layernorm"
-    norm_position: str = "post"
-    positions: str = "rope"
-    meta_router: bool = False
-    gate_pool: str = "batch"
-    entropy_eps: float = 0.0
-    entropy_dc_weight: float = 1.0
-    basis: np.ndarray | None = None
-    cuts: list | None = None
-    router_scale: str = "one"
-    temporal_window: int = 16
-    temporal_everywhere: bool = False
-    embedding_norm: bool = False
 
 
 def dct_basis(width):
@@ -72,13 +47,13 @@ def feed_forward(x, weights, layer):
     return linear(hidden * (1 + erf(hidden / math.sqrt(2))) / 2, weights, f"{layer}.ffn.down")
 
 
-def spectral_entropy(x_D, basis, options):
+def spectral_entropy(x_D, options):
     """p_i = e_i / sum_j e_j with e_i the squared coefficients; H = -sum p log p / log D."""
     eps = options.entropy_eps
     largest = np.abs(x_D).max()
     if eps == 0 and largest == 0:
         return 0.0
-    energy_D = (basis @ (x_D / largest if eps == 0 else x_D)) ** 2
+    energy_D = (options.basis @ (x_D / largest if eps == 0 else x_D)) ** 2
     energy_D[0] *= options.entropy_dc_weight
     p_D = energy_D / (energy_D.sum() + eps)
     entropy = -sum(p * math.log(p + eps) for p in p_D if p > 0) / math.log(len(x_D))
@@ -123,7 +98,7 @@ def attention(x_TD, weights, layer, is_key_T, positions_T, options):
     """Per head softmax(q k / sqrt d) v over the visible keys, heads joined, output projection."""
     qkv = np.split(linear(x_TD, weights, f"{layer}.attention.qkv"), 3, axis=1)
     joined = []
-    for q_Td, k_Td, v_Td in zip(*(np.split(part, options.heads, axis=1) for part in qkv), strict=True):
+    for q_Td, k_Td, v_Td in zip(*(np.split(part, options.num_attention_heads, axis=1) for part in qkv), strict=True):
         if options.positions == "rope":
             q_Td, k_Td = rotate(q_Td, positions_T), rotate(k_Td, positions_T)
         joined.append(causal_mix(q_Td @ k_Td.T / math.sqrt(q_Td.shape[1]), v_Td, is_key_T))
@@ -143,40 +118,25 @@ def choose(x_D, entropy, forced, layer, weights, options):
 
     threshold: H > tau -> 1 (three operators: H <= low -> 0, low < H <= high -> 1, else 2);
     hard, soft: argmax, softmax of a linear map of [x; H];
-    where cuts follow the scores, they are used; with the scale "probability" attention's weight is 2p.
+    where cuts follow the scores, H or the lead of attention must exceed them instead;
+    with the scale "probability" attention's weight is 2p.
     """
-    count = len(options.operators)
-    if options.router_scale == "probability" or (options.cuts and options.routing == "hard"):
-        return choose_by_lead(x_D, entropy, forced, layer, weights, options)
-    if forced is not None and options.routing != "soft":
-        return forced, np.eye(count)[forced]
+    nth, one_hot = options.layer_types[:layer].count("routed"), np.eye(len(options.operators))
     if options.routing == "threshold":
-        threshold = (options.cuts or options.thresholds)[options.layer_types[:layer].count("routed")]
-        bounds = [threshold] if count == 2 else threshold
-        choice = sum(1 for bound in bounds if entropy > bound)
-        return choice, np.eye(count)[choice]
-    logits = router_logits(x_D, entropy, layer, weights, options)
-    choice = int(np.argmax(logits))
-    if options.routing == "soft":
-        return choice if forced is None else forced, softmax(logits)
-    return choice, np.eye(count)[choice]
-
-
-def router_logits(x_D, entropy, layer, weights, options):
+        bounds = np.atleast_1d((options.cuts or options.thresholds)[nth])
+        choice = int((entropy > bounds).sum()) if forced is None else forced
+        return choice, one_hot[choice]
     if options.norm_position == "pre":
         x_D = normalise(x_D, weights, f"{layer}.attention_norm", options)
-    return linear(np.append(x_D, entropy), weights, f"{layer}.router")
-
-
-def choose_by_lead(x_D, entropy, forced, layer, weights, options):
-    """Attention where the score exceeds its cut; p is the sigmoid of how far."""
-    nth = options.layer_types[:layer].count("routed")
-    light, dark = router_logits(x_D, entropy, layer, weights, options)
-    lead = dark - light - (options.cuts[nth] if options.cuts else 0.0)
-    choice = int(lead > 0) if forced is None else forced
-    gates = np.eye(2)[choice]
+    logits = linear(np.append(x_D, entropy), weights, f"{layer}.router")
+    if options.cuts:
+        logits[1] -= options.cuts[nth]
+    choice = int(np.argmax(logits)) if forced is None else forced
+    if options.routing == "soft":
+        return choice, softmax(logits)
+    gates = one_hot[choice]
     if options.router_scale == "probability":
-        gates[1] *= 2 / (1 + math.exp(-lead))
+        gates[1] *= 2 * softmax(logits)[1]
     return choice, gates
 
 
@@ -212,7 +172,7 @@ def combine(x_TD, operated, gates_TK, operators, skip_light_ffn, layer, weights,
     return norm("ffn", blend(residuals) + ffn(blend(insides)))
 
 
-def block(x_TD, gates_TK, choice_T, real_T, positions_T, layer, weights, basis, options):
+def block(x_TD, gates_TK, choice_T, real_T, positions_T, layer, weights, options):
     """One layer on one row."""
     kind = options.layer_types[layer]
     operators = options.operators if kind == "routed" else (kind,)
@@ -224,7 +184,7 @@ def block(x_TD, gates_TK, choice_T, real_T, positions_T, layer, weights, basis, 
         if kind == "routed" and options.keys == "routed" and options.routing != "soft":
             is_key_T = real_T & (choice_T == k)
         if operator == "spectral":
-            operated.append(spectral_filter(seen_TD, weights, layer, basis))
+            operated.append(spectral_filter(seen_TD, weights, layer, options.basis))
         elif operator == "temporal":
             operated.append(temporal_filter(seen_TD, weights, f"{layer}.temporal", real_T, options))
         elif operator == "rbf":
@@ -257,18 +217,12 @@ def gate(x_BTD, real_BT, weights, options):
     return g_BT
 
 
-def forward(
-    weights: dict[str, np.ndarray],
-    ids_BT: np.ndarray,
-    options: Options,
-    mask_BT: np.ndarray | None = None,
-    forced: dict[int, np.ndarray] | None = None,
-) -> dict:
-    """Logits of every token, and H, choice, blend weights of every routed layer, and the gate."""
+def forward(weights: dict[str, np.ndarray], ids_BT: np.ndarray, real_BT: np.ndarray, forced: dict, options: Options):
+    """Logits of every token, and H, choice, blend weights of every routed layer, and the gate.
+
+    Options are the fields of a configuration, with the numbers the model holds for `thresholds`, `cuts` and `basis`.
+    """
     weights = {name: np.asarray(value, dtype=np.float64) for name, value in weights.items()}
-    width = weights["token_emb"].shape[1]
-    basis = dct_basis(width) if options.basis is None else np.asarray(options.basis, dtype=np.float64)
-    real_BT = np.ones(ids_BT.shape, dtype=bool) if mask_BT is None else np.asarray(mask_BT) != 0
     positions_BT = np.where(real_BT, real_BT.cumsum(1) - 1, 0)
     x_BTD = weights["token_emb"][ids_BT]
     if options.positions == "learned":
@@ -287,13 +241,13 @@ def forward(
         if kind == "routed":
             entropy_BT = np.zeros(ids_BT.shape)
             for b, t in np.ndindex(ids_BT.shape):
-                override = int(forced[layer][b, t]) if forced and layer in forced else None
-                entropy_BT[b, t] = spectral_entropy(x_BTD[b, t], basis, options)
+                override = int(forced[layer][b, t]) if layer in forced else None
+                entropy_BT[b, t] = spectral_entropy(x_BTD[b, t], options)
                 token = (x_BTD[b, t], entropy_BT[b, t], override)
                 choice_BT[b, t], gates_BTK[b, t] = choose(*token, layer, weights, options)
             entropies[layer], choices[layer], blends[layer] = entropy_BT, choice_BT, gates_BTK
         rows = zip(x_BTD, gates_BTK, choice_BT, real_BT, positions_BT, strict=True)
-        x_BTD = np.array([block(*row, layer, weights, basis, options) for row in rows])
+        x_BTD = np.array([block(*row, layer, weights, options) for row in rows])
         if layer == 0 and g_BT is not None:
             x_BTD = g_BT[:, :, None] * x_BTD + (1 - g_BT[:, :, None]) * before_BTD
     logits = normalise(x_BTD, weights, "norm", options) @ weights["token_emb"].T

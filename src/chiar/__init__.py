@@ -7,14 +7,9 @@ __version__ = "0.1.0"
 
 # Loaded on first use, so that `import chiar` and `chiar --help` stay quick.
 _HOMES = {
-    "ChiarConfig": "chiar.config",
-    "ChiarModel": "chiar.model.modeling",
-    "ChiarForCausalLM": "chiar.model.modeling",
-    "ChiarForSequenceClassification": "chiar.model.modeling",
-    "RoutingTrace": "chiar.model.trace",
-    "presets": "chiar.presets",
-    "register_operator": "chiar.registry",
-    "register_router": "chiar.registry",
+    **{"ChiarConfig": "chiar.config", "RoutingTrace": "chiar.model.trace", "presets": "chiar.presets"},
+    **dict.fromkeys(["ChiarModel", "ChiarForCausalLM", "ChiarForSequenceClassification"], "chiar.modeling"),
+    **dict.fromkeys(["register_operator", "register_router"], "chiar.registry"),
 }
 __all__ = ["ChiarConfig", "ChiarForCausalLM", "ChiarForSequenceClassification", "ChiarModel", "RoutingTrace"]
 __all__ += ["presets", "register_operator", "register_router"]
@@ -22,9 +17,8 @@ __all__ += ["presets", "register_operator", "register_router"]
 if TYPE_CHECKING:
     from chiar import presets
     from chiar.config import ChiarConfig
-    from chiar.model.decoder import ChiarModel
-    from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
     from chiar.model.trace import RoutingTrace
+    from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification, ChiarModel
     from chiar.registry import register_operator, register_router
 
 

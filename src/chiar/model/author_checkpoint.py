@@ -6,7 +6,6 @@ import re
 import warnings
 from dataclasses import dataclass
 from functools import reduce
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +80,9 @@ def convert(
     classifier_pool: str = "last",
 ) -> Imported:  # fmt: skip
     """Rename the author's tensors to ours, deriving the sizes from their shapes."""
+    for option, given in (("routing", routing), ("classifier_pool", classifier_pool)):
+        if given is not None and given not in CHOICES[option]:
+            raise unknown_name(option, given, CHOICES[option])
     notes: list[str] = []
     tensors = {name.removeprefix("backbone."): value for name, value in tensors.items()}
     heads = {name: tensors.pop(name) for name in list(tensors) if name.startswith("_cls_head_")}
@@ -103,6 +105,8 @@ def convert(
                 raise InputError(f"the file carries no threshold and none is published for width {width}: pass --tau.")
             if tau is None:
                 notes.append(f"the file carries no threshold; using the published τ = {fields['thresholds']} (--tau).")
+    elif tau is not None or routing is not None:
+        notes.append("the file has no routed layers: --tau and --routing are not used.")
     if "classifier.weight" in tensors:
         fields |= {"num_labels": shape_of(tensors, "classifier.weight", 2)[0], "classifier_pool": classifier_pool}
         notes.append(f"the file does not say how the classifier pools tokens; using {classifier_pool!r} (--pool).")
@@ -113,15 +117,17 @@ def convert(
 
 
 def find_layer_types(tensors: dict[str, Tensor]) -> list[str]:
-    """Of the layers from 0 on; `rename` finds what is missing in one, or belongs to none."""
-    begun = {tuple(name.split(".")[:2]) for name in tensors}
-    layers = [*takewhile(lambda i: ("layers", str(i)) in begun, count())]
-    dense = [*takewhile(lambda i: ("attns", str(i)) in begun, count())]
-    held = [(f"layers.{i}.dct_mix.w" in tensors, f"layers.{i}.attn.qkv.weight" in tensors) for i in layers]
-    kinds = [("routed" if dark else "spectral") if light else "attention" for light, dark in held]
-    if found := ["attention"] * len(dense) or kinds:
-        return found
-    raise InputError("no layers found: the tensors are named neither layers.N.* nor attns.N.*.")
+    """Of the layers from 0 on; `rename` finds what is missing in one of them."""
+    part = "attns" if any(name.startswith("attns.") for name in tensors) else "layers"
+    numbers = {int(number) for name in tensors for number in re.findall(rf"^{part}\.([0-9]{{1,9}})\.", name)}
+    if not numbers:
+        raise InputError("no layers found: the tensors are named neither layers.N.* nor attns.N.*.")
+    if missing := set(range(len(numbers))) - numbers:
+        raise InputError(f"the file is incomplete: it has {part}.{max(numbers)}.* but no {part}.{min(missing)}.*.")
+    if part == "attns":
+        return ["attention"] * len(numbers)
+    held = [(f"layers.{i}.dct_mix.w" in tensors, f"layers.{i}.attn.qkv.weight" in tensors) for i in sorted(numbers)]
+    return [("routed" if dark else "spectral") if light else "attention" for light, dark in held]
 
 
 def find_rope(tensors: dict[str, Tensor]) -> tuple[int, int]:
@@ -155,27 +161,24 @@ def find_routing(has_router: bool, stored: str | None, given: str | None) -> str
 
 def rename(tensors: dict[str, Tensor], config: ChiarConfig) -> dict[str, Tensor]:
     """Our names and values; every tensor must be there, with the right shape, and none may be left over."""
-    assert config.layer_types is not None
-    rules = AUTHORS_NAMES | (BASELINE_NAMES if set(config.layer_types) == {"attention"} else {})
+    rules = AUTHORS_NAMES | (BASELINE_NAMES if set(config.layer_types or ()) == {"attention"} else {})
     expected = empty_model(config, "classifier.weight" in tensors).state_dict()
     expected.pop("lm_head.weight", None)
     theirs = {ours: reduce(lambda name, rule: re.sub(rule[0], rule[1], name), rules.items(), ours) for ours in expected}
     used = {*theirs.values(), "lm_head.weight", *filter(ROPE_BUFFER.fullmatch, tensors)}
-    wrong = [f"missing {name}" for name in theirs.values() if name not in tensors]
-    both = {
-        name: (tuple(tensors[name].shape), tuple(expected[ours].shape))
-        for ours, name in theirs.items()
-        if name in tensors
-    }
-    wrong += [f"{name} has shape {found}, expected {shape}" for name, (found, shape) in both.items() if found != shape]
+    wrong = []
+    for ours, name in theirs.items():
+        found, shape = tuple(tensors[name].shape) if name in tensors else None, tuple(expected[ours].shape)
+        if found != shape:
+            wrong.append(f"{name} has shape {found}, expected {shape}" if found else f"missing {name}")
     tied = tensors.get("lm_head.weight")
     if tied is not None and not wrong and not torch.equal(tied, tensors["token_emb.weight"]):
         wrong.append("lm_head.weight differs from token_emb.weight, to which it should be tied")
     wrong += [f"unexpected {name}" for name in sorted(set(tensors) - used)]
     if wrong:
         raise InputError("the tensors do not fit: " + "; ".join(wrong) + ".")
-    scales = {name: FILTER_SCALE if name.endswith("dct_mix.w") else 1.0 for name in tensors}
-    return {ours: tensors[name].float().contiguous() * scales[name] for ours, name in theirs.items()}
+    renamed = {ours: tensors[name].float().contiguous() for ours, name in theirs.items()}
+    return {ours: FILTER_SCALE * value if "operators.spectral" in ours else value for ours, value in renamed.items()}
 
 
 def shape_of(tensors: dict[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:

@@ -57,8 +57,7 @@ class LayerState(DynamicLayer):
         for name, value in list(self.state.items()):
             self.put(name, value.index_select(0, beam_idx.to(value.device)))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for store in self.stores.values():
@@ -102,11 +101,10 @@ class ChiarCache(Cache):
 
     def check_rows(self, rows: int) -> None:
         """A batch of another size would be written beside its own rows."""
-        for layer in self.layers:
-            for store in layer.stores.values():
-                if store.length_B is not None and len(store.length_B) != rows:
-                    found = f"the cache holds {len(store.length_B)} rows and the input has {rows}"
-                    raise InputError(f"{found}: a cache goes on with the batch it began with.")
+        held = {len(store.length_B) for store in self.shelf.stores if store.length_B is not None}
+        if other := held - {rows}:
+            found = f"the cache holds {other.pop()} rows and the input has {rows}"
+            raise InputError(f"{found}: a cache goes on with the batch it began with.")
 
     def join(self, other: "ChiarCache", rows: int, more: int) -> None:
         """Go on with the `more` rows of another cache behind these `rows`. Lengths stay each row's own: whoever decodes
@@ -119,10 +117,3 @@ class ChiarCache(Cache):
     def reset(self) -> None:
         super().reset()
         self.seen = 0
-
-
-def check_cache(cache: Any) -> None:
-    """TypeError unless the cache is ours: transformers' general ones have no place for key marks and gate sums."""
-    if not isinstance(cache, ChiarCache):
-        got = type(cache).__name__
-        raise TypeError(f"CHIAR-Former needs a chiar.model.cache.ChiarCache, got {got}: pass none to have one made.")

@@ -61,7 +61,7 @@ def convert(
         for name, value in (("--tau", tau), ("--routing", routing), ("--pool", pool)):
             if value is not None:
                 raise InputError(f"{name} is for a .pt file of the author's code: leave it out with a model folder.")
-        config = convert_folder(source, out, coordinates or "spectral").config
+        config = convert_folder(source, out, coordinates or "spectral")
         tied = "tied to the embedding" if config.tie_word_embeddings else "a matrix of its own"
         what = f"basis {config.basis}, output projection {tied}"
     typer.echo(f"wrote {out}: {what}")

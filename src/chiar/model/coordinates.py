@@ -9,27 +9,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from chiar.config import ChiarConfig
 from chiar.errors import InputError, unknown_name
 from chiar.files import check_new, new_folder
 from chiar.kernels.transform import make_transform
 from chiar.layers.attention import CausalAttention
 from chiar.layers.block import Block
+from chiar.layers.context import Maybe
 from chiar.layers.rbf import RBFMixing
 from chiar.layers.routers import LearnedRouter
 from chiar.layers.spectral import SpectralFilter
 from chiar.layers.temporal import TemporalFilter
 from chiar.model.heads import as_classifier, read_heads, save_heads
-from chiar.model.load import architecture, copy_tokenizer, load_config, open_weights, resolve_model
+from chiar.model.load import copy_tokenizer, load_config, open_weights, resolve_model
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 
 Model = TypeVar("Model", ChiarForCausalLM, ChiarForSequenceClassification)
 Turn = Callable[[Tensor], Tensor]
 """Rows in the old coordinates to rows in the new ones."""
-ENDS: dict[type, Callable[[Any], Tensor]]
-ENDS = {CausalAttention: lambda operator: operator.qkv.weight, RBFMixing: lambda operator: operator.omega_Dm.T}
-"""What an operator reads the residual stream with; `out` writes. The filter multiplies coordinates."""
 
 
 def to_spectral_coordinates(model: Model) -> Model:
@@ -53,19 +52,17 @@ def to_feature_coordinates(model: Model, basis: str = "dct", seed: int = 0) -> M
     return turned(model, transform.inverse, basis, seed)
 
 
-def convert_folder(name: str, out: Path, coordinates: str) -> Any:
-    """Write a model folder in other coordinates, its tokenizer and further classifiers with it; returns the model."""
-    known = {"spectral": to_spectral_coordinates, "features": to_feature_coordinates}
-    if coordinates not in known:
-        raise unknown_name("coordinates", coordinates, known)
-    convert: Callable[[Any], Any] = known[coordinates]
+def convert_folder(name: str, out: Path, coordinates: str) -> ChiarConfig:
+    """Write a model folder in other coordinates, its tokenizer and further classifiers with it."""
+    if coordinates not in ("spectral", "features"):
+        raise unknown_name("coordinates", coordinates, ("spectral", "features"))
     check_new(out)
     source = Path(resolve_model(name)[0])
-    load_config(str(source))
+    language = load_config(str(source)).architectures == ["ChiarForCausalLM"]
     if not source.is_dir():
         raise InputError(f"{name} is a preset with random weights: give the folder of a model.")
-    language = architecture(str(source)) == "ChiarForCausalLM"
     model = open_weights(ChiarForCausalLM if language else ChiarForSequenceClassification, str(source))
+    convert: Callable[[Any], Any] = to_spectral_coordinates if coordinates == "spectral" else to_feature_coordinates
     converted, heads = convert(model), {}
     for corpus, head in read_heads(source).items():
         heads[corpus] = convert(as_classifier(model.model, head, [str(i) for i in range(head.out_features)])).score
@@ -73,7 +70,7 @@ def convert_folder(name: str, out: Path, coordinates: str) -> Any:
         converted.save_pretrained(aside)
         save_heads(aside, heads)
         copy_tokenizer(source, aside)
-    return converted
+    return converted.config
 
 
 def check_can_turn(model: Model) -> None:
@@ -81,7 +78,7 @@ def check_can_turn(model: Model) -> None:
     config, layers = model.config, [layer for layer in model.model.layers if isinstance(layer, Block)]
     operators = [operator for layer in layers for operator in layer.operators.values()]
     routers = [layer.router for layer in layers if layer.router is not None]
-    own = not all(type(operator) in (SpectralFilter, *ENDS) for operator in operators)
+    own = not all(type(operator) in (SpectralFilter, CausalAttention, RBFMixing) for operator in operators)
     own |= config.router_kind.reads_state and not all(isinstance(router, LearnedRouter) for router in routers)
     along_time = any(isinstance(module, TemporalFilter) for module in model.modules())
     filters = [
@@ -131,7 +128,9 @@ def turn_layer(layer: Block, turn: Turn) -> None:
         if isinstance(operator, SpectralFilter):
             operator.weight.mul_(gammas[name].to(operator.weight))  # constant, so it passes the rotation
         else:
-            turn_reader(ENDS[type(operator)](operator), turn, gammas[name])
+            assert isinstance(operator, CausalAttention | RBFMixing)
+            reader = operator.qkv.weight if isinstance(operator, CausalAttention) else operator.omega_Dm.T
+            turn_reader(reader, turn, gammas[name])
             turn_writer(operator.out, turn)
     if isinstance(layer.router, LearnedRouter):
         gamma_D = gammas["attention"]  # it reads [x; H], with x as attention reads it
@@ -140,8 +139,9 @@ def turn_layer(layer: Block, turn: Turn) -> None:
     turn_writer(layer.ffn.down, turn)
 
 
-def take_gamma(norm: Any) -> Tensor:
+def take_gamma(norm: nn.Module) -> Tensor:
     """A norm's γ, which becomes 1; a norm may have none."""
+    assert isinstance(norm, nn.RMSNorm)
     if norm.weight is None:
         return torch.ones(norm.normalized_shape)
     gamma_D = norm.weight.detach().clone()
@@ -149,22 +149,18 @@ def take_gamma(norm: Any) -> Tensor:
     return gamma_D
 
 
-def turn_reader(weight_OD: Tensor, turn: Turn, gamma_D: Tensor | None = None) -> None:
-    """W becomes W diag(γ) Cᵀ: each row is turned."""
-    rows_OD = exact(weight_OD)
-    weight_OD.copy_(turn(rows_OD if gamma_D is None else rows_OD * exact(gamma_D)))
+def turn_reader(weight_OD: Tensor, turn: Turn, gamma_D: Maybe = None) -> None:
+    """W becomes W diag(γ) Cᵀ: each row is turned, in float64 and on the CPU, as not every device has it."""
+    rows_OD = weight_OD.detach().cpu().double()
+    weight_OD.copy_(turn(rows_OD if gamma_D is None else rows_OD * gamma_D.cpu().double()))
 
 
-def turn_writer(linear: Any, turn: Turn) -> None:
+def turn_writer(linear: nn.Linear, turn: Turn) -> None:
     """W becomes C W and b becomes C b: each column is turned."""
-    linear.weight.copy_(turn(exact(linear.weight).T).T)
-    linear.bias.copy_(turn(exact(linear.bias)))
+    turn_reader(linear.weight.T, turn)
+    turn_reader(linear.bias, turn)
 
 
-def exact(tensor: Tensor) -> Tensor:
-    """In float64, on the CPU: not every device has it."""
-    return tensor.detach().cpu().double()
-
-
-def has_one_gamma(norm: Any) -> bool:
+def has_one_gamma(norm: nn.Module) -> bool:
+    assert isinstance(norm, nn.RMSNorm | nn.LayerNorm)
     return norm.weight is None or bool((norm.weight == norm.weight[0]).all())

@@ -1,8 +1,9 @@
 """The decoder: embedding, layers, final norm."""
 
 import inspect
-from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.utils import logging
+from transformers.utils import can_return_tuple, logging
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, refuse_misspelt
@@ -20,16 +21,13 @@ from chiar.layers.gate import BIAS, Gate, MetaRouter
 from chiar.layers.routers import EntropyRouter, RouterState, collapse_loss
 from chiar.layers.sparse import sparse_pays
 from chiar.layers.spectral import SpectralBasis
-from chiar.model.cache import ChiarCache, check_cache
+from chiar.model.cache import ChiarCache
 from chiar.model.inputs import ChiarModelOutput, Routes, check_routes, check_tokens, make_context
 from chiar.model.trace import RoutingTrace, trace_layer
 
 logger = logging.get_logger(__name__)
 EMBEDDING_EPS = 1e-10  # far below the mean square embeddings begin with (4e-4): only an embedding of 0 notices it
-Contexts = list[TokenContext]  # one a layer
 MaybeGate = MetaRouter | None
-RunLayer = Callable[[nn.Module, MaybeGate, Any, TokenContext, Memory, Maybe], tuple[Any, LayerOutput]]
-"""From a layer, its gate, the stream, context, memory and forced routes to the next stream and what the layer did."""
 
 
 class ChiarPreTrainedModel(PreTrainedModel):
@@ -47,8 +45,6 @@ class ChiarPreTrainedModel(PreTrainedModel):
         if getattr(module, "sets_own_weights", False):
             with torch.no_grad():
                 module.reset_parameters()  # type: ignore[operator]
-            if isinstance(module, DerivedBuffers):
-                module.rebuild()
         elif isinstance(module, Gate) and self.config.gate_init == "biased":
             init.zeros_(module.weight)
             init.constant_(module.bias, BIAS)
@@ -59,9 +55,10 @@ class ChiarPreTrainedModel(PreTrainedModel):
                 init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, DerivedBuffers):
+        if isinstance(module, DerivedBuffers):
             module.rebuild()
-            for name, value in module.initial().items() if isinstance(module, RouterState) else ():
+        if isinstance(module, RouterState):
+            for name, value in module.initial().items():
                 init.copy_(getattr(module, name), value)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
@@ -81,14 +78,13 @@ class ChiarModel(ChiarPreTrainedModel):
     def __init__(self, config: ChiarConfig) -> None:
         super().__init__(config)
         config.validate()
-        assert config.layer_types is not None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         positions = config.max_position_embeddings, config.hidden_size
         self.embed_positions = nn.Embedding(*positions) if config.positions == "learned" else None
         self.basis = SpectralBasis(config.basis, config.hidden_size, config.basis_seed)
         gate = config.hidden_size, config.gate_pool, config.gate_skip_below
         self.meta_router = MetaRouter(*gate) if config.meta_router else None
-        self.layers = nn.ModuleList(Block(config, i) for i in range(len(config.layer_types)))
+        self.layers = nn.ModuleList(Block(config, i) for i, _ in enumerate(config.layer_types or ()))
         self.router_state = RouterState(config) if config.follows_quantile else None
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
@@ -99,20 +95,17 @@ class ChiarModel(ChiarPreTrainedModel):
         if thresholds is not None and self.config.target_fraction is not None:
             fraction = f"target_fraction={self.config.target_fraction}"
             raise InputError(f"{fraction} finds the thresholds in training: build the model without it.")
-        before = self.config.thresholds
+        changed = copy(self.config)
+        changed.thresholds = thresholds
+        changed.validate()
         self.config.thresholds = thresholds
-        try:
-            self.config.validate()
-        except InputError:
-            self.config.thresholds = before
-            raise
         for layer, values in zip(self.config.routed_layers, self.config.layer_thresholds(), strict=True):
             router = self.layers[layer].router
             if isinstance(router, EntropyRouter):
                 router.values = values
                 router.rebuild()
 
-    def layer_contexts(self, context: TokenContext) -> Contexts:
+    def layer_contexts(self, context: TokenContext) -> list[TokenContext]:
         """The context of each layer: a routed one's has the threshold it followed."""
         contexts = [context] * len(self.layers)
         if self.router_state is not None:
@@ -131,36 +124,22 @@ class ChiarModel(ChiarPreTrainedModel):
         config = self.config
         return F.rms_norm(x_BTD, (config.hidden_size,), eps=EMBEDDING_EPS) if config.embedding_norm else x_BTD
 
-    def run_layers(
-        self, x: Any, contexts: Contexts, cache: ChiarCache | None, forced: Routes, run: RunLayer, hidden: Any = None
-    ) -> tuple[Any, list[LayerOutput]]:
-        """All layers in order; `run` runs one of them. `x` is what goes from layer to layer; the list `hidden` collects
-        it. The outputs hold what layers did, not their states, which nobody needs any more."""
-        outputs = []
-        for i, layer in enumerate(self.layers):
-            if hidden is not None:
-                hidden.append(x)
-            gate = self.meta_router if i == 0 else None
-            x, done = run(layer, gate, x, contexts[i], None if cache is None else cache.layers[i], forced.get(i))
-            outputs.append(done)
-        return x, outputs
-
+    @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        input_ids: Maybe = None,
+        attention_mask: Maybe = None,
+        position_ids: Maybe = None,
         past_key_values: ChiarCache | None = None,
-        inputs_embeds: Tensor | None = None,
+        inputs_embeds: Maybe = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         output_routing: bool = False,
         output_routes: bool = False,
         forced_routes: Routes | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> ChiarModelOutput | tuple:
+    ) -> ChiarModelOutput:
         """`output_routing` returns a RoutingTrace; `forced_routes` maps a routed layer to a (B, T) choice of operator.
         `output_routes` returns only the routes and the gate as they were used, for losses and averages in training.
         `attention_mask` is 1 for real tokens and 0 for padding, (B, cached + new tokens). Positions count real
@@ -174,18 +153,9 @@ class ChiarModel(ChiarPreTrainedModel):
             use_cache, cache = False, None
         if use_cache and cache is None:
             cache = ChiarCache(len(self.layers))
+        given = check_tokens(input_ids, inputs_embeds, self.embed_tokens.num_embeddings)
         if cache is not None:
-            check_cache(cache)
-            self.check_gate_can_generate()
-            both = config.routing == "hard" and config.hard_estimator == "both"
-            if config.keys == "routed" and both and self.training and torch.is_grad_enabled():
-                needed = "hard_estimator='both' needs attention's output for light tokens"
-                raise InputError(f"{needed}, which a cache under keys='routed' has not: train with use_cache=False.")
-        check_tokens(input_ids, inputs_embeds, self.embed_tokens.num_embeddings)
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        assert given is not None
-        if cache is not None:
-            cache.check_rows(len(given))
+            self._check_cache(cache, len(given))
         past = 0 if cache is None else cache.get_seq_length()
         context = make_context(config, self.basis.transform(), given, input_ids, attention_mask, position_ids, past)
         context.keep_entropy = output_routing
@@ -199,29 +169,45 @@ class ChiarModel(ChiarPreTrainedModel):
         keep_attentions = config.output_attentions if output_attentions is None else output_attentions
         if keep_attentions and context.attention_implementation != "eager":
             raise InputError("attention weights are only kept with attn_implementation='eager'.")
-        hidden_states: list[Tensor] | None = [] if keep_hidden else None
-        contexts = self.layer_contexts(context)
-        x_BTD, done = self.run_layers(x_BTD, contexts, cache, forced_routes or {}, self._run_layer, hidden_states)
+        contexts, forced = self.layer_contexts(context), forced_routes or {}
+        hidden_states: list[Tensor] = []
+        done: list[LayerOutput] = []
+        for i, layer in enumerate(self.layers):
+            if keep_hidden:
+                hidden_states.append(x_BTD)
+            gate, memory = self.meta_router if i == 0 else None, None if cache is None else cache.layers[i]
+            x_BTD, did = self._run_layer(layer, gate, x_BTD, contexts[i], memory, forced.get(i))
+            done.append(did)
         routes = [layer.route for layer in done if layer.route is not None]
         if self.router_state is not None and self.training:
             scores = [route.score_BT for route in routes if route.score_BT is not None]
             self.router_state.follow(scores, context.real_BT)
         x_BTD = self.norm(x_BTD)
-        if hidden_states is not None:
-            hidden_states.append(x_BTD)
         if cache is not None:
             cache.seen += x_BTD.shape[1]
-        output = ChiarModelOutput(
+        return ChiarModelOutput(
             last_hidden_state=x_BTD,
             past_key_values=cache,
-            hidden_states=None if hidden_states is None else tuple(hidden_states),
+            hidden_states=(*hidden_states, x_BTD) if keep_hidden else None,
             attentions=tuple(layer.attention_weights for layer in done) if keep_attentions else None,
             routing=self._trace(done, contexts) if output_routing else None,
             routing_loss=collapse_loss(routes, context.real_BT, config.collapse_regulariser),
             routes=tuple(routes) if output_routes else None,
             gate_BT1=done[0].gate_BT1 if output_routes else None,
         )
-        return output if return_dict is not False else output.to_tuple()
+
+    def _check_cache(self, cache: Any, rows: int) -> None:
+        """Raise where the cache is not ours, or cannot go on with this batch, gate or router."""
+        config: ChiarConfig = self.config
+        if not isinstance(cache, ChiarCache):  # transformers' general ones have no place for key marks and gate sums
+            needed = "CHIAR-Former needs a chiar.model.cache.ChiarCache"
+            raise TypeError(f"{needed}, got {type(cache).__name__}: pass none to have one made.")
+        cache.check_rows(rows)
+        self.check_gate_can_generate()
+        both = config.routing == "hard" and config.hard_estimator == "both"
+        if config.keys == "routed" and both and self.training and torch.is_grad_enabled():
+            needed = "hard_estimator='both' needs attention's output for light tokens"
+            raise InputError(f"{needed}, which a cache under keys='routed' has not: train with use_cache=False.")
 
     def _runs_sparse(self, context: TokenContext, x_BTD: Tensor) -> bool:
         """Whether routed layers run only what was chosen; where `sparse` was asked for and cannot be, an error."""
@@ -239,19 +225,18 @@ class ChiarModel(ChiarPreTrainedModel):
         return obstacle is None and config.can_run_sparse and pays
 
     def _run_layer(self, layer: nn.Module, gate: MaybeGate, *rest: Any) -> tuple[Tensor, LayerOutput]:
-        run, arguments = self._run_gated if gate else run_layer, (layer, gate, *rest)
+        run = self._run_gated if gate else run_layer
         # What the last layer keeps, the backward pass needs first: computing it again would free nothing for long.
         if self.gradient_checkpointing and self.training and layer is not self.layers[-1]:
-            (y_BTD, _), done = self._gradient_checkpointing_func(run, *arguments)
-        else:
-            (y_BTD, _), done = run(*arguments)
+            run = partial(self._gradient_checkpointing_func, run)
+        (y_BTD, _), done = run(layer, gate, *rest)
         return y_BTD, done
 
     def _run_gated(self, *arguments: Any) -> tuple[Summands, LayerOutput]:
         """Layer 1 under the MetaRouter. A method, so that who compiles layer by layer can compile both as one."""
         return run_layer(*arguments)
 
-    def _trace(self, outputs: list[LayerOutput], contexts: Contexts) -> RoutingTrace:
+    def _trace(self, outputs: list[LayerOutput], contexts: list[TokenContext]) -> RoutingTrace:
         first, layers = contexts[0], zip(self.layers, outputs, contexts, strict=True)
         traces = [trace_layer(i, *layer) for i, layer in enumerate(layers)]
         real_BT = torch.ones_like(first.positions_BT, dtype=torch.bool) if first.real_BT is None else first.real_BT

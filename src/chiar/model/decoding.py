@@ -5,7 +5,8 @@ step is then a few copies. On a CPU the same step runs plainly."""
 
 import weakref
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,14 @@ from transformers.utils import logging
 
 from chiar.errors import first_line
 from chiar.layers.attention import compute_rotary_tables
-from chiar.layers.block import LayerOutput, Summands
 from chiar.layers.context import Maybe, Memory, TokenContext
-from chiar.model.cache import ChiarCache
-from chiar.model.decoder import MaybeGate, run_layer
+from chiar.model.cache import ChiarCache, LayerState
+from chiar.model.decoder import ChiarModel, MaybeGate, run_layer
 from chiar.model.inputs import Routes, check_routes, check_tokens, place_tokens
 from chiar.registry import OPERATORS
+
+if TYPE_CHECKING:
+    from chiar.model.modeling import ChiarForCausalLM
 
 logger = logging.get_logger(__name__)
 
@@ -38,25 +41,19 @@ class Inputs:
     def fill(self, ids_B1: Tensor, positions_B1: Tensor, real_B1: Maybe, routes: Routes) -> None:
         self.ids_B1.copy_(ids_B1)
         self.positions_B1.copy_(positions_B1)
-        if real_B1 is None:
-            self.real_B1.fill_(True)
-        else:
-            self.real_B1.copy_(real_B1)
+        self.real_B1[:] = True if real_B1 is None else real_B1
         self.forced = {layer: place_B1 for layer, place_B1 in self.routes.items() if layer in routes}
         if self.forced:  # one kernel, not one for each layer
             torch._foreach_copy_(list(self.forced.values()), [routes[layer] for layer in self.forced])
 
 
+@dataclass
 class Captured:
     """A step as a CUDA graph, good while its cache keeps all tensors where they were."""
 
-    def __init__(self, cache: ChiarCache, forced: Routes) -> None:
-        self.cache, self.moves, self.forced = weakref.ref(cache), cache.shelf.moves, set(forced)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits_B1V: Tensor | None = None
-
-    def fits(self, cache: ChiarCache, forced: Routes) -> bool:
-        return self.cache() is cache and self.moves == cache.shelf.moves and self.forced == set(forced)
+    fits: tuple[weakref.ref[ChiarCache], int, set[int]]  # the cache, its moves, the layers with forced routes
+    graph: torch.cuda.CUDAGraph | None = None
+    logits_B1V: Tensor | None = None
 
 
 class FastDecoder:
@@ -96,8 +93,9 @@ class FastDecoder:
 
     @torch.no_grad()
     def step(
-        self, language: Any, ids_B1: Tensor, mask_BS: Maybe, place_B1: Maybe, cache: ChiarCache, routes: Routes | None
-    ) -> Tensor:
+        self, language: "ChiarForCausalLM", ids_B1: Tensor, mask_BS: Maybe, place_B1: Maybe, cache: ChiarCache,
+        routes: Routes | None,
+    ) -> Tensor:  # fmt: skip
         """The logits of the token behind each row's, (B, 1, V)."""
         model, rows = language.model, len(ids_B1)
         cache.check_rows(rows)
@@ -112,7 +110,7 @@ class FastDecoder:
         state = weakref.ref(cache), cache.shelf.moves, torch.is_inference_mode_enabled()
         if state != self.prepared:
             for layer, memory in zip(model.layers, cache.layers, strict=True):
-                layer.begin(memory, rows)
+                layer.begin(memory, rows)  # type: ignore[operator]
                 memory.make_writable()
             self.prepared = state[0], cache.shelf.moves, state[2]
         cache.shelf.make_room()
@@ -121,24 +119,23 @@ class FastDecoder:
         self.steps += 1
         return logits_B1V
 
-    def replay(self, language: Any, inputs: Inputs, cache: ChiarCache) -> Tensor:
+    def replay(self, language: "ChiarForCausalLM", inputs: Inputs, cache: ChiarCache) -> Tensor:
         """The first step after tensors moved runs plainly, which also warms up; the second is captured."""
         if not (inputs.device.type == "cuda" if self.graph is None else self.graph):
             return self.run(language, inputs, cache)
         captured = self.captured
-        if captured is None or not captured.fits(cache, inputs.forced):
+        if captured is None or captured.fits != (weakref.ref(cache), cache.shelf.moves, set(inputs.forced)):
             self.captured = None
             logits_B1V = self.run(language, inputs, cache)
-            self.captured = Captured(cache, inputs.forced)
+            self.captured = Captured((weakref.ref(cache), cache.shelf.moves, set(inputs.forced)))
             return logits_B1V
         if captured.graph is None and not self.capture(captured, language, inputs, cache):
             return self.run(language, inputs, cache)
-        assert captured.graph is not None
+        assert captured.graph is not None and captured.logits_B1V is not None
         captured.graph.replay()
-        assert captured.logits_B1V is not None
         return captured.logits_B1V.clone()  # the next replay writes into the same place
 
-    def capture(self, captured: Captured, language: Any, inputs: Inputs, cache: ChiarCache) -> bool:
+    def capture(self, captured: Captured, language: "ChiarForCausalLM", inputs: Inputs, cache: ChiarCache) -> bool:
         """Record the step, which runs nothing. Where that fails, steps run plainly from here on."""
         graph = torch.cuda.CUDAGraph()
         try:
@@ -151,23 +148,20 @@ class FastDecoder:
             logger.warning(f"decoding cannot be captured as a CUDA graph and runs plainly: {first_line(error)}")
         return captured.graph is not None
 
-    def run(self, language: Any, inputs: Inputs, cache: ChiarCache) -> Tensor:
+    def run(self, language: "ChiarForCausalLM", inputs: Inputs, cache: ChiarCache) -> Tensor:
         """All of a step on the device."""
         model = language.model
         x_B1D, rope = self.enter(model, inputs.ids_B1, inputs.positions_B1)
         tokens = inputs.positions_B1, inputs.real_B1, inputs.ids_B1
         contexts = model.layer_contexts(TokenContext(model.basis.transform(), *tokens, rope, room_is_made=True))
+        more_B1D: Maybe = None
         with many_graphs() if self.compile else nullcontext():
-            summands, _ = model.run_layers((x_B1D, None), contexts, cache, inputs.forced, self.layer)
-        return self.leave(model.norm, language.lm_head, *summands)
-
-    def layer(
-        self, layer: nn.Module, gate: MaybeGate, x: Summands, context: TokenContext, memory: Memory, forced: Maybe
-    ) -> tuple[Summands, LayerOutput]:
-        if self.compile:
-            expect_growth(memory)
-        y_B1D, more_B1D, entropy_B1 = self.step_layer(layer, gate, *x, context, memory, forced)
-        return (y_B1D, more_B1D), LayerOutput(entropy_BT=entropy_B1)
+            for i, (layer, memory) in enumerate(zip(model.layers, cache.layers, strict=True)):
+                if self.compile:
+                    expect_growth(memory)
+                gate, given = model.meta_router if i == 0 else None, (contexts[i], memory, inputs.forced.get(i))
+                x_B1D, more_B1D, _ = self.step_layer(layer, gate, x_B1D, more_B1D, *given)
+        return self.leave(model.norm, language.lm_head, x_B1D, more_B1D)
 
 
 def many_graphs() -> Any:
@@ -177,7 +171,7 @@ def many_graphs() -> Any:
     return config.patch({"recompile_limit": 256, "accumulated_recompile_limit": 4096})
 
 
-def expect_growth(memory: Any) -> None:
+def expect_growth(memory: LayerState) -> None:
     """Tell the compiler that capacities change; the same graph then serves all of them."""
     from torch._dynamo import maybe_mark_dynamic
 
@@ -186,7 +180,7 @@ def expect_growth(memory: Any) -> None:
             maybe_mark_dynamic(part, 2)
 
 
-def enter(model: Any, ids_B1: Tensor, positions_B1: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+def enter(model: ChiarModel, ids_B1: Tensor, positions_B1: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Embedded tokens, and RoPE's tables for all layers."""
     config, x_B1D = model.config, model.embed(ids_B1, None, positions_B1)
     if config.positions == "learned":

@@ -12,7 +12,7 @@ from torch import nn
 
 from chiar.errors import InputError, first_line
 from chiar.model.decoder import ChiarModel
-from chiar.model.load import architecture, open_weights
+from chiar.model.load import load_config, open_weights
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 
 HEADS = "heads.safetensors"
@@ -68,14 +68,13 @@ def read_heads(folder: Path) -> dict[str, nn.Linear]:
 
 def open_classifier(name: str, corpus: Classified) -> ChiarForSequenceClassification:
     """The classifier a folder holds for a corpus: the head of the corpus' name, or the folder's own classifier."""
-    heads, own = read_heads(Path(name)), Path(name).is_dir() and architecture(name) != "ChiarForCausalLM"
+    heads, own = read_heads(Path(name)), Path(name).is_dir() and load_config(name).architectures != ["ChiarForCausalLM"]
     kind = ChiarForSequenceClassification if own else ChiarForCausalLM
     if corpus.name in heads:
         head, classes = heads[corpus.name], len(corpus.labels)
-        if (known := head.out_features) != classes:
-            raise InputError(
-                f"{name} was trained on another {corpus.name}: {known} classes, {corpus.folder} has {classes}."
-            )
+        if head.out_features != classes:
+            other = f"{name} was trained on another {corpus.name}: {head.out_features} classes"
+            raise InputError(f"{other}, {corpus.folder} has {classes}.")
         return as_classifier(open_weights(kind, name).model, head, corpus.labels)
     if own:
         return open_weights(kind, name)

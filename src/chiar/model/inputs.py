@@ -18,12 +18,11 @@ from chiar.model.trace import RoutingTrace
 Routes = dict[int, Tensor]  # by layer, (B, T): the number of each token's operator
 
 
-def check_tokens(input_ids: Maybe, inputs_embeds: Maybe, vocabulary: int) -> None:
-    """Raise InputError unless exactly one of the two is there, in rows, and inside the vocabulary."""
-    if (input_ids is None) == (inputs_embeds is None):
-        raise InputError("give exactly one of input_ids and inputs_embeds.")
+def check_tokens(input_ids: Maybe, inputs_embeds: Maybe, vocabulary: int) -> Tensor:
+    """The one of the two that is there; InputError unless it is alone, in rows, and inside the vocabulary."""
     given = input_ids if inputs_embeds is None else inputs_embeds
-    assert given is not None
+    if given is None or (input_ids is not None and inputs_embeds is not None):
+        raise InputError("give exactly one of input_ids and inputs_embeds.")
     if given.ndim != (2 if inputs_embeds is None else 3):
         raise InputError(f"the input has shape {tuple(given.shape)}: expected rows of tokens, (B, T) or (B, T, D).")
     if given.numel() == 0:
@@ -34,6 +33,7 @@ def check_tokens(input_ids: Maybe, inputs_embeds: Maybe, vocabulary: int) -> Non
         if low < 0 or high >= vocabulary:
             bad = f"token id {low if low < 0 else high} is outside the vocabulary 0..{vocabulary - 1}"
             raise InputError(f"{bad}: was the text encoded with this model's tokenizer?")
+    return given
 
 
 def check_routes(routes: Routes | None, config: ChiarConfig, shape: tuple[int, ...]) -> None:

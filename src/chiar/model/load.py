@@ -63,31 +63,17 @@ def load_config(name: str) -> ChiarConfig:
     return presets.get(name)
 
 
-def architecture(folder: str) -> str | None:
-    """The class whose weights a folder says it holds."""
-    path = Path(folder) / "config.json"
-    names = json.loads(path.read_text(encoding="utf-8")).get("architectures") if path.is_file() else None
-    return names[0] if names else None
-
-
 def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
     """A language model and its folder; a preset gives random weights and no folder."""
     from chiar.model.modeling import ChiarForCausalLM
 
     config = load_config(name)
     if Path(name).is_dir():
-        if architecture(name) == "ChiarForSequenceClassification":
+        if config.architectures == ["ChiarForSequenceClassification"]:
             raise InputError(f"{name} is a classifier, not a language model: chiar eval measures it on labelled text.")
         return open_weights(ChiarForCausalLM, name).eval(), Path(name)
     torch.manual_seed(seed)
     return ChiarForCausalLM(config).eval(), None
-
-
-def load_weights(folder: str, config: ChiarConfig) -> Any:
-    """A language model of this configuration to train on, in fp32, with the weights of a folder; a classifier's too."""
-    from chiar.model.modeling import ChiarForCausalLM
-
-    return open_weights(ChiarForCausalLM, folder, config=config, dtype=torch.float32)
 
 
 def open_weights(kind: Any, folder: str, **options: Any) -> Any:
@@ -100,7 +86,8 @@ def open_weights(kind: Any, folder: str, **options: Any) -> Any:
     if info["missing_keys"]:
         raise InputError(f"{folder} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
     if left := sorted(name for name in info["unexpected_keys"] if not name.startswith("score.")):
-        raise InputError(f"the model has no place for {left[0]} of {folder}: keep the folder's own configuration.")
+        unplaced = f"this configuration has no place for {left[0]}, which {folder} holds"
+        raise InputError(f"{unplaced}: keep the folder's own configuration.")
     return model
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.generation import GenerationMixin
+from transformers.utils import can_return_tuple
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
@@ -42,6 +43,7 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
             self.fast_decoder.forget()
         return super()._apply(*args, **kwargs)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Maybe = None,
@@ -53,9 +55,8 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: int | Tensor | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> ChiarOutput | tuple:
+    ) -> ChiarOutput:
         """Arguments of ChiarModel, and `labels` (the ids themselves; −100 is ignored) for the next-token loss: a mean
         over labels, in training with what routers are asked for; with `num_items_in_batch` this batch's share of a mean
         over that many labels (transformers' Trainer counts all accumulated batches)."""
@@ -65,9 +66,9 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
             assert input_ids is not None and past_key_values is not None
             forced = kwargs.get("forced_routes")
             logits_B1V = fast.step(self, input_ids, attention_mask, position_ids, past_key_values, forced)
-            return to_output(ChiarModelOutput(past_key_values=past_key_values), None, logits_B1V, return_dict)
+            return ChiarOutput(logits=logits_B1V, past_key_values=past_key_values)
         given = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
-        decoded = self.model(*given, **kwargs)
+        decoded = self.model(*given, return_dict=True, **kwargs)
         states_BTD = decoded.last_hidden_state
         logits_BTV = self.lm_head(states_BTD[:, -logits_to_keep:] if logits_to_keep else states_BTD)
         loss = None
@@ -80,7 +81,7 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
                 loss = loss + decoded.routing_loss
             if num_items_in_batch is not None:
                 loss = loss * (targets != -100).sum() / num_items_in_batch
-        return to_output(decoded, loss, logits_BTV, return_dict)
+        return to_output(decoded, loss, logits_BTV)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. A gate that sees the future needs `gate_generation="prefill"`, and its cache."""
@@ -111,16 +112,12 @@ class ChiarForSequenceClassification(ChiarPreTrainedModel):
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
+    @can_return_tuple
     def forward(
-        self,
-        input_ids: Maybe = None,
-        attention_mask: Maybe = None,
-        labels: Maybe = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> ChiarOutput | tuple:
+        self, input_ids: Maybe = None, attention_mask: Maybe = None, labels: Maybe = None, **kwargs: Any
+    ) -> ChiarOutput:
         """Arguments of ChiarModel, and `labels` (B,): class numbers, or targets when there is one label."""
-        decoded = self.model(input_ids, attention_mask=attention_mask, **kwargs)
+        decoded = self.model(input_ids, attention_mask=attention_mask, return_dict=True, **kwargs)
         logits = self.score(pool_states(decoded.last_hidden_state, attention_mask, self.config.classifier_pool))
         loss = None
         if labels is not None:
@@ -129,7 +126,7 @@ class ChiarForSequenceClassification(ChiarPreTrainedModel):
             loss = F.mse_loss(logits[:, 0].float(), labels.float()) if one else F.cross_entropy(logits.float(), labels)
             if self.training and decoded.routing_loss is not None:
                 loss = loss + decoded.routing_loss
-        return to_output(decoded, loss, logits, return_dict)
+        return to_output(decoded, loss, logits)
 
 
 def pool_states(states_BTD: Tensor, mask_BT: Maybe, how: str) -> Tensor:
@@ -144,10 +141,9 @@ def pool_states(states_BTD: Tensor, mask_BT: Maybe, how: str) -> Tensor:
     return states_BTD[torch.arange(B, device=states_BTD.device), last_B]
 
 
-def to_output(decoded: ChiarModelOutput, loss: Maybe, logits: Tensor, return_dict: bool | None) -> ChiarOutput | tuple:
+def to_output(decoded: ChiarModelOutput, loss: Maybe, logits: Tensor) -> ChiarOutput:
     kept = decoded.past_key_values, decoded.hidden_states, decoded.attentions, decoded.routing, decoded.routing_loss
-    output = ChiarOutput(loss, logits, *kept)
-    return output if return_dict is not False else output.to_tuple()
+    return ChiarOutput(loss, logits, *kept)
 
 
 AutoConfig.register("chiar", ChiarConfig, exist_ok=True)

@@ -19,7 +19,7 @@ from chiar.errors import require
 from chiar.evaluation.harness import choose_documents
 from chiar.kernels.linear_cross_entropy import linear_cross_entropy
 from chiar.layers.routers import mean_over_tokens, one_hot
-from chiar.model.load import load_weights
+from chiar.model.load import open_weights
 from chiar.model.modeling import ChiarForCausalLM, pool_states
 from chiar.training.distributed import local_rows
 from chiar.training.settings import TrainSettings
@@ -180,7 +180,8 @@ def materialise(model: TaskModel, seed: int, device: torch.device | str = "cpu",
     model.to_empty(device=device)
     model.language.tie_weights()
     places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    stored = load_weights(initial, model.language.config).state_dict() if initial else {}
+    options = {"config": model.language.config, "dtype": torch.float32}
+    stored = open_weights(ChiarForCausalLM, initial, **options).state_dict() if initial else {}
     source, seen = outline(model.language.config, model.labels), set[int]()
     saved = set(source.state_dict())
     for prefix, module in source.named_modules():
