@@ -57,7 +57,8 @@ def draw_flips(report: NullTest) -> "Figure":
         line = Line(benefit_points(worth), "mean ± standard error", color=COLOURS[0], marker="o")
         panels.append(Panel(title, [line], (0.0, "")))
     title, up = called(report, "what attention adds to a token, by its H"), "loss with filter − attention, nats"
-    figure = draw_panels(title, panels, "bin of rising H", up, columns=0)
+    figure = draw_panels(title, panels, "bin of rising H", columns=2 if len(panels) in (2, 4) else min(len(panels), 3))
+    figure.supylabel(up, fontsize=9)
     for axes, (_, worth) in zip(figure.axes, worths, strict=True):
         axes.set_xticks(range(1, report.bins + 1))
         errors = [found.error or 0.0 for found in worth.benefit if found.mean is not None]

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from typer import echo
 
+from chiar.config_checks import LAST_COMMIT
 from chiar.console import guarded
 from chiar.data.shards import Corpus
 from chiar.data.tokens import batches
-from chiar.errors import InputError, first_line
+from chiar.errors import InputError, first_line, optional_module
 from chiar.evaluation.compare import REPORT
 from chiar.evaluation.harness import describe_device, evaluate
 from chiar.files import aside_of, hold, write_whole
@@ -79,6 +80,7 @@ class StudyFolder:
 def held(path: Path, plan: Plan | None = None, device: str = "cpu") -> Iterator[StudyFolder]:
     """The folder, begun with the plan, which no other process changes meanwhile."""
     choose_device(device)
+    optional_module("matplotlib", "plots", "the picture of a study")  # said now rather than after hours of training
     require(os.environ.get("WORLD_SIZE", "1") == "1", "chiar study starts processes itself: start it without torchrun.")
     there = {found.name for found in path.glob("*")} - {LOCK, aside_of(path / STUDY).name}
     free = not there and (path.is_dir() or not path.exists())
@@ -114,7 +116,9 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path.parent} is not a study, or damaged: {path.name}: {first_line(error)}.") from error
-    require(isinstance(record, dict) and record.pop("format", None) == kind, f"{path} does not say format {kind!r}.")
+    found = record.pop("format", None) if isinstance(record, dict) else None
+    way_out = f" It says {found!r}: commit {LAST_COMMIT} reads it." if found == "chiar-study/1" else ""
+    require(found == kind, f"{path} does not say format {kind!r}.{way_out}")
     return record
 
 
@@ -205,13 +209,17 @@ def work(path: Path, name: str, device: str) -> None:
     write_whole(run / REPORT, evaluate(str(run / "final"), told.data[0], "test", **how).to_json())
 
 
+def same_machine(times: dict[str, Any], others: dict[str, Any]) -> bool:
+    return all(times[part] == others[part] for part in ("device", "batch", "length", "versions"))
+
+
 def time_study(plan: Plan, folder: StudyFolder, steps: int, device: str) -> None:
     """Time the training step of every planned variant, one after another in one process."""
     settings, first = plan.runs[0].train_settings(), {run.variant: run for run in reversed(plan.runs)}
     here = {"device": describe_device(choose_device(device)), "batch": settings.batch, "length": settings.length}
     here |= {"versions": {name: versions().get(name) for name in ("chiar", "torch", "gpu")}}
     stored = folder.record["times"] = folder.record["times"] or {**here, "variants": {}}
-    require({**stored, **here} == stored, f"step times in {folder.path} are of another machine: choose another folder.")
+    require(same_machine(stored, here), f"step times in {folder.path} are of another machine: choose another folder.")
     every, total = max(1, steps // 4), WARM_UP + steps
     seldom = {"evaluate_every": total, "save_every": total, "evaluate_rows": 1, "log_every": every, "steps": total}
     for name, run in first.items():
