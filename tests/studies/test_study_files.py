@@ -40,10 +40,9 @@ def test_routers40m_and_v4_are_what_was_studied():
     assert 40e6 < count_parameters(runs["dense"].model_config()) < 41e6
     for config in (one.model_config() for name, one in runs.items() if name not in controls):
         assert sum(config.layer_fractions()) / len(config.routed_layers) <= 0.5  # nobody gets more attention than half
-    # Half the layers switched off cost what half the layers cost; straight-through over both trains on both.
-    names = ("static-lean", "dense-6", "learned-both", "soft")
-    lean, six, both, soft = (costs_of(runs[name])["flops_per_token"] for name in names)
-    assert lean["forward"] == six["forward"] and both["training"] == pytest.approx(3 * soft["forward"])
+    # Half the layers switched off cost what half the layers cost.
+    lean, six = (costs_of(runs[name])["flops_per_token"]["forward"] for name in ("static-lean", "dense-6"))
+    assert lean == six
     for name in ("routers40m_even", "routers40m_long"):
         studied = declared(find(name))["deep-eighth"].model_config().to_dict()
         size = ("hidden_size", "num_attention_heads", "num_hidden_layers", "layer_types", "intermediate_size")
@@ -83,14 +82,12 @@ def test_the_papers_tables_have_its_numbers_models_and_schedule(name, corpus, li
 FILES = [
     ("tokens = 390", "token = 390", "unknown field of study 'token'. Did you mean 'tokens'?"),
     ("tokens = 390", "", "how long runs train: epochs or tokens"),
-    ("tokens = 390", 'tokens = "all"', "tokens of study must be int | None, got 'all'"),
     ("tokens = 390", "tokens = 0", "must be positive"),
     ('baseline = "dense"', 'baseline = "learned"', "unknown control as baseline 'learned'"),
     ('role = "candidate"', 'role = "winner"', "unknown role of variant learned 'winner'"),
     ("seeds = [1]", "seeds = [-1]", "seeds must not be negative"),
     ("seeds = [1]", 'seeds = ["a"]', "seeds of variant learned must be list[int] | None"),
     ("seeds = [1]", "settings = { batch = 2 }", "variant learned cannot set batch"),
-    ("seeds = [1]", "first = true", "unknown field of variant learned 'first'"),
     ("seeds = [1]", 'after = { weights = "lerned" }', "unknown variant before learned 'lerned'"),
     ("seeds = [1]", "paper = { tests = 3.0 }", "'tests'. Did you mean 'test'?"),
     ("learned = {", '"a/b" = {', "becomes a folder"),
@@ -103,7 +100,6 @@ PLANS = [
     ("tokens = 390", "tokens = 39", "39 tokens is less than one step of 4 × 16 tokens"),
     ('router = "learned"', 'own_ffn = true, router = "learned"', "commit bde4d4f runs it"),
     ('router = "learned"', "operators = ['skip', 'attention']", "variant learned: the operator 'skip' is gone"),
-    ("micro_batch = 2", "micro_bath = 2", "Did you mean 'micro_batch'?"),
     ("micro_batch = 2", "micro_batch = 3", "does not divide into micro-batches of 3"),
 ]
 
@@ -151,7 +147,6 @@ def test_a_file_can_extend_another_study(tmp_path):
     assert study.settings == {**base.settings, "batch": 4, "micro_batch": 4}
     assert list(study.variants) == [*base.variants, "mine"]
     assert study.variants["hash"].config["random_fraction"] == 0.1
-    assert study.variants["dense"] == base.variants["dense"]
     # What all share is changed, but not what a variant says.
     assert [declared(study)[name].model_config().keys for name in ("static", "mine")] == ["all", "routed"]
 
