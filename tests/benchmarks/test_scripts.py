@@ -19,7 +19,6 @@ def test_a_cell_is_the_ratio_of_both_times(capsys, mode):
     assert cpu_execution.main([*SMALL, "--mode", mode, "--only", "routed", "--execution", "auto"]) == 0
     cells = re.findall(r"\| `routed` \| (\d+) \| 2 \| ([\d.]+) / ([\d.]+) = ([\d.]+) \|", capsys.readouterr().out)
     assert [length for length, *_ in cells] == ["8", "32"]
-    assert all(float(number) > 0 for _, *numbers in cells for number in numbers)
     assert cpu_execution.main([*SMALL, "--only", "mod"]) == 2, "it has no dense execution of its own"
     assert "mod" in capsys.readouterr().err
 
