@@ -122,10 +122,8 @@ def test_a_diagram_shows_what_the_configuration_says(tmp_path):
     assert named <= set(words(draw_model(["v3-400m"])))
     for name, changes, expected in (
         ("v1-16m", {}, "RBF mixing"),
-        ("v3-16m", {"embedding_norm": True}, "RoPE turns queries and keys instead; then RMS norm"),
         ("v3-16m", {"light_ffn": False}, "D → 4D → D, GELU; light tokens skip it"),
         ("v4-400m", {}, "layers 1, 3, … 27 (×14)"),
-        ("baseline-16m", {}, "layers 1–4 (×4)"),
         ("v3-16m", {"router": "random"}, "hash of the token, f = 0.5"),
         ("v3-16m", {"temporal_everywhere": True}, "every token, over the last 16"),
     ):
@@ -148,8 +146,6 @@ def test_routing_colours_are_routes_and_tokens_are_text(lively):
             assert gap is None or (gap > 0) == (operator == "attention")
             luminance = float(parts[token // 32][row, token % 32] @ [0.2126, 0.7152, 0.0722])
             assert (luminance < 0.7) == (operator == "attention")
-    palest = {name: int(plots.operator_colour(name, 1.0)[1:3], 16) for name in ("spectral", "temporal", "rbf", "own")}
-    assert min(palest.values()) > int(plots.operator_colour("attention", 0.0)[1:3], 16)
 
 
 def test_text_is_safe_and_pictures_are_deterministic(tmp_path):
@@ -202,8 +198,8 @@ def test_what_the_command_cannot_draw(tmp_path, monkeypatch):
     ):
         code, output = run("plot", *arguments, "--out", tmp_path / "f.svg")
         assert code == 2 and sentence in output
-    assert run("plot", "model", "v3-tiny", "--out", tmp_path / "f.png")[0] == 0
-    assert run("plot", "model", "v3-tiny", "--out", tmp_path / "f.pdf")[0] == 0
+    for kind in ("png", "pdf"):
+        assert run("plot", "model", "v3-tiny", "--out", tmp_path / f"f.{kind}")[0] == 0
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InputError, match=re.escape("pip install 'chiar[plots]'")):
         draw_model(["v3-tiny"])

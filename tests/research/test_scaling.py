@@ -12,12 +12,10 @@ from research.scaling import app, draw_savings, draw_scaling
 
 def save_report(path, loss=3.0, flops=100.0, baseline=100.0, routed=False, **changes):
     layers = [LayerUse(1, {"spectral": 0.5, "attention": 0.5})] if routed else []
-    known = {
-        "model": "baseline-tiny", "run": None, "corpus": "text", "fingerprint": "f1", "split": "test", "length": 8,
-        "stride": None, "rows": None, "batch_size": 1, "precision": "fp32", "device": "cpu",
-        "scores": LanguageScores(10, loss, 5, 1, 20), "routing": RoutingUse(layers, None, None),
-        "flops": flops, "baseline_flops": baseline, "flops_length": 8,
-    }  # fmt: skip
+    known = {"model": "baseline-tiny", "corpus": "text", "fingerprint": "f1", "split": "test", "precision": "fp32"}
+    known |= {"length": 8, "batch_size": 1, "device": "cpu", "flops": flops, "baseline_flops": baseline}
+    known |= {"scores": LanguageScores(10, loss, 5, 1, 20), "routing": RoutingUse(layers, None, None)}
+    known |= {"flops_length": 8, **dict.fromkeys(("run", "stride", "rows"))}
     path.write_text(EvaluationReport(**{**known, **changes}).to_json())
     return str(path)
 

@@ -28,13 +28,6 @@ def squares(count, *parts, layers=None):
     return count.part(*parts, layers=layers) / 1024**2
 
 
-def test_one_attention_layer_costs_8_projections_16_ffn_and_2t_over_d_scores():
-    count = count_flops(presets.get("baseline-400m"), 256)
-    found = [squares(count, part, layers=[0]) for part in ("projections", "ffn", "scores")]
-    assert [*found, squares(count, "logits")] == pytest.approx([8, 16, 2 * 257 / 1024, 2 * 50257 / 1024])
-    assert count.part(*ATTENTION) / count.total == pytest.approx(0.304, abs=1e-3)
-
-
 def test_the_papers_claims_at_400m():
     def saved(fraction, length=256, transform="even_odd", **changes):
         config, shares = large(fraction, **{"keys": "routed", **changes})
@@ -52,7 +45,7 @@ def test_the_papers_claims_at_400m():
             assert savings.baseline.total / savings.chiar.total == pytest.approx(expected, abs=1e-3)
 
 
-def test_light_and_dark_shares_add_up():
+def test_of_all_or_no_tokens_the_attention_of_the_baseline_or_none():
     routed = presets.get("v3-400m").routed_layers
     full, baseline = counted(1.0, 512, "free"), count_flops(presets.get("baseline-400m"), 512)
     assert full.part(*ATTENTION, "ffn", layers=routed) == baseline.part(*ATTENTION, "ffn", layers=routed)
@@ -60,7 +53,6 @@ def test_light_and_dark_shares_add_up():
     assert nothing.part(*ATTENTION, layers=routed) == 0
     # One product for the entropy of every token, two for the filter of light ones: to the spectrum and back.
     assert squares(nothing, "router", layers=[1]) == 2 and squares(nothing, "spectral", layers=[1]) == 4
-    assert sum(full.layer(i) for i in range(28)) + full.part("logits") == pytest.approx(full.total)
 
 
 @pytest.mark.parametrize("preset", ["v3-400m", "v4-400m"])  # the first layer of v4 is routed

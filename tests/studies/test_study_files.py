@@ -6,7 +6,6 @@ import pytest
 
 from chiar import presets
 from chiar.errors import InputError
-from chiar.model.load import count_parameters
 from chiar.studies.results import costs_of
 from chiar.studies.study import find, make_plan
 from commands import run
@@ -23,31 +22,18 @@ def declared(study):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_variant_of_a_study_can_be_built_and_counted(name):
-    study = find(name)
-    assert study.name == name and list(study.variants) == [*reversed(declared(study))]
-    for one in declared(study).values():
+    for one in declared(find(name)).values():
         row = costs_of(one)
-        costs = row["flops_per_token"]
         assert row["parameters"] > 0
-        assert costs["forward"] == pytest.approx(costs["layers"] + costs["logits"])
-        assert costs["training"] >= 2.9 * costs["forward"]
+        assert row["flops_per_token"]["training"] >= 2.9 * row["flops_per_token"]["forward"]
 
 
-def test_routers40m_and_v4_are_what_was_studied():
-    study, runs = find("routers40m"), declared(find("routers40m"))
-    controls = {name for name, variant in study.variants.items() if variant.role == "control"}
-    assert {"dense", "dense-post", "dense-9", "dense-6", "dense-w256", "static", "hash", "position", "soft"} <= controls
-    assert 40e6 < count_parameters(runs["dense"].model_config()) < 41e6
-    for config in (one.model_config() for name, one in runs.items() if name not in controls):
-        assert sum(config.layer_fractions()) / len(config.routed_layers) <= 0.5  # nobody gets more attention than half
-    # Half the layers switched off cost what half the layers cost.
-    lean, six = (costs_of(runs[name])["flops_per_token"]["forward"] for name in ("static-lean", "dense-6"))
-    assert lean == six
-    for name in ("routers40m_even", "routers40m_long"):
-        studied = declared(find(name))["deep-eighth"].model_config().to_dict()
-        size = ("hidden_size", "num_attention_heads", "num_hidden_layers", "layer_types", "intermediate_size")
-        preset = presets.get("v4-16m", **{key: studied[key] for key in size}).to_dict()
-        assert {key for key in preset if preset[key] != studied[key]} <= {"max_position_embeddings", "vocab_size"}
+@pytest.mark.parametrize("name", ["routers40m_even", "routers40m_long"])
+def test_v4_is_what_was_studied(name):
+    studied = declared(find(name))["deep-eighth"].model_config().to_dict()
+    size = ("hidden_size", "num_attention_heads", "num_hidden_layers", "layer_types", "intermediate_size")
+    preset = presets.get("v4-16m", **{key: studied[key] for key in size}).to_dict()
+    assert {key for key in preset if preset[key] != studied[key]} <= {"max_position_embeddings", "vocab_size"}
 
 
 # Tables 1 and 2 of the paper, typed again from its text: validation and test perplexity; and counted parameters.
@@ -121,13 +107,11 @@ def test_studies_and_data_that_do_not_fit(toml, corpus, listops, tmp_path):
         code, output = run("study", "run", toml(), "--data", corpus, "--out", tmp_path / "out", *more)
         assert code == 2 and message in output and not (tmp_path / "out").exists()
     assert "unknown study 'routers40'. Did you mean 'routers40m'?" in run("study", "show", "routers40")[1]
-    assert "there is no file" in run("study", "show", tmp_path / "none.toml")[1]
     assert "is not a study" in run("study", "table", tmp_path)[1]
     table2 = find("table2")
     for data, only, message in (
         ([corpus], None, "mixed needs more corpora"),
         ([listops, corpus], None, "name a text first"),
-        ([str(tmp_path)], ["baseline"], "not a prepared corpus"),
     ):
         with pytest.raises(InputError, match=message):
             make_plan(table2, data, only)
@@ -140,13 +124,11 @@ def test_a_file_can_extend_another_study(tmp_path):
     path.write_text(
         'extends = "tiny"\ntokens = 2048\nsettings = { batch = 4, micro_batch = 4 }\nconfig = { keys = "all" }\n'
         '[variants.mine]\nrole = "candidate"\nconfig = { keys = "routed" }\n'
-        '[variants.hash]\nrole = "control"\nconfig = { router = "random", random_fraction = 0.1 }\n'
     )
     base, study = find("tiny"), find(str(path))
     assert (study.name, study.tokens, study.preset) == ("mine", 2048, base.preset)
     assert study.settings == {**base.settings, "batch": 4, "micro_batch": 4}
     assert list(study.variants) == [*base.variants, "mine"]
-    assert study.variants["hash"].config["random_fraction"] == 0.1
     # What all share is changed, but not what a variant says.
     assert [declared(study)[name].model_config().keys for name in ("static", "mine")] == ["all", "routed"]
 
@@ -155,15 +137,13 @@ def test_the_plan_and_what_is_shown_of_it(toml, corpus):
     study = find(str(toml()))
     plan = make_plan(study, [corpus])
     assert [run.name for run in plan.runs] == ["dense-s0", "hash-s0", "dense-s1", "hash-s1", "learned-s1"]
-    assert {(s.batch, s.length, s.steps) for s in (one.train_settings() for one in plan.runs)} == {(4, 16, 6)}
     again = make_plan(study, [corpus], ["learned", "d*"], "3,3")
     assert [one.name for one in again.runs] == ["dense-s3", "learned-s3"]
     epochs = make_plan(find(str(toml(("tokens = 390", "epochs = 2")))), [corpus])
     assert epochs.steps == 2 * ((epochs.corpora[0].split("train").tokens - 1) // 16) // 4
     code, output = run("study", "show", toml(), "--data", corpus)
     assert code == 0 and "384 tokens in 6 steps" in output and "257 token ids" in output
-    row = next(line.split() for line in output.splitlines() if " hash: " in line)
-    assert "0.250" in row and row[-3:] == ["0,", "1", "|"]
+    assert "0.250" in next(line for line in output.splitlines() if " hash: " in line)
     assert run("study", "show")[1].count("\n") == len(NAMES)
 
 
@@ -178,6 +158,3 @@ def test_recorded_results_are_shown_with_what_was_removed_marked(name, tmp_path)
     assert ("Commit bde4d4f" in text) == ("†" in output) == ("†" in text) and (marked or "dense") in text
     assert "dense †" not in text and (tmp_path / "out" / "pareto.svg").is_file()
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-    if (folder / "study.toml").is_file():
-        code, output = run("study", "show", folder / "study.toml")
-        assert code == 0 or "commit bde4d4f runs it" in output
