@@ -103,18 +103,6 @@ def test_decode_counts_the_cache_as_it_is_stored(tmp_path):
     assert not any(row["bound"] for row in table), "decoding is bound by memory"
 
 
-@pytest.mark.slow
-def test_alone_on_the_device_a_model_that_routes_itself_is_near_the_fraction(tmp_path, capsys):
-    asked = ["--mode", "decode", "--apart", "--own-routes", "--fractions", "0.5,0.25", "--steps", "40"]
-    only = ["--only", "routed", "routed-all-keys"]
-    code, (baseline, half, quarter, *all_keys) = run(tmp_path / "own.csv", *asked, *only)
-    assert code == 0
-    assert float(half["chosen"]) == pytest.approx(0.5, abs=0.12)
-    assert float(quarter["chosen"]) == pytest.approx(0.25, abs=0.12)
-    assert {row["chosen"] for row in (baseline, *all_keys)} == {""}, "where every token is a key, keys do not tell"
-    assert float(half["baseline_p50_ms"]) == float(baseline["p50_ms"]) > 0
-
-
 def test_what_only_the_decoding_step_gets_wrong_is_found(monkeypatch):
     asked = parity.Parity(contenders.REGISTRY["routed"], SETTING, "cpu", compile=False, decode=True)
     assert asked.check(0.25).passed

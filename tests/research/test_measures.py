@@ -30,8 +30,6 @@ def test_errors_count_clusters():
     assert (mean, error) == pytest.approx((x.mean(), scipy.stats.sem(x)))
     assert measures.mean_and_error(x.repeat(10), np.arange(50).repeat(10))[1] == pytest.approx(error)
     assert measures.clustered_error(x.repeat(10) / 500, np.arange(500)) < error / 2
-    assert math.isnan(measures.mean_and_error(x, np.zeros(50))[1])
-    assert np.bincount(measures.bins_of(x[:40], x[:40], 4)).tolist() == [10] * 4
 
 
 def measure(states_ND, null, token_N=None):
@@ -67,7 +65,6 @@ def test_planted_independent_and_deciding_labels():
     truth = 1 + 0.11 * math.log2(0.11) + 0.89 * math.log2(0.89)
     found = measures.mutual_information(labels ^ errs, labels, 20, 0)
     assert found.bits == pytest.approx(truth, abs=0.02)  # four standard errors: 0.0022 · log2(0.89 / 0.11) each
-    assert found.route_bits == pytest.approx(1, abs=0.001)
     found = measures.mutual_information(integers(2, 2), integers(40, 3), 50, 0)
     assert found.chance == pytest.approx(39 / (2 * 20_000 * math.log(2)), rel=0.15)
     assert abs(found.bits - found.chance) < 4 * found.chance_deviation and abs(found.adjusted) < 0.002
@@ -111,24 +108,15 @@ def test_the_dct_is_nearly_the_klt_of_a_stationary_signal_and_nowhere_else():
             assert white[name, k].largest[0] == pytest.approx(white[measures.NOISE, k].largest[0], abs=0.01)
 
 
-def words(seed, shift, repeats=40):
-    """60 tokens of each sort, each with an H of its own and `repeats` times in the text; 0.01 is σ of the noise."""
-    of_token = 0.87 + 0.01 * np.random.default_rng(seed).normal(size=120)
-    of_token[:60] += shift * 0.01
-    token_N = np.arange(120).repeat(repeats)
-    return contrast("all", of_token[token_N], token_N < 60, token_N >= 60, token_N, 0.01)
-
-
 def test_a_planted_difference_of_words_and_its_error():
-    found = words(0, -2.0)
+    """60 tokens of each sort, each with an H of its own and 40 times in the text; 0.01 is σ of the noise."""
+    of_token = 0.87 + 0.01 * np.random.default_rng(0).normal(size=120)
+    of_token[:60] -= 0.02
+    token_N = np.arange(120).repeat(40)
+    found = contrast("all", of_token[token_N], token_N < 60, token_N >= 60, token_N, 0.01)
     assert found.difference == pytest.approx(-2, abs=4 * found.error)
+    assert found.error == pytest.approx((2 / 60) ** 0.5, rel=0.3)  # of tokens, however often they are repeated
     assert found.separation == pytest.approx(0.921, abs=0.07)  # Φ(2 / √2)
-    assert (found.function_tokens, found.content_tokens) == (2400, 2400)
-    drawn = [words(seed, 0.0) for seed in range(60)]
-    stated = np.mean([one.error for one in drawn])
-    # However often tokens are repeated, differences of nothing scatter by the error that is stated (good to 9%).
-    assert np.std([one.difference for one in drawn]) == pytest.approx(stated, rel=0.3)
-    assert stated == pytest.approx((2 / 60) ** 0.5, rel=0.1)
 
 
 def test_a_planted_benefit_is_found_by_bin_and_layers_are_joined_by_rank():
@@ -144,8 +132,7 @@ def test_a_planted_benefit_is_found_by_bin_and_layers_are_joined_by_rank():
         assert found.error == pytest.approx(0.3 * found.flips**-0.5, rel=0.25)
     assert worth.to_filter.mean > 0.4 and worth.to_attention.mean < -0.4
     # r of a step of height 1 at the middle with noise 0.3: √3/2 · 0.5 / √(0.25 + 0.09).
-    assert worth.pearson == pytest.approx(0.743, abs=0.06)
-    assert worth.spearman > 0.6 and worth.correlation_error == pytest.approx(0.05, abs=0.001)
+    assert worth.pearson == pytest.approx(0.743, abs=0.06) and worth.spearman > 0.6
     # Two layers with entropies far apart: the benefit follows the rank in each, so it does in both together.
     entropies = {1: np.linspace(0.80, 0.84, 400), 2: np.linspace(0.95, 0.99, 400)}
     places = [(layer, row) for layer in (1, 2) for row in range(40)]

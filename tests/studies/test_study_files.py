@@ -1,5 +1,6 @@
 """Studies as data: those of research/studies, users' files, what is wrong with them, and the plan."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,8 @@ TABLES = {
     "table1": ([(45.78, 44.63), (46.75, 45.62), (46.86, 45.67), (49.62, 48.34), (49.70, 48.45)], 36_124, 500, 10),
     "table2": ([(23.73, 23.58), (27.75, 27.51), (28.81, 28.56)], 18_062, 1000, 5),
 }
+SCHEDULE = {"batch": 128, "length": 256, "learning_rate": 1e-4, "final_learning_rate": 1e-6, "clip": 1.0}
+SCHEDULE |= {"weight_decay": 0.01, "beta1": 0.9, "beta2": 0.95}
 PARAMETERS = {"table1": [16_025_344, *[15_765_257] * 2, *[15_764_225] * 2], "table2": [404_159_488, *[400_043_009] * 2]}
 
 
@@ -54,9 +57,7 @@ def test_the_papers_tables_have_its_numbers_models_and_schedule(name, corpus, li
     assert plan.steps == steps
     for one in plan.runs:
         settings, config = one.train_settings(), one.model_config()
-        assert (settings.warmup, settings.batch, settings.length) == (warmup, 128, 256)
-        assert (settings.learning_rate, settings.final_learning_rate, settings.clip) == (1e-4, 1e-6, 1.0)
-        assert (settings.weight_decay, settings.beta1, settings.beta2) == (0.01, 0.9, 0.95)
+        assert {**asdict(settings), **SCHEDULE, "warmup": warmup} == asdict(settings)
         assert config.dropout == 0.1 and one.validate
         assert (one.after == {"thresholds": "baseline-s0"}) == bool(config.routed_layers and config.router == "entropy")
         assert (settings.mixing, len(one.data)) == (("added", 2) if one.variant == "mixed" else ("weights", 1))
