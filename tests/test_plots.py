@@ -12,7 +12,7 @@ import torch
 
 from chiar import plots, presets
 from chiar.errors import InputError
-from chiar.plots import KINDS, distance, draw_model, draw_routing
+from chiar.plots import KINDS, draw_model, draw_routing
 from commands import run
 from small_corpora import language_corpus
 
@@ -64,9 +64,10 @@ def test_every_measurement_of_every_run_is_a_line(tmp_path):
     deep = make_run(tmp_path / "deep", use=[[0.4, 0.6]] * 5, run={"config": config})
     assert "deep: mean of 5 layers" in words(plots.draw_curves([deep]))
     folder = make_run(tmp_path / "run", tokens_per_second=(1.0, 64.0, 32.0, 16.0))
-    assert plots.read_runs([folder], "tokens")[0].places == [32, 64, 96, 128]
     # The first step compiles and is not counted.
-    assert plots.read_runs([folder], "time")[0].places == [0, 0.5, 1.5, 3.5]
+    for over, places in (("tokens", [32, 64, 96, 128]), ("time", [0, 0.5, 1.5, 3.5])):
+        losses = panels_of(plots.draw_curves([folder], over=over))["loss, nats per token"]
+        assert [x for x, _ in losses[0][1]] == places
 
 
 def test_a_run_that_goes_on_and_runs_that_cannot_be_drawn(tmp_path):
@@ -141,8 +142,7 @@ def test_routing_colours_are_routes_and_tokens_are_text(lively):
     assert [part.shape for part in parts] == [(4, 32, 3)] * 2
     for row, seen in enumerate(trace.layers):
         for token in range(len(pieces)):
-            operator, gap = seen.operators[int(seen.choice_BT[0, token])], distance(seen, token)
-            assert gap is None or (gap > 0) == (operator == "attention")
+            operator = seen.operators[int(seen.choice_BT[0, token])]
             luminance = float(parts[token // 32][row, token % 32] @ [0.2126, 0.7152, 0.0722])
             assert (luminance < 0.7) == (operator == "attention")
 

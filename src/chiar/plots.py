@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from chiar.config import ChiarConfig
-    from chiar.model.trace import LayerTrace, RoutingTrace
+    from chiar.model.trace import RoutingTrace
 
 Points = list[tuple[float, float]]
 Colour = tuple[int, int, int]
@@ -272,19 +272,15 @@ class Run:
         return [Line(p, f"{self.name}: {n}", color=self.colour, linestyle=d, **look) for (n, p), d in named if p]
 
 
-def read_runs(sources: Sequence[Path | str], over: str = "steps") -> list[Run]:
+def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: str = "steps") -> "Figure":
+    """Run folders: losses, learning rate, each operator's share of tokens by layer (the first one gets the rest), g and
+    how often it took which value. With a corpus, its validation split's unigram entropy."""
     from chiar.evaluation.compare import short_names
 
     if over not in OVER:
         raise unknown_name("axis", over, OVER)
     paths = [Path(source) for source in sources]
-    return [Run(*known, over) for known in zip(paths, short_names(paths), cycle(COLOURS), strict=False)]
-
-
-def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: str = "steps") -> "Figure":
-    """Run folders: losses, learning rate, each operator's share of tokens by layer (the first one gets the rest), g and
-    how often it took which value. With a corpus, its validation split's unigram entropy."""
-    runs = read_runs(sources, over)
+    runs = [Run(*known, over) for known in zip(paths, short_names(paths), cycle(COLOURS), strict=False)]
     first = {record["step"]: record.get("loss") or math.nan for record in runs[0].records}
     losses, gaps = Panel("loss, nats per token"), Panel(f"loss minus that of {runs[0].name}")
     rates, bars = Panel("learning rate"), Panel("share of the logged steps, by g", axis="g")
@@ -318,13 +314,6 @@ def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: s
     return draw_panels(" and ".join(run.name for run in runs), panels, OVER[over])
 
 
-def distance(layer: "LayerTrace", token: int) -> float | None:
-    """H − τ, from the nearest of several thresholds; None where the layer compares no entropy."""
-    if layer.entropy_BT is None or not layer.thresholds:
-        return None
-    return min((float(layer.entropy_BT[0, token]) - threshold for threshold in layer.thresholds), key=abs)
-
-
 @style()
 def draw_routing(trace: "RoutingTrace", pieces: list[str], heading: str, most: int = 32) -> "Figure":
     """The first row of a batch: tokens across, `most` a line; layers down; the stronger, the farther H is from τ."""
@@ -333,14 +322,19 @@ def draw_routing(trace: "RoutingTrace", pieces: list[str], heading: str, most: i
 
     shown = [piece.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅" for piece in pieces]
     shown = [shorten(visible(piece, keep=""), 16) for piece in shown]
-    gaps = [[distance(layer, token) for token in range(len(pieces))] for layer in trace.layers]
-    farthest = max((abs(gap) for row in gaps for gap in row if gap), default=1.0)
+    apart = {}  # |H − τ|, from the nearest of several thresholds, where the layer compares an entropy
+    for layer in trace.layers:
+        if layer.entropy_BT is not None and layer.thresholds:
+            gaps_TC = layer.entropy_BT[0, :, None] - layer.entropy_BT.new_tensor(layer.thresholds)
+            apart[layer.index] = gaps_TC.abs().amin(1)
+    farthest = max((float(gap_T.max()) for gap_T in apart.values()), default=1.0) or 1.0
     rows: dict[str, list[Any]] = {}
-    for layer, row in zip(trace.layers, gaps, strict=True):
+    for layer in trace.layers:
         cut = "".join(f", τ {threshold:.3f}" for threshold in layer.thresholds or [])
         cut += "" if layer.gate_BT is None else f", g {float(layer.gate_BT[0].mean()):.2f}"
         chosen = [layer.operators[choice] for choice in layer.choice_BT[0].tolist()]
-        strengths = [0.5 if gap is None else abs(gap) / farthest for gap in row]
+        known = layer.index in apart
+        strengths = (apart[layer.index] / farthest).tolist() if known else [0.5] * len(pieces)
         cells = [to_rgb(operator_colour(*cell)) for cell in zip(chosen, strengths, strict=True)]
         empty = [(1.0, 1.0, 1.0)] * (-len(cells) % most if len(cells) > most else 0)
         rows[f"layer {layer.index + 1}: f {trace.attention_fraction(layer.index):.2f}{cut}"] = cells + empty
@@ -414,9 +408,9 @@ def layer_rows(config: "ChiarConfig", kind: str, gated: bool) -> list[list[Box]]
     """A layer from above, operators side by side."""
     routed, operators = kind == "routed", list(config.operators or []) if kind == "routed" else [kind]
     cuts = CUTS.get((config.router or "", len(operators)), ("",) * len(operators)) if routed else ("",)
+    hidden = "4D" if config.intermediate_size == 4 * config.hidden_size else str(config.intermediate_size)
+    skipped = "; light tokens skip it" if routed and not config.light_ffn else ""
     rows: list[list[Box]] = []
-    if gated:
-        rows.append([("MetaRouter", f"g = σ(w·x̄ + b), x̄ the mean ({config.gate_pool})", GATE)])
     if config.temporal_everywhere:
         over = f"every token, over the last {config.temporal_window}"
         rows.append([("temporal filter", over, operator_colour("temporal"))])
@@ -427,10 +421,11 @@ def layer_rows(config: "ChiarConfig", kind: str, gated: bool) -> list[list[Box]]
     for operator, cut in zip(operators, cuts, strict=True):
         shade, _, name = NAMES.get(operator, f"light: {operator}").partition(": ")
         side.append((name, f"{shade}: {cut}" if cut else shade, operator_colour(operator)))
-    hidden = "4D" if config.intermediate_size == 4 * config.hidden_size else str(config.intermediate_size)
-    skipped = "; light tokens skip it" if routed and not config.light_ffn else ""
     rows += [side, [("feed-forward", f"D → {hidden} → D, GELU{skipped}", PLAIN)]]
-    return rows + ([[("MetaRouter", "g × the layer + (1 − g) × its input", GATE)]] if gated else [])
+    if gated:
+        before = ("MetaRouter", f"g = σ(w·x̄ + b), x̄ the mean ({config.gate_pool})", GATE)
+        rows = [[before], *rows, [("MetaRouter", "g × the layer + (1 − g) × its input", GATE)]]
+    return rows
 
 
 def draw_routes(sources: Sequence[str], prompt: str = "", tokenizer: Path | None = None, seed: int = 0) -> "Figure":
@@ -453,7 +448,6 @@ KINDS: "dict[str, tuple[str, Callable[..., Figure], tuple[str, ...]]]" = {
     "model": ("a preset or model folder: its architecture", draw_model, ()),
     "routing": ("a model: the route of each token of a text", draw_routes, ("prompt", "tokenizer", "seed")),
 }
-SINGLE = ("pareto", "model", "routing")
 
 
 def plot(
@@ -474,7 +468,7 @@ def plot(
     what, draw, taken = KINDS[kind]
     for name in given.keys() - set(taken):
         raise InputError(f"--{name.replace('_', '-')} says nothing about {kind}: leave it out.")
-    if not sources or (kind in SINGLE and len(sources) > 1):
+    if not sources or (kind != "curves" and len(sources) > 1):
         wrong = f"{kind} draws one thing, got {len(sources)}" if sources else "name what to draw"
         raise InputError(f"{wrong}: it is drawn from {what}.")
     check_picture(out, overwrite)
@@ -482,5 +476,6 @@ def plot(
     typer.echo(f"wrote {out}")
 
 
-HEADING = "Draw recorded runs, reports, studies and models."
-plot.__doc__ = "\n\n".join([HEADING, *(f"{name}: {what}." for name, (what, *_) in KINDS.items())])
+plot.__doc__ = "\n\n".join(
+    ["Draw recorded runs, studies and models.", *(f"{name}: {what}." for name, (what, *_) in KINDS.items())]
+)

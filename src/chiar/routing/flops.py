@@ -35,9 +35,6 @@ class FlopCount:
         """FLOPs of the named parts, in all layers or only some."""
         return sum(n for (i, part), n in self.costs.items() if part in parts and (layers is None or i in layers))
 
-    def layer(self, layer: int) -> float:
-        return sum(flops for (where, _), flops in self.costs.items() if where == layer)
-
 
 def count_flops(
     config: ChiarConfig, length: int, shares: Shares | None = None, transform: str = "even_odd"

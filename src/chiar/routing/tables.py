@@ -12,7 +12,7 @@ from rich.text import Text
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
-from chiar.routing.flops import TRANSFORMS, compare_flops, counted_parts, operator_shares, route_costs
+from chiar.routing.flops import compare_flops, counted_parts, operator_shares, route_costs
 from chiar.visible import visible
 
 if TYPE_CHECKING:  # counting is quick because no model's classes are imported
@@ -47,18 +47,12 @@ def flop_records(config: ChiarConfig, lengths: list[int], fraction: float | None
     """What was counted at each length, as --json writes it; the transform costs what it costs as it runs."""
     shares, records = operator_shares(config, fraction), []
     for length in lengths:
-        savings = {cost: compare_flops(config, length, shares, cost) for cost in TRANSFORMS}
-        found = savings["even_odd"]
-        record: dict[str, Any] = {
-            "length": length,
-            "fraction": fraction,
-            "keys": config.keys,
-            "light_ffn": config.light_ffn,
-        }
+        found, matrix, free = (compare_flops(config, length, shares, cost) for cost in ("even_odd", "gemm", "free"))
+        record: dict[str, Any] = {"length": length, "fraction": fraction}
+        record |= {"keys": config.keys, "light_ffn": config.light_ffn}
         for name, count in (("chiar", found.chiar), ("baseline", found.baseline)):
             record |= {name: {part: count.part(part) for part in counted_parts()}, f"{name}_total": count.total}
-        record |= {"saved": found.total, "saved_matrix_transform": savings["gemm"].total}
-        record |= {"saved_free_transform": savings["free"].total}
+        record |= {"saved": found.total, "saved_matrix_transform": matrix.total, "saved_free_transform": free.total}
         record |= {"attention_saved_in_routed_layers": found.attention_in_routed_layers}
         records.append(record | {"attention_share_of_baseline": found.attention_share_of_baseline})
     return records
@@ -66,9 +60,7 @@ def flop_records(config: ChiarConfig, lengths: list[int], fraction: float | None
 
 def flop_tables(name: str, config: ChiarConfig, records: list[dict[str, Any]]) -> list[Table]:
     first, fraction, T = records[0], records[0]["fraction"], records[0]["length"]
-    setting = (
-        f"{describe_fraction(config, fraction)}, keys {config.keys}, light FFN {'on' if config.light_ffn else 'off'}"
-    )
+    setting = f"{describe_fraction(config, fraction)}, keys {config.keys}, light FFN {('off', 'on')[config.light_ffn]}"
     parts = titled(f"{name}, T = {T}, {setting}: counted MFLOPs per token, forward", "part", "CHIAR", "baseline")
     ours, theirs = ({**first[whose], "total": first[f"{whose}_total"]} for whose in ("chiar", "baseline"))
     for part in ours:

@@ -21,7 +21,7 @@ from chiar.files import write_whole
 from chiar.model.load import count_parameters, load_config
 from chiar.plots import draw_pareto, svg_text
 from chiar.routing.flops import Shares, count_flops, operator_shares
-from chiar.studies.runner import STUDY, VALIDATION, StudyFolder, held, read_json, same_machine
+from chiar.studies.runner import STUDY, VALIDATION, StudyFolder, held, read_json
 from chiar.studies.study import Plan, Run, checked, make_plan, require
 from chiar.training.reporting import training_flops
 from chiar.training.run_folder import METRICS, RunFolder
@@ -171,13 +171,12 @@ def read_results(path: Path) -> dict[str, Any]:
     """Of a study's folder, from its runs; of a results.json, or a folder with nothing else, as recorded."""
     begun = (path / STUDY).is_file()
     results = collect(StudyFolder(path)) if begun else read_json(path / RESULTS if path.is_dir() else path, FORMAT)
-    gone = {run["variant"] for run in results["runs"] if needs_what_is_gone(run["declaration"]["config"])}
+    gone = set()
+    for run in results["runs"]:
+        config = run["declaration"]["config"]
+        lost = any(config.get(name, default) != default for name, default in REMOVED.items())
+        gone |= {run["variant"]} if lost or {*REMOVED_OPERATORS} & {*(config.get("operators") or ())} else set()
     return {**results, "variants": [{**row, "removed": row["variant"] in gone} for row in results["variants"]]}
-
-
-def needs_what_is_gone(config: dict[str, Any]) -> bool:
-    fields = any(config.get(name, default) != default for name, default in REMOVED.items())
-    return fields or not {*REMOVED_OPERATORS}.isdisjoint(config.get("operators") or ())
 
 
 def markdown(title: str, rows: list[Row], notes: list[str]) -> str:
@@ -229,12 +228,12 @@ def add_results(path: Path, source: Path) -> None:
             same = known.get(name, run)["test_loss"] == run["test_loss"] and not folder.finished(name)
             require(same, f"run {name} of {source} is finished in {path} too: say yourself which counts.")
         echo(f"added {', '.join(name for name in runs if name not in known) or 'nothing new'}")
-        ours, theirs = folder.record["times"], results["times"]
-        if ours and theirs and same_machine(ours, theirs):
-            theirs |= {"variants": theirs["variants"] | ours["variants"]}
-        elif ours and theirs:
+        theirs = results["times"]
+        ours = folder.record["times"] = folder.record["times"] or theirs
+        if theirs and any(ours[part] != theirs[part] for part in ("device", "batch", "length", "versions")):
             echo(f"its step times are left out: they are of another machine ({theirs['device']})")
-            theirs = ours
-        folder.record |= {"added": runs | known, "times": theirs or ours}
+        elif theirs:
+            ours["variants"] = theirs["variants"] | ours["variants"]
+        folder.record["added"] = runs | known
         about = {part: results[part] for part in ("title", "corpus", "common")}
         folder.begin({**about, "caption": results.get("caption", []), "variants": results["declared"]}, [])

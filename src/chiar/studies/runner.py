@@ -117,8 +117,8 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path.parent} is not a study, or damaged: {path.name}: {first_line(error)}.") from error
     found = record.pop("format", None) if isinstance(record, dict) else None
-    way_out = f" It says {found!r}: commit {LAST_COMMIT} reads it." if found == "chiar-study/1" else ""
-    require(found == kind, f"{path} does not say format {kind!r}.{way_out}")
+    require(found != "chiar-study/1", f"{path} is of an earlier format: commit {LAST_COMMIT} reads it.")
+    require(found == kind, f"{path} does not say format {kind!r}.")
     return record
 
 
@@ -209,17 +209,13 @@ def work(path: Path, name: str, device: str) -> None:
     write_whole(run / REPORT, evaluate(str(run / "final"), told.data[0], "test", **how).to_json())
 
 
-def same_machine(times: dict[str, Any], others: dict[str, Any]) -> bool:
-    return all(times[part] == others[part] for part in ("device", "batch", "length", "versions"))
-
-
 def time_study(plan: Plan, folder: StudyFolder, steps: int, device: str) -> None:
     """Time the training step of every planned variant, one after another in one process."""
     settings, first = plan.runs[0].train_settings(), {run.variant: run for run in reversed(plan.runs)}
     here = {"device": describe_device(choose_device(device)), "batch": settings.batch, "length": settings.length}
     here |= {"versions": {name: versions().get(name) for name in ("chiar", "torch", "gpu")}}
     stored = folder.record["times"] = folder.record["times"] or {**here, "variants": {}}
-    require(same_machine(stored, here), f"step times in {folder.path} are of another machine: choose another folder.")
+    require({**stored, **here} == stored, f"step times in {folder.path} are of another machine: choose another folder.")
     every, total = max(1, steps // 4), WARM_UP + steps
     seldom = {"evaluate_every": total, "save_every": total, "evaluate_rows": 1, "log_every": every, "steps": total}
     for name, run in first.items():
