@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 
 from chiar.kernels.basis import random_orthogonal
@@ -22,14 +21,6 @@ def integers(high, seed, count=20_000):
 
 def gaussian(seed=0, count=N):
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def test_errors_count_clusters():
-    x = np.random.default_rng(5).normal(size=50)
-    mean, error = measures.mean_and_error(x, np.arange(50))
-    assert (mean, error) == pytest.approx((x.mean(), scipy.stats.sem(x)))
-    assert measures.mean_and_error(x.repeat(10), np.arange(50).repeat(10))[1] == pytest.approx(error)
-    assert measures.clustered_error(x.repeat(10) / 500, np.arange(500)) < error / 2
 
 
 def measure(states_ND, null, token_N=None):
@@ -72,16 +63,6 @@ def test_planted_independent_and_deciding_labels():
     found = measures.mutual_information(labels % 2, labels, 20, 0)
     assert found.adjusted == pytest.approx(1.0) and found.bits == pytest.approx(found.route_bits)
     assert found.chance > 0.05  # many labels: shuffled ones still seem to say something
-
-
-def test_a_hash_of_the_token_knows_classes_made_of_few_tokens():
-    """Class 0 is one frequent token, so a random route by token says something about classes and nothing about parity
-    of the place."""
-    tokens = np.where(integers(2, 7) == 0, 0, 1 + integers(500, 8))
-    place = np.arange(len(tokens)) % 2
-    dark, (by_token, by_class, by_place) = measures.hash_information(tokens, [tokens, tokens > 0, place], 0.5, 20, 0)
-    assert 0.2 < dark < 0.8 and by_token.adjusted == pytest.approx(1.0)
-    assert by_class.adjusted > 0.1 and by_class.deviation > 0 and abs(by_place.adjusted) < 0.002
 
 
 def shares(states_ND):

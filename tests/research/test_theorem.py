@@ -5,13 +5,11 @@ import json
 import math
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from chiar.errors import InputError
-from chiar.kernels.basis import dct_matrix
 from research import theorem
-from research.theorem import DCT, IDENTITY, KLT, RANDOM, SHUFFLED, autoregression, check_theorem
+from research.theorem import DCT, IDENTITY, KLT, RANDOM, SHUFFLED, check_theorem
 
 
 def checks_of(width, rho):
@@ -43,15 +41,6 @@ def test_the_dct_at_the_textbook_point_and_with_width():
     # Entropy is low only where the basis fits the order.
     dct, shuffled, random = (found[name].entropy_effect for name in (DCT, SHUFFLED, RANDOM))
     assert dct < -20 < -4 < shuffled and abs(random) < 0.5
-
-
-def test_over_all_orders_the_dct_keeps_the_mean_of_the_features_only():
-    """The mean of P R Pᵀ over all permutations P has 1 on the diagonal and m, the mean correlation, beside it: the
-    constant vector gets 1 + (D − 1) m of the variance, every other DCT vector 1 − m."""
-    covariance, dct = autoregression(4, 0.8), dct_matrix(4)
-    m = (6 * 0.8 + 4 * 0.64 + 2 * 0.512) / 12
-    seen = [dct[:, list(order)] @ covariance @ dct[:, list(order)].T for order in itertools.permutations(range(4))]
-    assert torch.stack(seen).mean(0).diagonal().tolist() == pytest.approx([1 + 3 * m, 1 - m, 1 - m, 1 - m])
 
 
 def test_the_command(tmp_path):

@@ -1,13 +1,11 @@
 """Word classes: the lexicon, the spelling, and words put together from pieces."""
 
-from collections import Counter
-
 import numpy as np
 
 from chiar.data.corpora import Text
 from chiar.data.prepare import prepare
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
-from research.nulltest.words import CLASSES, FUNCTION, LEXICON, classify, classify_rows, word_class
+from research.nulltest.words import CLASSES, FUNCTION, LEXICON, classify, classify_rows
 
 TEXT = "The cat didn't see Anna's 1,234 dogs of Köln — it 's <unk> , isn 't it ? Unbelievable things in the 1990s\n"
 EXPECTED = [
@@ -20,14 +18,10 @@ EXPECTED = [
 ]  # fmt: skip
 
 
-def test_the_lexicon_names_every_word_once_and_words_have_classes():
+def test_the_lexicon_names_every_word_once():
     lines = [line.partition(":") for line in LEXICON.read_text("utf-8").splitlines() if not line.startswith("#")]
     words = [word for _, _, words in lines for word in words.split()]
-    assert {name for name, _, _ in lines} == set(FUNCTION) and len(words) > 250
-    assert [word for word, count in Counter(words).items() if count > 1] == []
-    assert words == [word.lower() for word in words]
-    for word, name in (("OF", "preposition"), ("can’t", "auxiliary"), ("cat's", "open class"), ("not", "particle")):
-        assert word_class(word) == name
+    assert {name for name, _, _ in lines} == set(FUNCTION) and len(words) == len(set(words)) > 250
 
 
 def test_pieces_have_the_class_of_their_word():

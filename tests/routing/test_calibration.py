@@ -140,16 +140,13 @@ def test_a_run_is_trained_with_the_baselines_threshold(place):
     assert load_config(str(place / "v3" / "best")).thresholds == [tau, tau]
 
 
-def test_thresholds_of_layers_go_to_as_many_layers(place, tmp_path):
-    run("calibrate", "v3-tiny", "--data", place / "corpus", "--length", 16, "--json", tmp_path / "layers.json")
-    stored = json.loads((tmp_path / "layers.json").read_text())
-    taken = read_thresholds(tmp_path / "layers.json", load_config("v3-tiny"))
-    assert taken == [layer["thresholds"][0] for layer in stored["layers"]]
+def test_thresholds_of_layers_go_to_as_many_layers_and_what_does_not_carry(place, tmp_path):
+    layers = tmp_path / "layers.json"
+    run("calibrate", "v3-tiny", "--data", place / "corpus", "--length", 16, "--json", layers)
+    stored = [layer["thresholds"][0] for layer in json.loads(layers.read_text())["layers"]]
+    assert read_thresholds(layers, load_config("v3-tiny")) == stored
     with pytest.raises(InputError, match="for 2 routed layers, the model has 3"):
-        read_thresholds(tmp_path / "layers.json", small_config(num_hidden_layers=5, hidden_size=32, vocab_size=257))
-
-
-def test_thresholds_that_do_not_carry(place, tmp_path):
+        read_thresholds(layers, small_config(num_hidden_layers=5, hidden_size=32, vocab_size=257))
     for model, more, message in (
         ("v3-tiny", ["--set", "hidden_size=64"], "differ in hidden_size (32, 64)"),
         ("v3-tiny", ["--set", "thresholds=0.5"], "twice"),

@@ -81,17 +81,16 @@ def test_every_run_is_an_ordinary_run_and_is_measured(study, corpus, tmp_path):
 def test_the_table_says_what_the_runs_measured(study):
     out, output = study
     loss, rows = {name: one["test_loss"] for name, one in results(out, "runs").items()}, results(out, "variants")
-    gaps = [loss["hash-s0"] - loss["dense-s0"], loss["hash-s1"] - loss["dense-s1"]]
     base = (loss["dense-s0"] + loss["dense-s1"]) / 2
     # Only seed 1 of the learned router ran: its difference is to the baseline of that seed.
-    alone = loss["learned-s1"] - loss["dense-s1"]
-    for name, numbers in {
-        "dense": (base, abs(loss["dense-s0"] - loss["dense-s1"]), 0.0, 0.0, base),
-        "hash": (base + sum(gaps) / 2, abs(loss["hash-s0"] - loss["hash-s1"]), sum(gaps) / 2, abs(gaps[0] - gaps[1])),
-        "learned": (loss["learned-s1"], None, alone, None, base + alone),
-    }.items():
-        parts = ("test_loss", "test_loss_spread", "gap", "gap_spread", "paired_loss")[: len(numbers)]
-        assert [rows[name][part] for part in parts] == pytest.approx(list(numbers), abs=1e-12)
+    for name, seeds in (("dense", (0, 1)), ("hash", (0, 1)), ("learned", (1,))):
+        row, own = rows[name], [loss[f"{name}-s{seed}"] for seed in seeds]
+        gaps = [mine - loss[f"dense-s{seed}"] for mine, seed in zip(own, seeds, strict=True)]
+        gap, spreads = sum(gaps) / len(gaps), [max(values) - min(values) for values in (own, gaps)]
+        found = [row[part] for part in ("test_loss", "gap", "paired_loss")]
+        assert found == pytest.approx([sum(own) / len(own), gap, base + gap], abs=1e-12)
+        expected = spreads if len(seeds) > 1 else [None, None]
+        assert [row["test_loss_spread"], row["gap_spread"]] == pytest.approx(expected, abs=1e-12)
     text = (out / "table.md").read_text()
     assert f"{rows['hash']['gap']:+.4f}" in output and "different seeds" in text
 
