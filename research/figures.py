@@ -17,11 +17,11 @@ from chiar.plots import (
     Line,
     Panel,
     draw_model,
-    draw_panels,
     draw_routing,
     draw_study,
     save,
 )
+from research.grid import draw_grid
 from research.nulltest.pictures import draw_entropy
 from research.nulltest.report import read_report
 from research.scaling import MODELS as SIZES
@@ -55,7 +55,7 @@ def speed() -> "Figure":
                 lines.append(Line(points, label, color=colour, **look))
         panels.append(Panel(f"speed-up, f {fraction}; dots: counted FLOPs", lines, (1.0, "dense baseline")))
     title = "training over the compiled dense baseline, 400m, bf16, NVIDIA H200"
-    return draw_panels(title, panels, "length, tokens", columns=2, sizes=True, high=3.0)
+    return draw_grid(title, panels, "length, tokens", 2, 3.0)
 
 
 def recorded_routes(path: Path, heading: str) -> "Figure":

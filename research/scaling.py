@@ -12,9 +12,10 @@ from chiar.console import Overwrite, guarded
 from chiar.errors import InputError, unknown_name
 from chiar.evaluation.compare import differences, read_entry
 from chiar.model.load import count_parameters, load_config
-from chiar.plots import COLOURS, DASHES, Line, Panel, Points, check_picture, draw_panels, save
+from chiar.plots import COLOURS, DASHES, Line, Panel, Points, check_picture, save
 from chiar.routing.flops import compare_flops, operator_shares
 from chiar.routing.tables import PAPER_ATTENTION, PAPER_TOTAL, describe_fraction
+from research.grid import draw_grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +50,7 @@ def draw_scaling(sources: list[str], against: str = "parameters") -> "Figure":
     looks = zip(drawn.items(), cycle(COLOURS), strict=False)
     lines = [Line(sorted(points), series, color=colour, marker="o") for (series, points), colour in looks]
     title = f"{reports[0].corpus} {reports[0].split}, T = {reports[0].length}: {', '.join(drawn)}"
-    return draw_panels(title, [Panel("loss, nats per token", lines)], AGAINST[against], sizes=True, high=3.0)
+    return draw_grid(title, [Panel("loss, nats per token", lines)], AGAINST[against], 1, 3.0)
 
 
 def draw_savings(
@@ -60,7 +61,7 @@ def draw_savings(
     parts = {"all FLOPs": PAPER_TOTAL, "FLOPs of the layers": "", "attention of routed layers": PAPER_ATTENTION}
     panels = []
     for title, paper in parts.items():
-        level = (float(paper.rstrip("%").split("–")[0]), f"the paper: {paper}") if paper else None
+        level = (float(paper.rstrip("%").split("–")[0]), f"the paper, {title}: {paper}") if paper else None
         looks = zip(costs.values(), COLOURS, DASHES, strict=False)
         lines = [Line([], name, color=colour, linestyle=dash, marker="o") for name, colour, dash in looks]
         panels.append(Panel(f"{title} saved, %", lines, level))
@@ -77,7 +78,7 @@ def draw_savings(
                 panel.lines[number].points.append((float(count_parameters(config)), 100 * share))
     ffn = "" if config.light_ffn else ", no light FFN"
     setting = f"T {length}, {describe_fraction(config, fraction)}, keys {config.keys}{ffn}"
-    return draw_panels(f"counted savings of {', '.join(names)}: {setting}", panels, AGAINST["parameters"], sizes=True)
+    return draw_grid(f"counted savings of {', '.join(names)}: {setting}", panels, AGAINST["parameters"], 1)
 
 
 @app.command()

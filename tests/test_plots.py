@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import subprocess
 import sys
 from xml.etree import ElementTree
 
@@ -190,5 +189,3 @@ def test_what_the_command_cannot_draw(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InputError, match=re.escape("pip install 'chiar[plots]'")):
         draw_model(["v3-tiny"])
-    code = "import sys, chiar.plots; assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -22,6 +22,7 @@ from chiar.files import check_file, check_new
 from chiar.visible import visible
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from chiar.config import ChiarConfig
@@ -130,40 +131,28 @@ def new_figure(title: str, wide: float, high: float) -> "Figure":
     return figure
 
 
-@style()
-def draw_panels(
-    title: str, panels: list[Panel], axis: str, columns: int = 1, sizes: bool = False, high: float = 1.75
-) -> "Figure":
-    """One column has legends beside its panels; several share one. `sizes`: logarithmic."""
-    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+def fill(axes: "Axes", panel: Panel) -> None:
+    for line in panel.lines:
+        look = {"marker": "o"} | line.look if len(line.points) == 1 else line.look
+        axes.plot([x for x, _ in line.points], [y for _, y in line.points], label=line.label or None, **look)
+    if panel.level is not None:
+        axes.axhline(panel.level[0], color="#444444", dashes=(2, 4), linewidth=1, label=panel.level[1] or None)
+    axes.set(title=panel.title, xlabel=panel.axis)
+    axes.set_ylim(panel.bounds)
 
-    rows, wide = -(-len(panels) // columns), 9.6 if columns == 1 else 3.5 * columns + 0.4
-    named = [{line.label for line in panel.lines if line.label} for panel in panels]
-    heights = [max(high, 0.18 * len(names) + 0.3 if columns == 1 else 0.0) for names in named[:rows]]
-    across = max(1, int(wide / (0.7 + 0.075 * max((len(name) for names in named for name in names), default=1))))
-    below = 0.9 + (0.19 * -(-len(set().union(*named)) // across) if columns > 1 else 0.0)
-    figure, handles = new_figure(title, wide, sum(heights) + 0.5 * rows + below), dict[str, Any]()
-    grid = figure.add_gridspec(rows, columns, height_ratios=heights)
-    for number, panel in enumerate(panels):
-        axes = figure.add_subplot(grid[number])
-        for line in panel.lines:
-            look = {"marker": "o"} | line.look if len(line.points) == 1 else line.look
-            axes.plot([x for x, _ in line.points], [y for _, y in line.points], label=line.label or None, **look)
-        if panel.level is not None:
-            axes.axhline(panel.level[0], color="#444444", dashes=(2, 4), linewidth=1, label=panel.level[1] or None)
-        axes.set(title=panel.title, xlabel=panel.axis or (axis if number + columns >= len(panels) else ""))
-        axes.set_ylim(panel.bounds)
-        if sizes:
-            axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.xaxis.set_minor_formatter(NullFormatter())
-        if sizes or axes.get_xlim()[1] >= 1000:
+
+@style()
+def draw_panels(title: str, panels: list[Panel], high: float = 1.75) -> "Figure":
+    """One below the other, their legends beside them."""
+    from matplotlib.ticker import EngFormatter
+
+    heights = [max(high, 0.18 * len([line for line in panel.lines if line.label]) + 0.3) for panel in panels]
+    figure = new_figure(title, 9.6, sum(heights) + 0.5 * len(panels) + 0.9)
+    for panel, (axes,) in zip(panels, figure.subplots(len(panels), squeeze=False, height_ratios=heights), strict=True):
+        fill(axes, panel)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.04))
+        if axes.get_xlim()[1] >= 1000:
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        handles |= {name: handle for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-        if columns == 1 and (named[number] or panel.level):
-            axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.04))
-    if columns > 1:
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=across)
     return figure
 
 
@@ -199,7 +188,7 @@ def draw_pareto(results: dict[str, Any]) -> "Figure":
                 lines.append(Line([(x, y) for y in row[seeds]], color="#777777", linewidth=0.8, marker=""))
                 lines.append(Line([(x, min(row[loss], top))], name, ls="", zorder=3, **look))
         panels.append(Panel(heading, lines, None, (min(inside) - air, top), axis))
-    return draw_panels(f"{results['title']} (hollow: controls, thin: between seeds)", panels, "", high=3.6)
+    return draw_panels(f"{results['title']} (hollow: controls, thin: between seeds)", panels, high=3.6)
 
 
 def draw_study(sources: Sequence[str]) -> "Figure":
@@ -311,7 +300,8 @@ def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: s
         entropy = unigram_entropy(corpus.split("valid"), corpus.vocab_size)
         losses.level = entropy, shorten(f"unigram entropy of {corpus.name} valid, {entropy:.2f}", 40)
     panels = [panel for panel in (losses, gaps, rates, *shares.values(), gates, bars) if panel.lines]
-    return draw_panels(" and ".join(run.name for run in runs), panels, OVER[over])
+    panels[-1].axis = panels[-1].axis or OVER[over]
+    return draw_panels(" and ".join(run.name for run in runs), panels)
 
 
 @style()
