@@ -53,15 +53,11 @@ def test_the_report_says_where_entropies_lie_and_how_far_from_noise():
     assert low.shift_from_noise < -5 and low.distance_from_noise == 1
 
 
-@pytest.mark.parametrize(
-    ("rule", "fraction", "changes"),
-    [
-        ("embeddings", None, {}),
-        ("layers", None, {}),
-        ("layers", 0.25, {"norm_position": "pre", "norm": "rmsnorm"}),
-        ("layers", 0.8, {"keys": "routed"}),
-    ],
-)
+SPLITS = [("embeddings", None, {}), ("layers", None, {}), ("layers", 0.8, {"keys": "routed"})]
+SPLITS += [("layers", 0.25, {"norm_position": "pre", "norm": "rmsnorm"})]
+
+
+@pytest.mark.parametrize(("rule", "fraction", "changes"), SPLITS)
 def test_each_layer_gets_the_split_that_was_reported(rule, fraction, changes):
     model = make(gate_pool="causal", **changes)
     found = calibrate(model, stream(), rule, fraction)
