@@ -17,14 +17,15 @@ from chiar.plots import (
     Line,
     Panel,
     draw_model,
-    draw_panels,
     draw_routing,
-    draw_savings,
     draw_study,
     save,
 )
+from research.grid import draw_grid
 from research.nulltest.pictures import draw_entropy
 from research.nulltest.report import read_report
+from research.scaling import MODELS as SIZES
+from research.scaling import draw_savings
 from research.theorem import check_theorem, draw_theorem
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def speed() -> "Figure":
                 lines.append(Line(points, label, color=colour, **look))
         panels.append(Panel(f"speed-up, f {fraction}; dots: counted FLOPs", lines, (1.0, "dense baseline")))
     title = "training over the compiled dense baseline, 400m, bf16, NVIDIA H200"
-    return draw_panels(title, panels, "length, tokens", columns=2, sizes=True, high=3.0)
+    return draw_grid(title, panels, "length, tokens", 2, 3.0)
 
 
 def recorded_routes(path: Path, heading: str) -> "Figure":
@@ -81,7 +82,7 @@ FIGURES: "dict[str, Callable[[], Figure]]" = {
     "demo-routing": lambda: recorded_routes(RESULTS / "demo" / "routing.csv", "runs/demo/v3"),
     "entropy-null": lambda: draw_entropy(read_report(RESULTS / "reproduction-16m" / "threshold")),
     "routers40m_long": lambda: draw_study([str(RESULTS / "routers40m_long" / "results.json")]),
-    "savings": lambda: draw_savings(["v3-16m", "v3-400m", "v3-1b"], 256, 0.5, "routed"),
+    "savings": lambda: draw_savings(SIZES, 256, 0.5, "routed"),
     "speed": speed,
     "theorem": lambda: draw_theorem(check_theorem([16, 64, 256, 1024], [0.5, 0.9, 0.99])),
 }

@@ -32,7 +32,8 @@ from chiar.kernels.basis import dct_matrix, random_orthogonal
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import Transform
 from chiar.kernels.white_noise import white_noise_entropy
-from chiar.plots import COLOURS, DASHES, Line, Panel, check_picture, draw_panels, save
+from chiar.plots import COLOURS, DASHES, Line, Panel, check_picture, save
+from research.grid import draw_grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -149,7 +150,7 @@ def draw_theorem(checks: list[Check]) -> "Figure":
                 lines.append(Line(points, basis, color=colour, linestyle=dashes, marker="o"))
             panels.append(Panel(f"ρ = {rho:g}: {name}", lines, bounds=(0, 1) if part == "first_share" else None))
     title = "Theorem 1: the DCT against the best basis, for features correlated by ρ^|i−j|"
-    return draw_panels(title, panels, "D, number of features", columns=len(rhos), sizes=True)
+    return draw_grid(title, panels, "D, number of features", len(rhos))
 
 
 @app.command()

@@ -108,7 +108,7 @@ def test_flops_are_what_was_said(files):
     config = presets.get("v3-tiny", router="even", operators=["scale", "attention"])
     counted = count_flops(config, 16, operator_shares(config, 0.25))
     assert counted.part("router") == 7.0 * len(config.routed_layers)
-    assert "scale" in flop_records(config, [16], 0.25, None, None)[0]["chiar"]
+    assert "scale" in flop_records(config, [16], 0.25)[0]["chiar"]
     assert counted.part("scale") == 0.75 * config.hidden_size * len(config.routed_layers)
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import subprocess
 import sys
 from xml.etree import ElementTree
 
@@ -12,9 +11,7 @@ import torch
 
 from chiar import plots, presets
 from chiar.errors import InputError
-from chiar.evaluation.report import EvaluationReport, LanguageScores, LayerUse, RoutingUse
-from chiar.model.load import count_parameters
-from chiar.plots import KINDS, distance, draw_model, draw_routing
+from chiar.plots import KINDS, draw_model, draw_routing
 from commands import run
 from small_corpora import language_corpus
 
@@ -38,19 +35,6 @@ def make_run(folder, preset="v3-tiny", steps=4, **changes):
     return folder
 
 
-def save_report(path, loss=3.0, flops=100.0, baseline=100.0, routed=False, **changes):
-    layers = [LayerUse(1, {"spectral": 0.5, "attention": 0.5})] if routed else []
-    known = {
-        "model": "baseline-tiny", "run": None, "corpus": "text", "fingerprint": "f1", "split": "test", "length": 8,
-        "stride": None, "rows": None, "batch_size": 1, "precision": "fp32", "device": "cpu",
-        "scores": LanguageScores(10, loss, 5, 1, 20), "routing": RoutingUse(layers, None, None),
-        "flops": flops, "baseline_flops": baseline, "flops_length": 8,
-    }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(EvaluationReport(**{**known, **changes}).to_json())
-    return str(path)
-
-
 def words(figure):
     return [element.text for element in ElementTree.fromstring(plots.svg_text(figure)).iter(f"{SVG}text")]
 
@@ -61,29 +45,36 @@ def panels_of(figure):
 
 
 def test_every_measurement_of_every_run_is_a_line(tmp_path):
-    runs = [make_run(tmp_path / "baseline", "baseline-tiny"), make_run(tmp_path / "v3", loss=2.0)]
+    gates = tuple({"text": g, "symbols": 0.99} for g in (0.21, 0.21, 0.21, 0.9))
+    runs = [make_run(tmp_path / "baseline", "baseline-tiny"), make_run(tmp_path / "v3", loss=2.0, gate=gates)]
     drawn = panels_of(plots.draw_curves(runs))
-    assert {name: len(lines) for name, lines in drawn.items()} == {
-        "loss, nats per token": 4, "loss minus that of baseline": 1, "learning rate": 2,
-        "f: share of tokens sent to attention": 2, "g: gate of layer 1": 1,
-    }  # fmt: skip
+    # Losses (train and validation), their difference, learning rates, f by layer, g by corpus and its histogram.
+    assert [len(lines) for lines in drawn.values()] == [4, 1, 2, 2, 2, 2]
     assert drawn["loss minus that of baseline"] == [("v3: train", [[1, -4], [2, -1], [3, 0], [4, 0.5]])]
-    assert drawn["f: share of tokens sent to attention"][1] == ("v3: layer 3", [[s, 0.3] for s in (1, 2, 3, 4)])
-    deep = make_run(tmp_path / "deep", use=[[0.4, 0.6]] * 5, run={"config": {"layer_types": ["routed"] * 5}})
+    assert drawn["share of tokens sent to attention"][1] == ("v3: layer 3", [[s, 0.3] for s in (1, 2, 3, 4)])
+    name, outline = drawn["share of the logged steps, by g"][0]
+    heights = {round(g * 50): share for g, share in outline}
+    assert name == "v3: g on text" and heights[10] == 0.75 and heights[45] == 0.25 and sum(heights.values()) == 1
+    three = make_run(tmp_path / "v1", "v1-tiny", use=[[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]])
+    drawn = panels_of(plots.draw_curves([three]))
+    shares = [[points[0][1] for _, points in drawn[f"share of tokens sent to {name}"]] for name in ("rbf", "attention")]
+    assert shares == [[0.3, 0.0], [0.2, 0.0]]
+    config = {"layer_types": ["routed"] * 5, "operators": ["spectral", "attention"]}
+    deep = make_run(tmp_path / "deep", use=[[0.4, 0.6]] * 5, run={"config": config})
     assert "deep: mean of 5 layers" in words(plots.draw_curves([deep]))
     folder = make_run(tmp_path / "run", tokens_per_second=(1.0, 64.0, 32.0, 16.0))
-    assert plots.read_runs([folder], "tokens")[0].places == [32, 64, 96, 128]
     # The first step compiles and is not counted.
-    assert plots.read_runs([folder], "time")[0].places == [0, 0.5, 1.5, 3.5]
+    for over, places in (("tokens", [32, 64, 96, 128]), ("time", [0, 0.5, 1.5, 3.5])):
+        losses = panels_of(plots.draw_curves([folder], over=over))["loss, nats per token"]
+        assert [x for x, _ in losses[0][1]] == places
 
 
 def test_a_run_that_goes_on_and_runs_that_cannot_be_drawn(tmp_path):
-    folder, base = make_run(tmp_path / "run"), make_run(tmp_path / "base", "baseline-tiny")
+    folder = make_run(tmp_path / "run")
     whole = plots.svg_text(plots.draw_curves([folder]))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')
     assert plots.svg_text(plots.draw_curves([folder])) == whole
-    (tmp_path / "empty").mkdir()
     settings = {"batch": 4, "length": 8, "data": ["a", "b"], "mixing": "added"}
     for name, changes, over, sentence in (
         ("new", {"steps": 0}, "steps", "no measurements yet"),
@@ -95,91 +86,48 @@ def test_a_run_that_goes_on_and_runs_that_cannot_be_drawn(tmp_path):
     ):
         with pytest.raises(InputError, match=sentence):
             plots.draw_curves([make_run(tmp_path / name, **changes)], over=over)
-    for draw, runs, sentence in (
-        (plots.draw_curves, [tmp_path / "empty"], "not a training run"),
-        (plots.draw_curves, [folder, folder], "named twice"),
-        (plots.draw_operators, [base], "no routed layers"),
-        (plots.draw_gate, [base], "no MetaRouter"),
-    ):
+    (tmp_path / "empty").mkdir()
+    for runs, sentence in (([tmp_path / "empty"], "not a training run"), ([folder, folder], "named twice")):
         with pytest.raises(InputError, match=sentence):
-            draw(runs)
-
-
-def test_gate_and_operators(tmp_path):
-    gates = tuple({"text": g, "symbols": 0.99} for g in (0.21, 0.21, 0.21, 0.9))
-    runs = [make_run(tmp_path / name, gate=gates) for name in ("one", "two")]
-    course, shares = panels_of(plots.draw_gate(runs)).values()
-    assert [label for label, _ in course] == [f"{n}: g on {c}" for n in ("one", "two") for c in ("text", "symbols")]
-    heights = {round(x * 50): y for x, y in shares[0][1]}
-    assert heights[10] == 0.75 and heights[45] == 0.25 and sum(heights.values()) == 1
-    use = [[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]
-    drawn = panels_of(plots.draw_operators([make_run(tmp_path / "v1", "v1-tiny", use=use)]))
-    assert list(drawn) == ["mean of the routed layers", "layer 2", "layer 3"]
-    shares = [(label, points[0]) for label, points in drawn["mean of the routed layers"]]
-    assert shares == [("spectral", [1, 0.75]), ("rbf", [1, 0.15]), ("attention", [1, 0.1])]
-
-
-def test_scaling_draws_comparable_reports(tmp_path):
-    dense, large = save_report(tmp_path / "small.json", 4.0), save_report(tmp_path / "large.json", 3.0, 1000.0, 1000.0)
-    routed = save_report(tmp_path / "routed.json", 3.125, 800.0, 1000.0, True)
-    (losses,) = panels_of(plots.draw_scaling([large, dense, routed, "ours=" + routed], "flops")).values()
-    assert losses[:2] == [("dense", [[100, 4], [1000, 3]]), ("CHIAR", [[800, 3.125]])] and losses[2][0] == "ours"
-    sizes = panels_of(plots.draw_scaling([dense]))["loss, nats per token"][0][1]
-    assert sizes == [[count_parameters(presets.get("baseline-tiny")), 4.0]]
-    for arguments, against, sentence in (
-        ([dense, save_report(tmp_path / "other.json", length=16)], "flops", "another length"),
-        ([str(make_run(tmp_path / "bare"))], "flops", "was not evaluated: chiar eval"),
-        ([save_report(tmp_path / "lost.json", model="runs/gone/best")], "parameters", "runs/gone/best"),
-        ([dense], "price", "unknown size"),
-    ):
-        with pytest.raises(InputError, match=sentence):
-            plots.draw_scaling(arguments, against)
-
-
-def test_savings_are_those_of_the_counter():
-    total, layers, attention = panels_of(plots.draw_savings(["v3-400m"], 256, 0.5, "routed")).values()
-    # As the documents say of 400M, T 256, f = ½, routed keys; the last line marks the paper's claim.
-    assert [round(points[0][1], 1) for _, points in total[:-1]] == [15.6, 8.7, 1.8]
-    assert attention[0][1][0][1] == pytest.approx(51.5, abs=0.05) and len(layers) == 3
-    assert "the paper: 62.5%" in words(plots.draw_savings(["v3-tiny"], 64, 0.25, "routed", False))
-    with pytest.raises(InputError, match="routes nothing"):
-        plots.draw_savings(["baseline-tiny"])
+            plots.draw_curves(runs)
 
 
 def variant(name, flops, loss, role="control", **times):
-    row = {"variant": name, "role": role, "seeds": [0, 1], "gap_seeds": [0, 1], "flops_by_seed": [flops * 1e6] * 2}
+    row = {"variant": name, "role": role, "seeds": [0, 1]}
     row |= {"paired_loss": loss, "paired_losses": [loss, loss], "flops_per_token": {"forward": flops * 1e6}}
     return {**row, "step_ms": None, "step_ms_in_training": None, **times}
 
 
+def pareto(*rows):
+    return {"format": "chiar-study-results/1", "title": "t", "variants": rows, "times": None, "runs": [{"device": "H"}]}
+
+
 def test_pareto_has_a_frontier_and_far_marks_at_its_edge():
     near = [variant(f"near-{n}", n, 4.0 + n / 100) for n in range(1, 10)]
-    figure = plots.draw_pareto([*near, variant("far", 5, 9.0, "candidate"), variant("best", 9, 3.99)], "a study")
+    figure = plots.draw_pareto(pareto(*near, variant("far", 5, 9.0, "candidate"), variant("best", 9, 3.99)))
     assert {"far ↑9.00", "near-9", "frontier"} <= set(words(figure))
     assert figure.axes[0].get_ylim()[1] < 4.2  # what lost by far does not press the others together
     assert figure.axes[0].lines[0].get_xydata().tolist() == [[1, 4.01], [9, 3.99]]
-    few = plots.draw_pareto([*near[:3], variant("far", 5, 9.0)], "a study")
-    assert few.axes[0].get_ylim()[1] > 9 and not any("↑" in (word or "") for word in words(few))
+    assert plots.draw_pareto(pareto(*near[:3], variant("far", 5, 9.0))).axes[0].get_ylim()[1] > 9  # of few, none is far
     timed = [variant("a", 1, 4, step_ms=3.0), variant("b", 2, 3), variant("c", 3, 2, step_ms=4.0)]
-    first, second = plots.draw_pareto(timed, "t", "H").axes
+    first, second = plots.draw_pareto(pareto(*timed)).axes
     assert second.get_xlabel() == "measured training step, ms, H"
     looks = [{x.get_label(): (x.get_marker(), x.get_color()) for x in axes.lines} for axes in (first, second)]
     assert looks[0]["c"] == looks[1]["c"] != looks[0]["a"] and "b" not in looks[1]
 
 
-def test_a_diagram_shows_what_the_configuration_says():
+def test_a_diagram_shows_what_the_configuration_says(tmp_path):
     named = {"MetaRouter", "layer 1", "layers 2–27 (×26)", "layer 28", "light: H ≤ τ", "dark: H > τ", "v3-400m"}
     assert named <= set(words(draw_model(["v3-400m"])))
     for name, changes, expected in (
         ("v1-16m", {}, "RBF mixing"),
-        ("v3-16m", {"embedding_norm": True}, "RoPE turns queries and keys instead; then RMS norm"),
         ("v3-16m", {"light_ffn": False}, "D → 4D → D, GELU; light tokens skip it"),
         ("v4-400m", {}, "layers 1, 3, … 27 (×14)"),
-        ("baseline-16m", {}, "layers 1–4 (×4)"),
         ("v3-16m", {"router": "random"}, "hash of the token, f = 0.5"),
         ("v3-16m", {"temporal_everywhere": True}, "every token, over the last 16"),
     ):
-        assert expected in words(draw_model([name], presets.get(name, **changes)))
+        presets.get(name, **changes).save_pretrained(tmp_path)
+        assert expected in words(draw_model([str(tmp_path)]))
 
 
 def test_routing_colours_are_routes_and_tokens_are_text(lively):
@@ -193,12 +141,9 @@ def test_routing_colours_are_routes_and_tokens_are_text(lively):
     assert [part.shape for part in parts] == [(4, 32, 3)] * 2
     for row, seen in enumerate(trace.layers):
         for token in range(len(pieces)):
-            operator, gap = seen.operators[int(seen.choice_BT[0, token])], distance(seen, token)
-            assert gap is None or (gap > 0) == (operator == "attention")
+            operator = seen.operators[int(seen.choice_BT[0, token])]
             luminance = float(parts[token // 32][row, token % 32] @ [0.2126, 0.7152, 0.0722])
             assert (luminance < 0.7) == (operator == "attention")
-    palest = {name: int(plots.operator_colour(name, 1.0)[1:3], 16) for name in ("spectral", "temporal", "rbf", "own")}
-    assert min(palest.values()) > int(plots.operator_colour("attention", 0.0)[1:3], 16)
 
 
 def test_text_is_safe_and_pictures_are_deterministic(tmp_path):
@@ -207,36 +152,25 @@ def test_text_is_safe_and_pictures_are_deterministic(tmp_path):
     assert text == plots.svg_text(plots.draw_curves([run_of_it])) and "<script" not in text
     assert re.search(r'^<svg role="img" aria-label="[^"]*&lt;script', text)
     assert any("$x^2$\\x1b: g on" in (word or "") for word in words(plots.draw_curves([run_of_it])))
-    named = [plots.Line([(0, 0), (1, 1)], f"run {n} with a long name") for n in range(12)]
-    figure = plots.draw_panels("title", [plots.Panel("one", named), plots.Panel("below", named[:1])], "x")
-    plots.render(figure, "png")
-    first, below = (axes.get_tightbbox() for axes in figure.axes)
-    assert first.y0 >= below.y1 - 1  # a long legend has room
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_a_command_that_overwrites_nothing(tmp_path, kind):
-    folder = make_run(tmp_path / "run")
-    study = {"format": "chiar-study-results/1", "title": "t", "variants": [variant("a", 1, 4.0)], "times": None}
-    (tmp_path / "results.json").write_text(json.dumps({**study, "runs": [{"device": "cpu"}]}))
-    sources = {"scaling": save_report(tmp_path / "r.json"), "savings": "v3-tiny", "model": "v3-tiny"}
-    sources |= {"routing": "v3-tiny", "pareto": tmp_path / "results.json"}
-    arguments = ["plot", kind, sources.get(kind, folder), *(["--prompt", "light & dark"] if kind == "routing" else [])]
-    if kind == "curves":
-        arguments += ["--data", language_corpus(tmp_path, 120)]
+    (tmp_path / "results.json").write_text(json.dumps(pareto(variant("a", 1, 4.0))))
+    sources = {"curves": make_run(tmp_path / "run"), "pareto": tmp_path / "results.json"}
+    more = {"curves": ["--data", language_corpus(tmp_path, 120)], "routing": ["--prompt", "light & dark"]}
+    arguments = ["plot", kind, sources.get(kind, "v3-tiny"), *more.get(kind, [])]
     out = tmp_path / "new" / "f.svg"
     code, output = run(*arguments, "--out", out)
     assert (code, output.splitlines()[0]) == (0, f"wrote {out}")
     assert len([e for e in ElementTree.parse(out).iter(f"{SVG}text") if e.text]) > 4
     assert ("unigram entropy" in out.read_text()) == (kind == "curves")
-    code, output = run(*arguments, "--out", out)
-    assert code == 2 and "exists already" in output
+    for path, sentence in ((out, "exists already"), (tmp_path / "f.txt", "pictures are SVG, PNG or PDF")):
+        code, output = run(*arguments, "--out", path)
+        assert code == 2 and sentence in output
     assert run(*arguments, "--out", out, "--overwrite")[0] == 0
-    code, output = run(*arguments, "--out", tmp_path / "f.txt")
-    assert code == 2 and "pictures are SVG, PNG or PDF" in output
-    if kind != "savings":
-        code, output = run("plot", kind, tmp_path / "missing", "--out", tmp_path / "g.svg")
-        assert code == 2 and output.startswith("error: ") and len(output.splitlines()) == 1
+    code, output = run("plot", kind, tmp_path / "missing", "--out", tmp_path / "g.svg")
+    assert code == 2 and output.startswith("error: ") and len(output.splitlines()) == 1
 
 
 def test_what_the_command_cannot_draw(tmp_path, monkeypatch):
@@ -250,10 +184,8 @@ def test_what_the_command_cannot_draw(tmp_path, monkeypatch):
     ):
         code, output = run("plot", *arguments, "--out", tmp_path / "f.svg")
         assert code == 2 and sentence in output
-    assert run("plot", "model", "v3-tiny", "--out", tmp_path / "f.png")[0] == 0
-    assert run("plot", "model", "v3-tiny", "--out", tmp_path / "f.pdf")[0] == 0
+    for kind in ("png", "pdf"):
+        assert run("plot", "model", "v3-tiny", "--out", tmp_path / f"f.{kind}")[0] == 0
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InputError, match=re.escape("pip install 'chiar[plots]'")):
         draw_model(["v3-tiny"])
-    code = "import sys, chiar.plots; assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

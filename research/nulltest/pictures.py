@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chiar.plots import COLOURS, Line, Panel, draw_panels, new_figure, style
+from chiar.plots import COLOURS, Line, Panel, new_figure, style
+from research.grid import draw_grid
 from research.nulltest.report import NullTest, Worth
 
 if TYPE_CHECKING:
@@ -57,7 +58,10 @@ def draw_flips(report: NullTest) -> "Figure":
         line = Line(benefit_points(worth), "mean ± standard error", color=COLOURS[0], marker="o")
         panels.append(Panel(title, [line], (0.0, "")))
     title, up = called(report, "what attention adds to a token, by its H"), "loss with filter − attention, nats"
-    figure = draw_panels(title, panels, "bin of rising H", up, columns=0)
+    figure = draw_grid(
+        title, panels, "bin of rising H", 2 if len(panels) in (2, 4) else min(len(panels), 3), sizes=False
+    )
+    figure.supylabel(up, fontsize=9)
     for axes, (_, worth) in zip(figure.axes, worths, strict=True):
         axes.set_xticks(range(1, report.bins + 1))
         errors = [found.error or 0.0 for found in worth.benefit if found.mean is not None]

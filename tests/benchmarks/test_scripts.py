@@ -5,7 +5,6 @@ import runpy
 from pathlib import Path
 
 import pytest
-import torch
 
 import cpu_execution
 import explore
@@ -19,7 +18,6 @@ def test_a_cell_is_the_ratio_of_both_times(capsys, mode):
     assert cpu_execution.main([*SMALL, "--mode", mode, "--only", "routed", "--execution", "auto"]) == 0
     cells = re.findall(r"\| `routed` \| (\d+) \| 2 \| ([\d.]+) / ([\d.]+) = ([\d.]+) \|", capsys.readouterr().out)
     assert [length for length, *_ in cells] == ["8", "32"]
-    assert all(float(number) > 0 for _, *numbers in cells for number in numbers)
     assert cpu_execution.main([*SMALL, "--only", "mod"]) == 2, "it has no dense execution of its own"
     assert "mod" in capsys.readouterr().err
 
@@ -30,12 +28,6 @@ def test_kernels_are_compared_and_timed(part, capsys):
     assert script["main"]([part, "--device", "cpu", "--small", "--repeats", "1"]) == 0
     found = capsys.readouterr().out
     assert "ok  " in found and "FAIL" not in found and re.search(r"[\d.]+ ms, ", found)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would run for minutes")
-def test_what_needs_a_gpu_says_so(capsys):
-    assert runpy.run_path(str(BENCHMARKS / "gpu" / "training_step.py"))["main"]([]) == 2
-    assert "CUDA device" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -5,16 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 import contenders
-import jobs
 import models
 import parity
 import peers
 import rows
 import speed
-import timing
 from chiar.layers.ragged import BLOCK, ROOM, RaggedStore
 
 SMALL = ["--device", "cpu", "--size", "tiny", "--lengths", "32", "--fractions", "0.25", "--tokens", "64"]
@@ -40,7 +37,6 @@ def test_every_contender_has_a_row_and_a_line_and_nothing_is_overwritten(tmp_pat
     for row in found:
         assert 0 < float(row["p20_ms"]) <= float(row["p50_ms"]) <= float(row["p80_ms"])
         assert float(row["realised"]) == pytest.approx(float(row["speedup"]) / float(row["bound"]), rel=1e-4)
-        assert row["torch"] == torch.__version__ and row["hardware"] and row["python"]
         assert float(row["parity_error"]) < parity.GRADIENT_LIMIT
         fixed = ("baseline", "baseline-pre", "half-layers")
         assert row["fraction"] == ("" if row["contender"] in fixed else "0.25")
@@ -107,18 +103,6 @@ def test_decode_counts_the_cache_as_it_is_stored(tmp_path):
     assert not any(row["bound"] for row in table), "decoding is bound by memory"
 
 
-@pytest.mark.slow
-def test_alone_on_the_device_a_model_that_routes_itself_is_near_the_fraction(tmp_path, capsys):
-    asked = ["--mode", "decode", "--apart", "--own-routes", "--fractions", "0.5,0.25", "--steps", "40"]
-    only = ["--only", "routed", "routed-all-keys"]
-    code, (baseline, half, quarter, *all_keys) = run(tmp_path / "own.csv", *asked, *only)
-    assert code == 0
-    assert float(half["chosen"]) == pytest.approx(0.5, abs=0.12)
-    assert float(quarter["chosen"]) == pytest.approx(0.25, abs=0.12)
-    assert {row["chosen"] for row in (baseline, *all_keys)} == {""}, "where every token is a key, keys do not tell"
-    assert float(half["baseline_p50_ms"]) == float(baseline["p50_ms"]) > 0
-
-
 def test_what_only_the_decoding_step_gets_wrong_is_found(monkeypatch):
     asked = parity.Parity(contenders.REGISTRY["routed"], SETTING, "cpu", compile=False, decode=True)
     assert asked.check(0.25).passed
@@ -128,20 +112,16 @@ def test_what_only_the_decoding_step_gets_wrong_is_found(monkeypatch):
     assert not verdict.passed and "decoded logits" in verdict.message
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
+def test_wrong_input_is_one_sentence(capsys):
+    for arguments, sentence in (
         (["--only", "routd"], "Did you mean 'routed'"),
         (["--layers", "2"], "too few"),
-        (["--steps", "0"], "at least 1"),
         (["--own-routes"], "--own-routes needs --mode decode"),
         (["--csv", "nowhere/speed.csv"], "not a folder"),
         (["--peer", "nowhere"], "has no peer.py"),
-    ],
-)
-def test_wrong_input_is_one_sentence(arguments, sentence, capsys):
-    assert speed.main([*SMALL, *arguments]) == 2
-    assert sentence in capsys.readouterr().err
+    ):
+        assert speed.main([*SMALL, *arguments]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 def test_prefill_of_a_peer_by_folder(tmp_path):
@@ -167,9 +147,8 @@ def test_forced_routes_still_pay_for_the_entropy():
     torch.testing.assert_close(read, wanted)
 
 
-def lively(name, execution="sparse"):
-    torch.manual_seed(0)
-    model = peers.PeerModel(STYLES[name], SETTING, execution).eval()
+def lively(name):
+    model = peers.PeerModel(STYLES[name], SETTING, "sparse").eval()
     parity.enliven(model)
     return model, models.exact_routes(2, 32, 8, model.routed_layers, "cpu")
 
@@ -179,8 +158,6 @@ def test_of_a_peer_only_the_capacity_runs_and_every_parameter_learns(name):
     """The packed attention gets exactly f·T tokens of each row; tokens that skip a block are left alone."""
     (model, routes), sizes, seen = lively(name), [], {}
     assert all((choice_BT.sum(1) == 8).all() for choice_BT in routes.values())
-    assert torch.equal(routes[2], models.exact_routes(2, 32, 8, [2], "cpu")[2])
-    assert not torch.equal(routes[1], routes[2])
     layer = model.layers[1]
     inner = layer.block.operators["attention"] if name == "mod" else layer.query_key
     inner.register_forward_pre_hook(lambda _, inputs: sizes.append(tuple(inputs[0].shape)))
@@ -192,20 +169,17 @@ def test_of_a_peer_only_the_capacity_runs_and_every_parameter_learns(name):
     assert all(parameter.grad is not None and parameter.grad.norm() > 0 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("execution", ["sparse", "dense"])
-@pytest.mark.parametrize(
-    ("name", "forced", "causal"),
-    # The top-k of Mixture-of-Depths is taken over the whole row: published so, and not causal.
-    [("mod", True, True), ("dtrnet", True, True), ("dtrnet", False, True), ("mod", False, False)],
-)
-def test_causality_of_the_peers(name, forced, causal, execution):
-    model, routes = lively(name, execution)
+@pytest.mark.parametrize("forced", [True, False])
+@pytest.mark.parametrize("name", STYLES)
+def test_causality_of_the_peers(name, forced):
+    """The top-k of Mixture-of-Depths is taken over the whole row: published so, and not causal."""
+    model, routes = lively(name)
     other_BT = IDS_BT.clone()
     other_BT[:, 20:] += 100
     with torch.no_grad():
         before, after = (model.states(ids_BT, routes if forced else None)[0] for ids_BT in (IDS_BT, other_BT))
     assert not torch.allclose(before[:, 20:], after[:, 20:])
-    assert torch.allclose(before[:, :20], after[:, :20], atol=1e-5) == causal
+    assert torch.allclose(before[:, :20], after[:, :20], atol=1e-5) == (forced or name != "mod")
 
 
 def test_bounds_of_the_peers_count_what_they_run():
@@ -216,12 +190,3 @@ def test_bounds_of_the_peers_count_what_they_run():
         full, some = (peers.PeerModel(kind, setting, "sparse").work(setting) for setting in settings)
         assert full.logits == baseline.logits and 0 <= full.layers / baseline.layers - 1 < 0.01
         assert some.layers < baseline.layers
-
-
-def test_times_and_bytes():
-    assert timing.Times(steps=[float(n) for n in range(1, 12)]).percentiles() == (3.0, 6.0, 9.0)
-    slow, fast = timing.Times(turns=[2.0, 4.0, 100.0]), timing.Times(turns=[1.0, 2.0, 2.0])
-    assert timing.speedup(slow, fast) == 2.0
-    whole = torch.zeros(10)
-    cache = {"a": [whole[:5], whole[5:]], "b": (torch.ones(3),)}  # storage shared by views counts once
-    assert jobs.DecodeJob(nn.Module(), None, whole, {}, "cpu", cache=cache).cache_bytes() == 52

@@ -4,7 +4,6 @@ import json
 import random
 
 import pytest
-import scipy.stats
 import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
@@ -23,7 +22,6 @@ from research.nulltest.__main__ import app
 from research.nulltest.pictures import draw_entropy, draw_flips
 from research.nulltest.report import read_report
 from research.nulltest.sample import flip_routes
-from research.nulltest.words import CONTENT, FUNCTION
 
 LENGTH, ROWS, T = 16, 6, 10
 WORDS = ["the", "cat", "of", "Anna", "saw", "42", ",", "light", "and", "it", "dark", "was", "entropy", "."]
@@ -65,25 +63,19 @@ def test_the_command_writes_numbers_and_pictures_that_read_back(tmp_path, save, 
     arguments = (tmp_path, "--data", corpus.folder, "--tokens", 320, "--flips", 8, "--shuffles", 3)
     code, output = command(*arguments, "--json", tmp_path / "null.json", "--out", tmp_path / "out")
     assert code == 0, output
-    for shown in ("white noise of width 16", "dark → filter", "its best model is tested", "4 attention"):
-        assert shown in output
+    assert all(shown in output for shown in ("white noise of width 16", "dark → filter", "its best model is tested"))
     report = json.loads((tmp_path / "null.json").read_text())
     assert report == json.loads((tmp_path / "out" / "nulltest.json").read_text())
-    assert (report["format"], report["split"], report["tokens"]) == ("chiar-nulltest/1", "valid", 320)
     assert {path.stem for path in (tmp_path / "out").glob("*.svg")} == {"entropy", "flips"}
     again = read_report(tmp_path / "out")
     assert json.loads(again.to_json()) == report
     assert len(draw_flips(again).axes) == 3
     for option, path in (("--json", "null.json"), ("--out", "out")):
-        _, output = command(*arguments, option, tmp_path / path)
-        assert "exists already" in output
-    without = {name: value for name, value in report.items() if name != "width"}
-    for damage in ("{", "7", *map(json.dumps, ({**report, "format": "other"}, {**report, "layers": [7]}, without))):
+        assert "exists already" in command(*arguments, option, tmp_path / path)[1]
+    for damage in ("{", "7", *map(json.dumps, ({**report, "format": "other"}, {**report, "layers": [7]}))):
         (tmp_path / "damaged.json").write_text(damage)
         with pytest.raises(InputError, match="is not a null test"):
             read_report(tmp_path / "damaged.json")
-    with pytest.raises(InputError, match="there is no file"):
-        read_report(tmp_path)
 
 
 def test_numbers_are_those_of_the_trace(save, corpus):
@@ -96,7 +88,6 @@ def test_numbers_are_those_of_the_trace(save, corpus):
         trace = model(ids, output_routing=True).routing
     mean, deviation = white_noise_entropy(16)
     assert (report["null_mean"], report["null_deviation"]) == pytest.approx((mean, deviation))
-    assert any("few for a width of 16" in remark for remark in report["remarks"]) == (320 // 2 < 4 * 16)
     for layer, seen in zip(report["layers"], trace.layers, strict=True):
         entropy, own = float(seen.entropy_BT.double().mean()), layer["whiteness"][0]
         # Entropies in fp32 from batches of another size.
@@ -104,48 +95,30 @@ def test_numbers_are_those_of_the_trace(save, corpus):
         assert own["effect"] == pytest.approx((entropy - mean) / deviation, abs=1e-3)
         assert sum(row["tokens"] for row in layer["classes"]) == 320
         assert sum(row["tokens"] * row["mean"] for row in layer["classes"]) / 320 == pytest.approx(entropy, abs=1e-6)
-        means = []
-        for names in (FUNCTION, CONTENT):
-            rows = [row for row in layer["classes"] if row["name"] in names]
-            means.append(sum(r["tokens"] * r["mean"] for r in rows) / sum(r["tokens"] for r in rows))
-        assert layer["contrasts"][0]["difference"] == pytest.approx((means[0] - means[1]) / deviation, abs=1e-6)
         if seen.kind == "routed":
             light, route = seen.choice_BT == 0, layer["signals"][0]
             assert layer["dark"] == pytest.approx(1 - float(light.double().mean()))
             assert route["name"] == "route" and route["dark"] == layer["dark"]
-            joint = scipy.stats.contingency.crosstab(light.flatten().numpy(), ids.flatten().numpy()).count
-            sums = (joint.sum(0), joint.sum(1))
-            bits = sum(scipy.stats.entropy(s, base=2) for s in sums) - scipy.stats.entropy(joint.flatten(), base=2)
-            assert route["token"]["bits"] == pytest.approx(bits)
 
 
-@pytest.mark.parametrize(
-    ("preset", "changes", "flips"),
-    [
-        ("baseline-tiny", {}, False),
-        ("v1-tiny", {}, True),
-        ("v3-tiny", {"router": "learned", "routing": "soft"}, False),
-        ("v3-tiny", {"router": "static"}, True),
-        ("v3-tiny", {"thresholds": 0.01}, True),  # everything dark
-        ("v3-tiny", {"basis": "random"}, True),
-        ("v3-tiny", {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0}, True),
-        ("v3-tiny", {"gate_pool": "batch"}, True),
-        ("v3-tiny", {"operators": ["temporal", "attention"]}, True),
-    ],
-)  # fmt: skip
-def test_every_kind_of_model(save, corpus, preset, changes, flips):
-    report = measured(save(preset, **changes), corpus)
+# The thresholds make everything dark.
+KINDS = [("baseline-tiny", {}), ("v1-tiny", {}), ("v3-tiny", {"router": "static"}), ("v3-tiny", {"thresholds": 0.01})]
+KINDS += [("v3-tiny", {"router": "learned", "routing": "soft"}), ("v3-tiny", {"basis": "random", "gate_pool": "batch"})]
+KINDS += [("v3-tiny", {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0, "operators": ["temporal", "attention"]})]
+
+
+@pytest.mark.parametrize(("preset", "changes"), KINDS)
+def test_every_kind_of_model(save, corpus, preset, changes):
+    report, flips = measured(save(preset, **changes), corpus), preset != "baseline-tiny" and "routing" not in changes
     assert bool(report["flips"]) == (report["worth"] is not None) == flips
     assert flips == (not any("no routes were flipped" in remark for remark in report["remarks"]))
     assert report["null_exact"] == ("entropy_eps" not in changes)
     names = [row["basis"] for row in report["layers"][0]["whiteness"]]
     assert names[0] == changes.get("basis", "dct") and set(names) == {"dct", "identity", "random"}
-    assert any("gate_pool 'batch'" in remark for remark in report["remarks"]) == (changes.get("gate_pool") == "batch")
-    assert preset != "baseline-tiny" or {layer["dark"] for layer in report["layers"]} == {None}
+    assert any("gate_pool 'batch'" in remark for remark in report["remarks"]) == ("gate_pool" in changes)
     if "thresholds" in changes:
         routed = [layer for layer in report["layers"] if layer["kind"] == "routed"]
         assert all(layer["dark"] == 1 and layer["signals"][0]["token"]["bits"] == 0 for layer in routed)
-        assert all(0.4 < layer["signals"][1]["dark"] < 0.6 for layer in routed)
 
 
 def test_the_same_seed_gives_the_same_numbers_and_what_cannot_be_tested_is_said(tmp_path, save, corpus):
@@ -158,7 +131,6 @@ def test_the_same_seed_gives_the_same_numbers_and_what_cannot_be_tested_is_said(
         (corpus.folder, ("--tokens", 20), "fewer than two rows of 16"),
         (corpus.folder, ("--length", 5000), "split 'valid', which has"),
         (corpus.folder, ("--split", "test"), "Allowed: train, valid"),
-        (corpus.folder, ("--device", "tpu"), "unknown device"),
         (tmp_path, (), "manifest.json"),
     ):
         assert sentence in command(model, "--data", data, *options)[1]
@@ -206,21 +178,8 @@ def test_changes_are_those_of_whole_passes(option):
         assert float(difference[: flip.position].abs().sum()) == pytest.approx(0, abs=1e-9)
 
 
-def test_light_and_dark_tokens_are_flipped_by_turns_where_there_are_both():
-    _, _, found = flipped(flips=24, router="random")
-    for layer in {flip.layer for flip in found}:
-        assert 9 <= sum(flip.was_dark for flip in found if flip.layer == layer) <= 15
-    assert len({(flip.row, flip.position) for flip in found}) > 20
-    assert any(abs(flip.change) > 1e-3 for flip in found)
-    _, _, found = flipped(router="static", static_operators=["spectral", "attention"])
-    first, second = sorted({flip.layer for flip in found})
-    assert not any(flip.was_dark for flip in found if flip.layer == first)
-    assert all(flip.was_dark for flip in found if flip.layer == second)
-
-
 def test_recorded_tests_and_routes_are_drawn(tmp_path):
-    for name in ("threshold", "sandwich"):
-        assert len(draw_entropy(read_report(RESULTS / "reproduction-16m" / name)).axes[0].get_xticks()) == 4
+    assert len(draw_entropy(read_report(RESULTS / "reproduction-16m" / "sandwich")).axes[0].get_xticks()) == 4
     # Four contenders, a bound for each, and the baseline.
     assert [len(axes.lines) for axes in FIGURES["speed"]().axes] == [9, 9]
     assert {path.stem for path in (RESULTS.parent / "figures").glob("*.svg")} == set(FIGURES)

@@ -1,12 +1,12 @@
 """Studies as data: those of research/studies, users' files, what is wrong with them, and the plan."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from chiar import presets
 from chiar.errors import InputError
-from chiar.model.load import count_parameters
 from chiar.studies.results import costs_of
 from chiar.studies.study import find, make_plan
 from commands import run
@@ -23,32 +23,18 @@ def declared(study):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_variant_of_a_study_can_be_built_and_counted(name):
-    study = find(name)
-    assert study.name == name and list(study.variants) == [*reversed(declared(study))]
-    for one in declared(study).values():
+    for one in declared(find(name)).values():
         row = costs_of(one)
-        costs = row["flops_per_token"]
         assert row["parameters"] > 0
-        assert costs["forward"] == pytest.approx(costs["layers"] + costs["logits"])
-        assert costs["training"] >= 2.9 * costs["forward"]
+        assert row["flops_per_token"]["training"] >= 2.9 * row["flops_per_token"]["forward"]
 
 
-def test_routers40m_and_v4_are_what_was_studied():
-    study, runs = find("routers40m"), declared(find("routers40m"))
-    controls = {name for name, variant in study.variants.items() if variant.role == "control"}
-    assert {"dense", "dense-post", "dense-9", "dense-6", "dense-w256", "static", "hash", "position", "soft"} <= controls
-    assert 40e6 < count_parameters(runs["dense"].model_config()) < 41e6
-    for config in (one.model_config() for name, one in runs.items() if name not in controls):
-        assert sum(config.layer_fractions()) / len(config.routed_layers) <= 0.5  # nobody gets more attention than half
-    # Half the layers switched off cost what half the layers cost; straight-through over both trains on both.
-    names = ("static-lean", "dense-6", "learned-both", "soft")
-    lean, six, both, soft = (costs_of(runs[name])["flops_per_token"] for name in names)
-    assert lean["forward"] == six["forward"] and both["training"] == pytest.approx(3 * soft["forward"])
-    for name in ("routers40m_even", "routers40m_long"):
-        studied = declared(find(name))["deep-eighth"].model_config().to_dict()
-        size = ("hidden_size", "num_attention_heads", "num_hidden_layers", "layer_types", "intermediate_size")
-        preset = presets.get("v4-16m", **{key: studied[key] for key in size}).to_dict()
-        assert {key for key in preset if preset[key] != studied[key]} <= {"max_position_embeddings", "vocab_size"}
+@pytest.mark.parametrize("name", ["routers40m_even", "routers40m_long"])
+def test_v4_is_what_was_studied(name):
+    studied = declared(find(name))["deep-eighth"].model_config().to_dict()
+    size = ("hidden_size", "num_attention_heads", "num_hidden_layers", "layer_types", "intermediate_size")
+    preset = presets.get("v4-16m", **{key: studied[key] for key in size}).to_dict()
+    assert {key for key in preset if preset[key] != studied[key]} <= {"max_position_embeddings", "vocab_size"}
 
 
 # Tables 1 and 2 of the paper, typed again from its text: validation and test perplexity; and counted parameters.
@@ -56,6 +42,8 @@ TABLES = {
     "table1": ([(45.78, 44.63), (46.75, 45.62), (46.86, 45.67), (49.62, 48.34), (49.70, 48.45)], 36_124, 500, 10),
     "table2": ([(23.73, 23.58), (27.75, 27.51), (28.81, 28.56)], 18_062, 1000, 5),
 }
+SCHEDULE = {"batch": 128, "length": 256, "learning_rate": 1e-4, "final_learning_rate": 1e-6, "clip": 1.0}
+SCHEDULE |= {"weight_decay": 0.01, "beta1": 0.9, "beta2": 0.95}
 PARAMETERS = {"table1": [16_025_344, *[15_765_257] * 2, *[15_764_225] * 2], "table2": [404_159_488, *[400_043_009] * 2]}
 
 
@@ -69,9 +57,7 @@ def test_the_papers_tables_have_its_numbers_models_and_schedule(name, corpus, li
     assert plan.steps == steps
     for one in plan.runs:
         settings, config = one.train_settings(), one.model_config()
-        assert (settings.warmup, settings.batch, settings.length) == (warmup, 128, 256)
-        assert (settings.learning_rate, settings.final_learning_rate, settings.clip) == (1e-4, 1e-6, 1.0)
-        assert (settings.weight_decay, settings.beta1, settings.beta2) == (0.01, 0.9, 0.95)
+        assert {**asdict(settings), **SCHEDULE, "warmup": warmup} == asdict(settings)
         assert config.dropout == 0.1 and one.validate
         assert (one.after == {"thresholds": "baseline-s0"}) == bool(config.routed_layers and config.router == "entropy")
         assert (settings.mixing, len(one.data)) == (("added", 2) if one.variant == "mixed" else ("weights", 1))
@@ -83,14 +69,12 @@ def test_the_papers_tables_have_its_numbers_models_and_schedule(name, corpus, li
 FILES = [
     ("tokens = 390", "token = 390", "unknown field of study 'token'. Did you mean 'tokens'?"),
     ("tokens = 390", "", "how long runs train: epochs or tokens"),
-    ("tokens = 390", 'tokens = "all"', "tokens of study must be int | None, got 'all'"),
     ("tokens = 390", "tokens = 0", "must be positive"),
     ('baseline = "dense"', 'baseline = "learned"', "unknown control as baseline 'learned'"),
     ('role = "candidate"', 'role = "winner"', "unknown role of variant learned 'winner'"),
     ("seeds = [1]", "seeds = [-1]", "seeds must not be negative"),
     ("seeds = [1]", 'seeds = ["a"]', "seeds of variant learned must be list[int] | None"),
     ("seeds = [1]", "settings = { batch = 2 }", "variant learned cannot set batch"),
-    ("seeds = [1]", "first = true", "unknown field of variant learned 'first'"),
     ("seeds = [1]", 'after = { weights = "lerned" }', "unknown variant before learned 'lerned'"),
     ("seeds = [1]", "paper = { tests = 3.0 }", "'tests'. Did you mean 'test'?"),
     ("learned = {", '"a/b" = {', "becomes a folder"),
@@ -103,7 +87,6 @@ PLANS = [
     ("tokens = 390", "tokens = 39", "39 tokens is less than one step of 4 × 16 tokens"),
     ('router = "learned"', 'own_ffn = true, router = "learned"', "commit bde4d4f runs it"),
     ('router = "learned"', "operators = ['skip', 'attention']", "variant learned: the operator 'skip' is gone"),
-    ("micro_batch = 2", "micro_bath = 2", "Did you mean 'micro_batch'?"),
     ("micro_batch = 2", "micro_batch = 3", "does not divide into micro-batches of 3"),
 ]
 
@@ -125,13 +108,11 @@ def test_studies_and_data_that_do_not_fit(toml, corpus, listops, tmp_path):
         code, output = run("study", "run", toml(), "--data", corpus, "--out", tmp_path / "out", *more)
         assert code == 2 and message in output and not (tmp_path / "out").exists()
     assert "unknown study 'routers40'. Did you mean 'routers40m'?" in run("study", "show", "routers40")[1]
-    assert "there is no file" in run("study", "show", tmp_path / "none.toml")[1]
     assert "is not a study" in run("study", "table", tmp_path)[1]
     table2 = find("table2")
     for data, only, message in (
         ([corpus], None, "mixed needs more corpora"),
         ([listops, corpus], None, "name a text first"),
-        ([str(tmp_path)], ["baseline"], "not a prepared corpus"),
     ):
         with pytest.raises(InputError, match=message):
             make_plan(table2, data, only)
@@ -144,14 +125,11 @@ def test_a_file_can_extend_another_study(tmp_path):
     path.write_text(
         'extends = "tiny"\ntokens = 2048\nsettings = { batch = 4, micro_batch = 4 }\nconfig = { keys = "all" }\n'
         '[variants.mine]\nrole = "candidate"\nconfig = { keys = "routed" }\n'
-        '[variants.hash]\nrole = "control"\nconfig = { router = "random", random_fraction = 0.1 }\n'
     )
     base, study = find("tiny"), find(str(path))
     assert (study.name, study.tokens, study.preset) == ("mine", 2048, base.preset)
     assert study.settings == {**base.settings, "batch": 4, "micro_batch": 4}
     assert list(study.variants) == [*base.variants, "mine"]
-    assert study.variants["hash"].config["random_fraction"] == 0.1
-    assert study.variants["dense"] == base.variants["dense"]
     # What all share is changed, but not what a variant says.
     assert [declared(study)[name].model_config().keys for name in ("static", "mine")] == ["all", "routed"]
 
@@ -160,15 +138,13 @@ def test_the_plan_and_what_is_shown_of_it(toml, corpus):
     study = find(str(toml()))
     plan = make_plan(study, [corpus])
     assert [run.name for run in plan.runs] == ["dense-s0", "hash-s0", "dense-s1", "hash-s1", "learned-s1"]
-    assert {(s.batch, s.length, s.steps) for s in (one.train_settings() for one in plan.runs)} == {(4, 16, 6)}
     again = make_plan(study, [corpus], ["learned", "d*"], "3,3")
     assert [one.name for one in again.runs] == ["dense-s3", "learned-s3"]
     epochs = make_plan(find(str(toml(("tokens = 390", "epochs = 2")))), [corpus])
     assert epochs.steps == 2 * ((epochs.corpora[0].split("train").tokens - 1) // 16) // 4
     code, output = run("study", "show", toml(), "--data", corpus)
     assert code == 0 and "384 tokens in 6 steps" in output and "257 token ids" in output
-    row = next(line.split() for line in output.splitlines() if " hash: " in line)
-    assert "0.250" in row and row[-3:] == ["0,", "1", "|"]
+    assert "0.250" in next(line for line in output.splitlines() if " hash: " in line)
     assert run("study", "show")[1].count("\n") == len(NAMES)
 
 
@@ -183,6 +159,3 @@ def test_recorded_results_are_shown_with_what_was_removed_marked(name, tmp_path)
     assert ("Commit bde4d4f" in text) == ("†" in output) == ("†" in text) and (marked or "dense") in text
     assert "dense †" not in text and (tmp_path / "out" / "pareto.svg").is_file()
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-    if (folder / "study.toml").is_file():
-        code, output = run("study", "show", folder / "study.toml")
-        assert code == 0 or "commit bde4d4f runs it" in output

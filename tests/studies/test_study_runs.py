@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from chiar.data.shards import Corpus
 from chiar.data.tokens import batches
 from chiar.evaluation.harness import evaluate
-from chiar.model.load import load_model
+from chiar.model.load import load_config, load_model
 from chiar.routing.calibration import calibrate
+from chiar.routing.flops import count_flops
 from commands import run
 
 RUNS = ["dense-s0", "hash-s0", "dense-s1", "hash-s1", "learned-s1"]
@@ -28,8 +29,23 @@ def command(name, corpus, out, *more):
     return ["study", "run", str(name), "--data", corpus, "--out", str(out), "--device", "cpu", *map(str, more)]
 
 
-def results(out):
-    return json.loads((out / "results.json").read_text())
+def done(*arguments):
+    code, output = run(*arguments)
+    assert code == 0, output
+    return output
+
+
+def refused(*arguments):
+    code, output = run(*arguments)
+    assert code == 2, output
+    return output
+
+
+def results(out, part=""):
+    """All of them, or its runs by name, or its variants."""
+    found = json.loads((out / "results.json").read_text())
+    names = {"runs": "name", "variants": "variant"}
+    return {one[names[part]]: one for one in found[part]} if part else found
 
 
 def assert_same_weights(ours, theirs):
@@ -48,67 +64,49 @@ def copied(study, tmp_path):
 
 def test_every_run_is_an_ordinary_run_and_is_measured(study, corpus, tmp_path):
     out, output = study
-    runs = {one["name"]: one for one in results(out)["runs"]}
+    runs = results(out, "runs")
     assert set(runs) == set(RUNS)
     for name, one in runs.items():
-        folder = out / "runs" / name
-        report = evaluate(str(folder / "final"), corpus, "test", length=16, rows=8, batch_size=2, device="cpu")
+        model = str(out / "runs" / name / "final")
+        report = evaluate(model, corpus, "test", length=16, rows=8, batch_size=2, device="cpu")
         assert one["test_loss"] == pytest.approx(report.scores.loss, rel=1e-5)  # computed by another process
         assert (one["tokens"], one["jobs"], one["attempts"]) == (384, 1, 1)
         assert one["wall_seconds"] > 0 and one["step_ms"] > 0 and f"{name}: done in" in output
     told = runs["learned-s1"]["command"]
     assert shlex.join(told) in (out / "table.md").read_text() and told[-1] == str(out / "runs" / "learned-s1")
-    assert run(*told[1:-1], tmp_path / "by-hand", "--device", "cpu")[0] == 0
+    done(*told[1:-1], tmp_path / "by-hand", "--device", "cpu")
     assert_same_weights(out / "runs" / "learned-s1", tmp_path / "by-hand")
 
 
 def test_the_table_says_what_the_runs_measured(study):
     out, output = study
-    loss = {one["name"]: one["test_loss"] for one in results(out)["runs"]}
-    rows = {row["variant"]: row for row in results(out)["variants"]}
-    gaps = [loss["hash-s0"] - loss["dense-s0"], loss["hash-s1"] - loss["dense-s1"]]
+    loss, rows = {name: one["test_loss"] for name, one in results(out, "runs").items()}, results(out, "variants")
     base = (loss["dense-s0"] + loss["dense-s1"]) / 2
     # Only seed 1 of the learned router ran: its difference is to the baseline of that seed.
-    alone = loss["learned-s1"] - loss["dense-s1"]
-    expected = {
-        "dense": (base, abs(loss["dense-s0"] - loss["dense-s1"]), 0.0, 0.0, base),
-        "hash": (base + sum(gaps) / 2, rows["hash"]["test_loss_spread"], sum(gaps) / 2, abs(gaps[0] - gaps[1])),
-        "learned": (loss["learned-s1"], None, alone, None, base + alone),
-    }
-    for name, numbers in expected.items():
-        parts = ("test_loss", "test_loss_spread", "gap", "gap_spread", "paired_loss")[: len(numbers)]
-        assert [rows[name][part] for part in parts] == pytest.approx(list(numbers), abs=1e-12)
+    for name, seeds in (("dense", (0, 1)), ("hash", (0, 1)), ("learned", (1,))):
+        row, own = rows[name], [loss[f"{name}-s{seed}"] for seed in seeds]
+        gaps = [mine - loss[f"dense-s{seed}"] for mine, seed in zip(own, seeds, strict=True)]
+        gap, spreads = sum(gaps) / len(gaps), [max(values) - min(values) for values in (own, gaps)]
+        found = [row[part] for part in ("test_loss", "gap", "paired_loss")]
+        assert found == pytest.approx([sum(own) / len(own), gap, base + gap], abs=1e-12)
+        expected = spreads if len(seeds) > 1 else [None, None]
+        assert [row["test_loss_spread"], row["gap_spread"]] == pytest.approx(expected, abs=1e-12)
     text = (out / "table.md").read_text()
     assert f"{rows['hash']['gap']:+.4f}" in output and "different seeds" in text
-    assert f"{rows['learned']['test_loss']:.4f}" in text
 
 
 def test_flops_are_counted_at_the_measured_fractions(study):
-    """Again by hand: D = 16, T = 16, 257 ids, an FFN of 64. The filter transforms there and back."""
-    D, T, V = 16, 16, 257
-    seen = (T - 1) / 2 + 1
-    attention, ffn, dct = 8 * D * D + 4 * D * seen, 16 * D * D, D * D
-    runs, rows = {one["name"]: one for one in results(study[0])["runs"]}, results(study[0])["variants"]
-    report = json.loads((study[0] / "runs" / "hash-s0" / "evaluation.json").read_text())
-    fractions = [layer["use"]["attention"] for layer in report["routing"]["layers"]]
-    dense, hashed = runs["dense-s0"]["flops_per_token"], runs["hash-s0"]
-    assert (dense["layers"], dense["logits"]) == pytest.approx((3 * (attention + ffn), 2 * D * V))
-    assert dense["training"] == pytest.approx(3 * dense["forward"])
-    layers = attention + 3 * ffn
-    for f in fractions:
-        assert 0.05 < f < 0.6
-        layers += f * (4 * D * D + 4 * D * seen) + 4 * D * D + (1 - f) * 2 * dct
-    assert hashed["flops_per_token"]["layers"] == pytest.approx(layers)
-    assert len(fractions) == 2 and hashed["fraction"] == pytest.approx(sum(fractions) / 2)
-    # The straight-through estimator of `learned` trains on both operators for every token.
-    learned = 3 * (attention + ffn) + 2 * (dct + 2 * dct + 2 * (D + 1) * 2) + 2 * D * V
-    assert runs["learned-s1"]["flops_per_token"]["training"] == pytest.approx(3 * learned)
-    ratio = sum(runs[f"hash-s{s}"]["flops_per_token"]["forward"] for s in (0, 1)) / 2 / dense["forward"]
-    assert next(row["flops_of_baseline"] for row in rows if row["variant"] == "hash") == pytest.approx(ratio)
-    flops = [row["flops_per_token"]["forward"] for row in rows]
-    assert flops == sorted(flops)
-    for number, row in enumerate(rows):
-        assert row["frontier"] == all(other["paired_loss"] > row["paired_loss"] for other in rows[:number])
+    runs, rows, folder = results(study[0], "runs"), results(study[0], "variants"), study[0] / "runs"
+    report = json.loads((folder / "hash-s0" / "evaluation.json").read_text())
+    shares = [layer["use"] for layer in report["routing"]["layers"]]
+    hashed, learned = (load_config(str(folder / name / "final")) for name in ("hash-s0", "learned-s1"))
+    assert runs["hash-s0"]["flops_per_token"]["forward"] == pytest.approx(count_flops(hashed, 16, shares).total)
+    learned.routing = "soft"  # its straight-through estimator trains on both operators for every token
+    assert runs["learned-s1"]["flops_per_token"]["training"] == pytest.approx(3 * count_flops(learned, 16).total)
+    flops, losses = ([row[part] for row in rows.values()] for part in ("flops_of_baseline", "paired_loss"))
+    assert flops == sorted(flops) and rows["dense"]["flops_of_baseline"] == 1
+    better = [all(other > loss for other in losses[:number]) for number, loss in enumerate(losses)]
+    assert [row["frontier"] for row in rows.values()] == better
 
 
 def test_done_again_nothing_is_trained(copied, corpus, toml):
@@ -116,11 +114,9 @@ def test_done_again_nothing_is_trained(copied, corpus, toml):
     before = results(copied)
     for name in ("table.md", "results.json", "pareto.svg"):
         (copied / name).unlink()
-    code, output = run("study", "table", copied)
-    assert code == 0 and "learned" in output and results(copied)["variants"] == before["variants"]
+    assert "learned" in done("study", "table", copied) and results(copied)["variants"] == before["variants"]
     # How it is shown may change.
-    code, output = run(*command(toml(("warmup", "log_every = 7, warmup")), corpus, copied))
-    assert code == 0 and output.count("done before") == len(RUNS)
+    assert done(*command(toml(("warmup", "log_every = 7, warmup")), corpus, copied)).count("done before") == len(RUNS)
     assert {path: path.stat().st_mtime_ns for path in runs} == runs and (copied / "pareto.svg").is_file()
 
 
@@ -130,27 +126,30 @@ def test_folders_that_are_not_free(copied, corpus, toml, tmp_path, monkeypatch):
         ("tokens = 390", "tokens = 640", "steps = 6, not 10"),
         ("test_rows = 8", "test_rows = 9", "test_rows = 8, not 9"),
     ):
-        code, output = run(*command(toml(replaced), corpus, copied))
-        assert code == 2 and message in output and "was started with" in output and "choose another folder" in output
+        output = refused(*command(toml(replaced), corpus, copied))
+        assert message in output and "was started with" in output and "choose another folder" in output
     other = tmp_path / "other"
     other.mkdir()
     (other / "letter.txt").write_text("dear")
-    code, output = run(*command(toml(), corpus, other))
-    assert code == 2 and "is no study" in output and [path.name for path in other.iterdir()] == ["letter.txt"]
+    assert "is no study" in refused(*command(toml(), corpus, other))
+    assert [path.name for path in other.iterdir()] == ["letter.txt"]
+    (other / "study.json").write_text('{"format": "chiar-study/1"}')
+    assert "commit bde4d4f reads it" in refused(*command(toml(), corpus, other))
     fcntl = pytest.importorskip("fcntl")
     with (copied / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        code, output = run(*command(toml(), corpus, copied))
-    assert code == 2 and "another process is running the study" in output
+        assert "another process is running the study" in refused(*command(toml(), corpus, copied))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    code, output = run(*command(toml(), corpus, tmp_path / "out"))
-    assert code == 2 and "without torchrun" in output and not (tmp_path / "out").exists()
+    assert "without torchrun" in refused(*command(toml(), corpus, tmp_path / "out"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'chiar[plots]'" in refused(*command(toml(), corpus, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_limit_begins_nothing_that_would_not_end_in_time(copied, corpus, toml):
     more = '\n[variants.soft]\nrole = "control"\nconfig = { router = "learned", routing = "soft" }\n'
-    code, output = run(*command(toml(more=more), corpus, copied, "--limit-minutes", "0.001"))
-    assert code == 0 and not (copied / "runs" / "soft-s0").exists()
+    output = done(*command(toml(more=more), corpus, copied, "--limit-minutes", "0.001"))
+    assert not (copied / "runs" / "soft-s0").exists()
     assert "soft-s0: not begun, it would take about" in output
     assert "left, for the same command: soft-s0, soft-s1" in output
     # A control that has not run is named in every table.
@@ -193,9 +192,8 @@ def test_killed_and_continued_it_gives_the_same_results(study, corpus, toml, tmp
         time.sleep(0.05)
     assert not at_work(out)
     assert not all((out / "runs" / name / "evaluation.json").exists() for name in both)
-    code, output = run(*arguments)
-    assert code == 0, output
-    ours, theirs = ({one["name"]: one for one in results(folder)["runs"]} for folder in (out, straight))
+    done(*arguments)
+    ours, theirs = results(out, "runs"), results(straight, "runs")
     assert set(ours) == both
     for name, one in ours.items():
         assert_same_weights(out / "runs" / name, straight / "runs" / name)
@@ -205,12 +203,11 @@ def test_killed_and_continued_it_gives_the_same_results(study, corpus, toml, tmp
     assert "shared the device" in (out / "table.md").read_text()
 
 
-def test_step_times_are_measured_with_the_trained_weights(copied, corpus, toml):
+def test_step_times_are_measured_with_the_trained_weights(copied, corpus, toml, tmp_path):
     arguments = ["study", "time", toml(), "--data", corpus, "--out", copied, "--device", "cpu", "--steps", "2"]
-    code, output = run(*arguments)
-    assert code == 0, output
-    stored = json.loads((copied / "study.json").read_text())
-    times, rows = stored["times"], {row["variant"]: row for row in results(copied)["variants"]}
+    done(*arguments)
+    stored, rows = json.loads((copied / "study.json").read_text()), results(copied, "variants")
+    times = stored["times"]
     assert times["device"] == "cpu" and times["versions"]["torch"] == torch.__version__
     assert set(times["variants"]) == set(rows) == {"dense", "hash", "learned"}
     for name, timed in times["variants"].items():
@@ -219,9 +216,17 @@ def test_step_times_are_measured_with_the_trained_weights(copied, corpus, toml):
         assert timed["weights"] == "trained"  # `learned` ran with seed 1 only, which is the seed it is timed with
     assert not times["variants"]["dense"]["use"] and all(0 < f[-1] < 0.6 for f in times["variants"]["hash"]["use"])
     assert "Step times are of chiar study time: cpu" in (copied / "table.md").read_text()
+    # Added elsewhere they are kept, beside those of the same machine only.
+    here, file, hashed = tmp_path / "here", tmp_path / "times.json", {"hash": {"step_ms": 7.0}}
+    for device, expected in (("cpu", {**times["variants"], **hashed}), ("another", hashed)):
+        file.write_text(json.dumps(results(copied) | {"times": times | {"variants": hashed}}))
+        done("study", "add", here / device, file)
+        file.write_text(json.dumps(results(copied) | {"times": times | {"device": device}}))
+        output = done("study", "add", here / device, file)
+        assert ("of another machine (another)" in output) == (device == "another")
+        assert results(here / device)["times"]["variants"] == expected
     (copied / "study.json").write_text(json.dumps(stored | {"times": times | {"device": "another"}}))
-    code, output = run(*arguments)
-    assert code == 2 and "are of another machine" in output
+    assert "are of another machine" in refused(*arguments)
 
 
 @pytest.mark.slow
@@ -230,21 +235,18 @@ def test_results_from_elsewhere_count_as_done(copied, corpus, toml, tmp_path):
     there, here, file = results(copied), tmp_path / "here", tmp_path / "half.json"
     half = there | {part: [one for one in there[part] if one["variant"] != "learned"] for part in ("runs", "variants")}
     file.write_text(json.dumps(half))
-    code, output = run("study", "add", here, file)
-    assert code == 0 and "added dense-s0, dense-s1, hash-s0, hash-s1" in output
+    assert "added dense-s0, dense-s1, hash-s0, hash-s1" in done("study", "add", here, file)
     assert "Candidates without a finished run: learned." in (here / "table.md").read_text()
-    code, output = run(*command(toml(), corpus, here))
-    assert code == 0 and output.count("done before") == 4 and "learned-s1: done in" in output
+    output = done(*command(toml(), corpus, here))
+    assert output.count("done before") == 4 and "learned-s1: done in" in output
     for part in ("variant", "seeds", "frontier"):
         assert [row[part] for row in results(here)["variants"]] == [row[part] for row in there["variants"]]
-    assert "nothing new" in run("study", "add", here, file)[1]
+    assert "nothing new" in done("study", "add", here, file)
     file.write_text(json.dumps(half | {"common": half["common"] | {"steps": 7}}))
-    code, output = run("study", "add", here, file)
-    assert code == 2 and "steps = 6, not 7" in output
-    code, output = run("study", "add", here, copied / "results.json")
-    assert code == 2 and "run learned-s1" in output and "finished" in output
-    code, output = run("study", "add", tmp_path / "new", copied / "study.json")
-    assert code == 2 and "does not say format" in output and not (tmp_path / "new").exists()
+    assert "steps = 6, not 7" in refused("study", "add", here, file)
+    assert "run learned-s1" in refused("study", "add", here, copied / "results.json")
+    assert "does not say format" in refused("study", "add", tmp_path / "new", copied / "study.json")
+    assert not (tmp_path / "new").exists()
 
 
 SMALL = """
@@ -261,11 +263,8 @@ def test_the_papers_procedure(corpus, listops, tmp_path):
     """Table 2: a baseline, τ from its embeddings, the rows that route by it, one of them with mixed corpora."""
     out, small = tmp_path / "out", tmp_path / "small.toml"
     small.write_text(SMALL)
-    code, output = run(*command(small, corpus, out, "--data", listops, "--jobs", "2"))
-    assert code == 0, output
-    runs = {one["variant"]: one for one in results(out)["runs"]}
-    rows = {row["variant"]: row for row in results(out)["variants"]}
-    valid = Corpus.open(corpus).split("valid")
+    output = done(*command(small, corpus, out, "--data", listops, "--jobs", "2"))
+    runs, rows, valid = results(out, "runs"), results(out, "variants"), Corpus.open(corpus).split("valid")
     baseline, _ = load_model(str(out / "runs" / "baseline-s0" / "best"))
     stream = batches(valid.read(0, min(200 * 16, valid.tokens)), 200, 16, 50)
     low, high = (calibrate(baseline, stream, "embeddings").layers[0].percentiles[p] for p in (33, 67))
@@ -273,21 +272,18 @@ def test_the_papers_procedure(corpus, listops, tmp_path):
     assert tau == pytest.approx((low + high) / 2, rel=1e-4)  # in other batches
     assert rows["mixed"]["threshold"] == tau and rows["baseline"]["threshold"] is None
     for name, test in (("baseline", 23.58), ("threshold", 27.51), ("mixed", 28.56)):
-        folder = out / "runs" / f"{name}-s0"
+        folder, one = out / "runs" / f"{name}-s0", runs[f"{name}-s0"]
         if name != "baseline":
             assert load_model(str(folder / "final"))[0].config.thresholds == tau
-            assert f"thresholds={tau}" in runs[name]["command"]
+            assert f"thresholds={tau}" in one["command"]
         for kind, split, loss in (("best", "valid", "validation_loss"), ("final", "test", "test_loss")):
             report = evaluate(str(folder / kind), corpus, split, length=16, batch_size=2, device="cpu")
-            assert runs[name][loss] == pytest.approx(report.scores.loss, rel=1e-5)  # computed by another process
+            assert one[loss] == pytest.approx(report.scores.loss, rel=1e-5)  # computed by another process
         assert rows[name]["paper_gap"] == pytest.approx(math.log(test / 23.58), abs=1e-12)
-        assert rows[name]["test_perplexity"] == pytest.approx(math.exp(runs[name]["test_loss"]))
-    text = (out / "table.md").read_text()
+        assert rows[name]["test_perplexity"] == pytest.approx(math.exp(one["test_loss"]))
+    assert "five epochs of WikiText-103" in output and "384 training tokens a run of text + listops" in output
     (out / "runs" / "threshold-s0" / "evaluation.json").unlink()  # as if killed before: it goes on with the τ it had
     (out / "runs" / "baseline-s0" / "best").unlink()
-    again = run(*command(small, corpus, out, "--only", "threshold"))
-    assert again[0] == 0 and "threshold-s0: done in" in again[1]
-    again = next(one["test_loss"] for one in results(out)["runs"] if one["variant"] == "threshold")
-    assert again == pytest.approx(runs["threshold"]["test_loss"], rel=1e-5)  # another process
-    for words in ("five epochs of WikiText-103", "384 training tokens a run of text + listops"):
-        assert words in output and words in text
+    assert "threshold-s0: done in" in done(*command(small, corpus, out, "--only", "threshold"))
+    again = results(out, "runs")["threshold-s0"]["test_loss"]
+    assert again == pytest.approx(runs["threshold-s0"]["test_loss"], rel=1e-5)  # another process

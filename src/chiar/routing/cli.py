@@ -26,6 +26,7 @@ def flops(
     """Count forward FLOPs per token for CHIAR and its dense baseline, beside the paper's claims."""
     from json import dumps
 
+    from chiar.config_checks import check
     from chiar.model.load import load_config, resolve_model
     from chiar.routing.tables import flop_records, flop_tables
 
@@ -34,7 +35,9 @@ def flops(
     except ValueError:
         raise InputError(f"--length takes whole numbers separated by commas, got {length!r}.") from None
     config = load_config(resolve_model(model)[0])
-    records = flop_records(config, lengths, fraction, keys, light_ffn)
+    config.keys, config.light_ffn = keys or config.keys, config.light_ffn if light_ffn is None else light_ffn
+    check(config)
+    records = flop_records(config, lengths, fraction)
     if json is not None:
         write_json(json, dumps(records, indent=2), overwrite)
         return

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from chiar.config import ChiarConfig
-from chiar.config_checks import CHOICES
 from chiar.errors import InputError, unknown_name
 from chiar.registry import OPERATORS, PARTS, Work, is_light
 
@@ -19,8 +18,6 @@ TRANSFORMS = ("gemm", "even_odd", "free")
 Shares = Sequence[Mapping[str, float]]
 """For each routed layer, the share of tokens each operator runs on."""
 Costs = dict[tuple[int | None, str], float]
-Setting = tuple[float, str, bool]
-"""FLOPs of one transform, which tokens are keys, whether light tokens run the FFN of routed layers."""
 
 
 @dataclass(frozen=True)
@@ -38,27 +35,22 @@ class FlopCount:
         """FLOPs of the named parts, in all layers or only some."""
         return sum(n for (i, part), n in self.costs.items() if part in parts and (layers is None or i in layers))
 
-    def layer(self, layer: int) -> float:
-        return sum(flops for (where, _), flops in self.costs.items() if where == layer)
-
 
 def count_flops(
-    config: ChiarConfig, length: int, shares: Shares | None = None, keys: str | None = None,
-    light_ffn: bool | None = None, transform: str = "even_odd",
-) -> FlopCount:  # fmt: skip
+    config: ChiarConfig, length: int, shares: Shares | None = None, transform: str = "even_odd"
+) -> FlopCount:
     """What routing has to compute when each token runs only its own operator. `shares` are what a trace measured, or
     `operator_shares` of an f; its default when not given. The filter Cᵀ diag(w) C costs two transforms."""
     if length < 1:
         raise InputError(f"length must be at least 1, got {length}.")
-    setting = checked_setting(config, keys, light_ffn, transform)
     shares_of = dict(zip(config.routed_layers, checked_shares(config, shares), strict=True))
-    costs = model_costs(config)
-    for i, kind in enumerate(config.layer_types or []):
-        runs = shares_of.get(i, {kind: 1.0})
-        gives = runs if setting[1] == "routed" else {name: float(share > 0) for name, share in runs.items()}
-        pairs = {name: visible_pairs(length, share, gives[name]) for name, share in runs.items()}
-        works = {name: Work(share, gives[name], pairs[name], setting[0]) for name, share in runs.items()}
-        costs |= layer_costs(config, i, works, setting)
+    costs, transformed = model_costs(config), transform_cost(config, transform)
+    for layer, kind in enumerate(config.layer_types or []):
+        works = {}
+        for name, share in shares_of.get(layer, {kind: 1.0}).items():
+            keys = share if config.keys == "routed" else float(share > 0)
+            works[name] = Work(share, keys, visible_pairs(length, share, keys), transformed)
+        costs |= layer_costs(config, layer, works, transformed)
     return FlopCount(costs, length)
 
 
@@ -100,30 +92,26 @@ def checked_shares(config: ChiarConfig, shares: Shares | None) -> Shares:
     return shares
 
 
-def checked_setting(config: ChiarConfig, keys: str | None, light_ffn: bool | None, transform: str) -> Setting:
-    """The model's own where not given. Only a DCT of even width has halves, and the identity costs nothing."""
-    if keys not in (None, *CHOICES["keys"]):
-        raise unknown_name("keys", keys, CHOICES["keys"])
+def transform_cost(config: ChiarConfig, transform: str = "even_odd") -> float:
+    """Only a DCT of even width has halves, and the identity costs nothing."""
     if transform not in TRANSFORMS:
         raise unknown_name("transform", transform, TRANSFORMS)
-    D = config.hidden_size
-    halved = transform == "even_odd" and config.basis == "dct" and D % 2 == 0
-    cost = 0.0 if transform == "free" or config.basis == "identity" else float(D * D if halved else 2 * D * D)
-    return cost, keys or config.keys, config.light_ffn if light_ffn is None else light_ffn
+    if transform == "free" or config.basis == "identity":
+        return 0.0
+    halved = transform == "even_odd" and config.basis == "dct" and config.hidden_size % 2 == 0
+    return (1.0 if halved else 2.0) * config.hidden_size**2
 
 
-def route_costs(
-    config: ChiarConfig, length: int, shares: Shares, keys: str | None = None, light_ffn: bool | None = None
-) -> dict[str, float]:
+def route_costs(config: ChiarConfig, length: int, shares: Shares) -> dict[str, float]:
     """FLOPs of one token in the first routed layer, by the operator it takes. Keys it gives to others are its cost."""
-    assert config.operators is not None
-    setting = checked_setting(config, keys, light_ffn, "even_odd")
-    first, routed, result = checked_shares(config, shares)[0], setting[1] == "routed", {}
-    for taken in config.operators:
-        runs = {name: float(name == taken) for name in config.operators}
-        pairs = {name: visible_pairs(length, runs[name], first[name] if routed else 1.0) for name in runs}
-        works = {n: Work(share, share if routed else 1.0, pairs[n], setting[0]) for n, share in runs.items()}
-        result[taken] = sum(layer_costs(config, config.routed_layers[0], works, setting).values())
+    transformed, first, result = transform_cost(config), checked_shares(config, shares)[0], {}
+    for taken in first:
+        works = {}
+        for name, share in first.items():
+            runs = float(name == taken)
+            gives, seen = (runs, share) if config.keys == "routed" else (1.0, 1.0)
+            works[name] = Work(runs, gives, visible_pairs(length, runs, seen), transformed)
+        result[taken] = sum(layer_costs(config, config.routed_layers[0], works, transformed).values())
     return result
 
 
@@ -131,10 +119,11 @@ def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
     """What dense execution runs: every operator on every token, full T×T score matrices. This is what
     `torch.utils.flop_counter` sees, and agrees with it exactly; but it sees no filters along time."""
     assert config.layer_types is not None and config.operators is not None
-    costs, setting = model_costs(config), checked_setting(config, None, None, "even_odd")
-    for i, kind in enumerate(config.layer_types):
-        names, work = config.operators if kind == "routed" else [kind], Work(1.0, 1.0, float(length), setting[0])
-        costs |= layer_costs(config, i, dict.fromkeys(names, work), setting)
+    costs, transformed = model_costs(config), transform_cost(config)
+    for layer, kind in enumerate(config.layer_types):
+        names = config.operators if kind == "routed" else [kind]
+        works = dict.fromkeys(names, Work(1.0, 1.0, float(length), transformed))
+        costs |= layer_costs(config, layer, works, transformed)
     return FlopCount(costs, length)
 
 
@@ -148,17 +137,18 @@ def visible_pairs(length: int, queries: float, keys: float) -> float:
     return queries * (keys * (length - 1) / 2 + 1)
 
 
-def layer_costs(config: ChiarConfig, layer: int, works: Mapping[str, Work], setting: Setting) -> Costs:
+def layer_costs(config: ChiarConfig, layer: int, works: Mapping[str, Work], transformed: float) -> Costs:
     """What each operator of a layer has to do, the router, the feed-forward network and a filter for every token."""
     assert config.intermediate_size is not None and config.layer_types is not None
-    transform_cost, _, light_ffn = setting
-    routed, dark = config.layer_types[layer] == "routed", [work.share for n, work in works.items() if not is_light(n)]
-    costs = {
-        "ffn": (sum(dark) if routed and not light_ffn else 1.0) * 4 * config.hidden_size * config.intermediate_size
-    }
+    routed, dark = (
+        config.layer_types[layer] == "routed",
+        sum(w.share for name, w in works.items() if not is_light(name)),
+    )
+    fed = dark if routed and not config.light_ffn else 1.0
+    costs = {"ffn": fed * 4 * config.hidden_size * config.intermediate_size}
     if routed:
         kind = config.router_kind
-        costs["router"] = kind.count(config) + (transform_cost if kind.reads_entropy else 0.0)
+        costs["router"] = kind.count(config) + (transformed if kind.reads_entropy else 0.0)
     counts = [OPERATORS[name].count(name, config, work) for name, work in works.items()]
     if config.temporal_everywhere:
         counts.append(OPERATORS["temporal"].count("temporal", config, Work(1.0, 1.0, 0.0, 0.0)))
@@ -192,12 +182,10 @@ class Savings(NamedTuple):
 
 
 def compare_flops(
-    config: ChiarConfig, length: int, shares: Shares | None = None, keys: str | None = None,
-    light_ffn: bool | None = None, transform: str = "even_odd",
-) -> Savings:  # fmt: skip
-    chiar = count_flops(config, length, shares, keys, light_ffn, transform)
-    baseline, routed = count_flops(baseline_of(config), length), config.routed_layers
-    attention = ("projections", "scores")
+    config: ChiarConfig, length: int, shares: Shares | None = None, transform: str = "even_odd"
+) -> Savings:
+    chiar, baseline = count_flops(config, length, shares, transform), count_flops(baseline_of(config), length)
+    routed, attention = config.routed_layers, ("projections", "scores")
     before, after = (count.part(*attention, layers=routed) for count in (baseline, chiar))
     share = baseline.part(*attention) / baseline.total
     return Savings(chiar, baseline, 1.0 - chiar.total / baseline.total, 1.0 - after / before if routed else None, share)

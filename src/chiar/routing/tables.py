@@ -12,7 +12,7 @@ from rich.text import Text
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
-from chiar.routing.flops import TRANSFORMS, Savings, compare_flops, counted_parts, operator_shares, route_costs
+from chiar.routing.flops import compare_flops, counted_parts, operator_shares, route_costs
 from chiar.visible import visible
 
 if TYPE_CHECKING:  # counting is quick because no model's classes are imported
@@ -30,14 +30,6 @@ def titled(title: str, *columns: str) -> Table:
     return Table(*columns, title=title, title_justify="left", box=None)
 
 
-def savings_by_length(
-    config: ChiarConfig, lengths: list[int], fraction: float | None, keys: str | None, light_ffn: bool | None
-) -> list[dict[str, Savings]]:
-    """For each length, by what the transform costs."""
-    shares = operator_shares(config, fraction)
-    return [{cost: compare_flops(config, T, shares, keys, light_ffn, cost) for cost in TRANSFORMS} for T in lengths]
-
-
 def describe_fraction(config: ChiarConfig, fraction: float | None) -> str:
     if has_fixed_shares(config):
         return "soft routing" if config.routing == "soft" else "fixed layers"
@@ -51,34 +43,31 @@ def has_fixed_shares(config: ChiarConfig) -> bool:
     return config.routing == "soft" or config.router_kind.decides_by_layer or not config.routed_layers
 
 
-def flop_records(
-    config: ChiarConfig, lengths: list[int], fraction: float | None, keys: str | None, light_ffn: bool | None
-) -> list[dict[str, Any]]:
+def flop_records(config: ChiarConfig, lengths: list[int], fraction: float | None = None) -> list[dict[str, Any]]:
     """What was counted at each length, as --json writes it; the transform costs what it costs as it runs."""
-    told, records = {"keys": keys or config.keys, "light_ffn": config.light_ffn if light_ffn is None else light_ffn}, []
-    for by_transform in savings_by_length(config, lengths, fraction, keys, light_ffn):
-        found = by_transform["even_odd"]
-        record = {"length": found.chiar.length, "fraction": fraction, **told}
+    shares, records = operator_shares(config, fraction), []
+    for length in lengths:
+        found, matrix, free = (compare_flops(config, length, shares, cost) for cost in ("even_odd", "gemm", "free"))
+        record: dict[str, Any] = {"length": length, "fraction": fraction}
+        record |= {"keys": config.keys, "light_ffn": config.light_ffn}
         for name, count in (("chiar", found.chiar), ("baseline", found.baseline)):
             record |= {name: {part: count.part(part) for part in counted_parts()}, f"{name}_total": count.total}
-        savings = (found.total, by_transform["gemm"].total, by_transform["free"].total)
-        record |= zip(("saved", "saved_matrix_transform", "saved_free_transform"), savings, strict=True)
+        record |= {"saved": found.total, "saved_matrix_transform": matrix.total, "saved_free_transform": free.total}
         record |= {"attention_saved_in_routed_layers": found.attention_in_routed_layers}
         records.append(record | {"attention_share_of_baseline": found.attention_share_of_baseline})
     return records
 
 
 def flop_tables(name: str, config: ChiarConfig, records: list[dict[str, Any]]) -> list[Table]:
-    first = records[0]
-    fraction, T, keys, light_ffn = (first[field] for field in ("fraction", "length", "keys", "light_ffn"))
-    setting = f"{describe_fraction(config, fraction)}, keys {keys}, light FFN {'on' if light_ffn else 'off'}"
+    first, fraction, T = records[0], records[0]["fraction"], records[0]["length"]
+    setting = f"{describe_fraction(config, fraction)}, keys {config.keys}, light FFN {('off', 'on')[config.light_ffn]}"
     parts = titled(f"{name}, T = {T}, {setting}: counted MFLOPs per token, forward", "part", "CHIAR", "baseline")
     ours, theirs = ({**first[whose], "total": first[f"{whose}_total"]} for whose in ("chiar", "baseline"))
     for part in ours:
         if ours[part] or theirs[part]:
             parts.add_row(part, f"{ours[part] / 1e6:,.2f}", f"{theirs[part] / 1e6:,.2f}")
     if not has_fixed_shares(config):
-        for operator, flops in route_costs(config, T, operator_shares(config, fraction), keys, light_ffn).items():
+        for operator, flops in route_costs(config, T, operator_shares(config, fraction)).items():
             parts.add_row(f"a token to {operator}, one routed layer", f"{flops / 1e6:,.3f}")
     lengths = titled(
         "against the dense baseline of the same size (norms, softmax, activations not counted)",

@@ -138,7 +138,6 @@ def summarise(study: dict[str, Any], runs: list[Row]) -> list[Row]:
             **{"gap": mean(gaps), "gap_spread": spread(gaps), "gap_seeds": [run["seed"] for run, _ in pairs]},
             **{"paired_loss": base_mean + mean(gaps) if gaps else None, "paired_losses": [base_mean + g for g in gaps]},
             "flops_per_token": {part: mean(one[part] for one in flops) for part in flops[0]},
-            "flops_by_seed": [one["forward"] for one in flops],
             "flops_of_baseline": mean(a[cost]["forward"] / b[cost]["forward"] for a, b in pairs),
             "layer_flops_of_baseline": mean(a[cost]["layers"] / b[cost]["layers"] for a, b in pairs),
             "step_ms": times.get(variant["name"], {}).get("step_ms"),
@@ -160,21 +159,24 @@ def summarise(study: dict[str, Any], runs: list[Row]) -> list[Row]:
 
 
 def write_tables(results: dict[str, Any], out: Path) -> None:
+    picture = svg_text(draw_pareto(results))  # first: where it cannot be drawn, nothing is written
     text = markdown(results["title"], results["variants"], results["notes"])
     commands = "\n".join(shlex.join(run["command"]) for run in results["runs"])
-    device = (results["times"] or results["runs"][0])["device"]
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / RESULTS, json.dumps({"format": FORMAT, **results}, indent=1, ensure_ascii=False, allow_nan=False))
     write_whole(out / "table.md", f"{text}\n```text\n{commands}\n```\n")
-    write_whole(out / "pareto.svg", svg_text(draw_pareto(results["variants"], results["title"], device)))
+    write_whole(out / "pareto.svg", picture)
 
 
 def read_results(path: Path) -> dict[str, Any]:
     """Of a study's folder, from its runs; of a results.json, or a folder with nothing else, as recorded."""
-    begun, lost = (path / STUDY).is_file(), {*REMOVED_OPERATORS}
+    begun = (path / STUDY).is_file()
     results = collect(StudyFolder(path)) if begun else read_json(path / RESULTS if path.is_dir() else path, FORMAT)
-    configs = {run["variant"]: REMOVED | {"operators": []} | run["declaration"]["config"] for run in results["runs"]}
-    gone = {v for v, config in configs.items() if config | REMOVED != config or lost & {*(config["operators"] or ())}}
+    gone = set()
+    for run in results["runs"]:
+        config = run["declaration"]["config"]
+        lost = any(config.get(name, default) != default for name, default in REMOVED.items())
+        gone |= {run["variant"]} if lost or {*REMOVED_OPERATORS} & {*(config.get("operators") or ())} else set()
     return {**results, "variants": [{**row, "removed": row["variant"] in gone} for row in results["variants"]]}
 
 
@@ -227,6 +229,12 @@ def add_results(path: Path, source: Path) -> None:
             same = known.get(name, run)["test_loss"] == run["test_loss"] and not folder.finished(name)
             require(same, f"run {name} of {source} is finished in {path} too: say yourself which counts.")
         echo(f"added {', '.join(name for name in runs if name not in known) or 'nothing new'}")
-        folder.record |= {"added": runs | known, "times": folder.record["times"] or results["times"]}
+        theirs = results["times"]
+        ours = folder.record["times"] = folder.record["times"] or theirs
+        if theirs and any(ours[part] != theirs[part] for part in ("device", "batch", "length", "versions")):
+            echo(f"its step times are left out: they are of another machine ({theirs['device']})")
+        elif theirs:
+            ours["variants"] = theirs["variants"] | ours["variants"]
+        folder.record["added"] = runs | known
         about = {part: results[part] for part in ("title", "corpus", "common")}
         folder.begin({**about, "caption": results.get("caption", []), "variants": results["declared"]}, [])

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from typer import echo
 
+from chiar.config_checks import LAST_COMMIT
 from chiar.console import guarded
 from chiar.data.shards import Corpus
 from chiar.data.tokens import batches
-from chiar.errors import InputError, first_line, require
+from chiar.errors import InputError, first_line, optional_module, require
 from chiar.evaluation.compare import REPORT
 from chiar.evaluation.harness import describe_device, evaluate
 from chiar.files import aside_of, hold, write_whole
@@ -79,6 +80,7 @@ class StudyFolder:
 def held(path: Path, plan: Plan | None = None, device: str = "cpu") -> Iterator[StudyFolder]:
     """The folder, begun with the plan, which no other process changes meanwhile."""
     choose_device(device)
+    optional_module("matplotlib", "plots", "the picture of a study")  # said now rather than after hours of training
     require(os.environ.get("WORLD_SIZE", "1") == "1", "chiar study starts processes itself: start it without torchrun.")
     there = {found.name for found in path.glob("*")} - {LOCK, aside_of(path / STUDY).name}
     free = not there and (path.is_dir() or not path.exists())
@@ -114,7 +116,9 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path.parent} is not a study, or damaged: {path.name}: {first_line(error)}.") from error
-    require(isinstance(record, dict) and record.pop("format", None) == kind, f"{path} does not say format {kind!r}.")
+    found = record.pop("format", None) if isinstance(record, dict) else None
+    require(found != "chiar-study/1", f"{path} is of an earlier format: commit {LAST_COMMIT} reads it.")
+    require(found == kind, f"{path} does not say format {kind!r}.")
     return record
 
 
