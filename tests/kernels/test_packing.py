@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import DTYPE, agree, implementations
+from implementations import DTYPE, INTERPRETED, agree, implementations
 
-from chiar.kernels.packed_attention import rotary_attention_forward
+from chiar.kernels.packed_attention import rotary_attention, rotary_attention_forward
 from chiar.kernels.packed_norm import packed_gelu, packed_gelu_forward, packed_norm, packed_norm_forward, unpack_sum
 from chiar.kernels.packing import make_packing, pack, packed_linear, row_sum, rows_product, sum_product, unpack
 from chiar.layers.attention import rotary_tables, rotate
@@ -62,10 +62,10 @@ def test_there_and_back_and_a_linear_map_of_the_rows_in_use(with_bias):
 @implementations("auto")
 @pytest.mark.parametrize(("rows", "width", "used"), [(70, 130, 33), (256, 64, 256), (40, 50, 0), (33, 200, 1)])
 def test_gelu_and_sums_of_the_rows_in_use(rows, width, used, implementation):
-    x, bias, count = draw(rows, width, used=used), draw(width), torch.tensor([used], dtype=torch.int32)
-    found = packed_gelu(x, bias, count, implementation)[:used]
+    x, bias, packing = draw(rows, width, used=used), draw(width), make_packing(torch.arange(rows)[None] < used)
+    found = packed_gelu(x, bias, packing, implementation)[:used]
     same([found], [F.gelu(x[:used] + bias)], [x, bias] if used else [bias], used)
-    agree([row_sum(x, count, implementation)], [x[:used].sum(0)])
+    agree([row_sum(x, packing.count, implementation)], [x[:used].sum(0)])
 
 
 @implementations("auto")
@@ -84,7 +84,6 @@ def test_a_norm_of_the_rows_in_use(name, width, weight, fraction, with_add, impl
     u, h = packed_norm(x, norm, packing, *extra, implementation=implementation)
     expected_u = x[packing.token_P[:used]] + (extra[0][:used] + extra[1] if with_add else 0.0)
     expected_h = expected_u if norm is None else norm(expected_u)
-    assert len(u) == (75 if with_add else 0)
     ours, theirs = [h[:used], u[:used]], [expected_h, expected_u]
     same(ours[: 1 + with_add], theirs[: 1 + with_add], [x, *extra, *parameters], used)
 
@@ -98,17 +97,16 @@ def test_a_sum_of_packed_rows_back_at_its_tokens(implementation):
     same([unpack_sum(*inputs, packing, implementation)], [expected], inputs, used)
 
 
-@implementations("auto")
+@pytest.mark.skipif(not INTERPRETED, reason="plainly it is a rotation and prefix_attention")
 @pytest.mark.parametrize(("B", "T", "H", "d"), [(3, 20, 2, 16), (1, 70, 1, 32)])
-def test_rotary_attention_is_attention_after_rotation(B, T, H, d, implementation):
+def test_rotary_attention_of_triton_is_attention_after_rotation(B, T, H, d):
     packing = make_packing(torch.rand(B, T) < 0.6)
     used = int(packing.count)
     qkv, bias = inputs = [draw(B * T, 3, H, d, used=used), draw(3, H, d)]
     cos, sin = (table.flatten(0, 2).to(DTYPE) for table in rotary_tables(torch.arange(T)[None], d, 10000.0))
     limit = torch.where(torch.arange(B * T) < used, packing.before_N[packing.token_P] + 1, 0)
     table = packing.token_P % T
-    layout = table, packing.rows, packing.count, limit, T
-    out = rotary_attention_forward(*inputs, cos, sin, *layout, implementation)[0][:used]
+    out = rotary_attention(qkv, bias, (cos, sin), table, packing, limit, T)[:used]
     rope = cos[table[:used]][:, None], sin[table[:used]][:, None]
     q, k, v = (qkv[:used] + bias).unbind(1)
     rows = zip(*(x.split(packing.rows.diff().tolist()) for x in (rotate(q, rope), rotate(k, rope), v)), strict=True)
@@ -117,18 +115,23 @@ def test_rotary_attention_is_attention_after_rotation(B, T, H, d, implementation
     same([out], [torch.cat(parts)], inputs, used)
 
 
-def test_operators_are_well_formed():
+@implementations("auto")
+def test_operators_are_well_formed(implementation):
     """Fakes, autograd and aliasing, as torch checks them; memory is all in use, since comparing NaN fails."""
     everything = make_packing(torch.ones(2, 3, dtype=torch.bool))
-    count, token = everything.count, torch.arange(6)
-    x, weight = torch.randn(6, 4), torch.randn(4, 5)
+    count, token, where = everything.count, torch.arange(6), (everything.place_N, everything.chosen_N, everything.count)
+    x, weight, extra = torch.randn(6, 4), torch.randn(4, 5), [torch.randn(6, 4), torch.randn(4)]
     torch.library.opcheck(rows_product, (x, weight, count))
     torch.library.opcheck(sum_product, (torch.randn(6, 5), x, count))
-    torch.library.opcheck(row_sum, (x, count, "torch"))
-    norm = (x, token.flip(0), count, torch.randn(4), torch.randn(4), torch.randn(6, 4), torch.randn(4), "layer", 1e-5)
-    torch.library.opcheck(packed_norm_forward, (*norm, torch.bfloat16, True, "torch"))
-    torch.library.opcheck(packed_gelu_forward, (x.requires_grad_(), torch.randn(4, requires_grad=True), count, "torch"))
-    qkv, bias = torch.randn(6, 3, 2, 4, requires_grad=True), torch.randn(3, 2, 4, requires_grad=True)
-    rope = torch.randn(3, 4), torch.randn(3, 4), token % 3
-    layout = everything.rows, count, everything.before_N + 1, 3
-    torch.library.opcheck(rotary_attention_forward, (qkv, bias, *rope, *layout, "torch"))
+    torch.library.opcheck(row_sum, (x, count, implementation))
+    if implementation == "auto":
+        return
+    affine = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+    norm = x.requires_grad_(), token, *where, *affine, *extra, "layer", 1e-5, torch.float32, True
+    torch.library.opcheck(packed_norm_forward, norm)
+    torch.library.opcheck(packed_gelu_forward, (x, affine[0], count))
+    qkv, bias = torch.randn(6, 3, 2, 16, requires_grad=True), torch.randn(3, 2, 16, requires_grad=True)
+    rope = torch.randn(3, 16), torch.randn(3, 16), token % 3
+    torch.library.opcheck(
+        rotary_attention_forward, (qkv, bias, *rope, everything.rows, count, everything.before_N + 1, 3)
+    )

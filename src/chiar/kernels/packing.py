@@ -18,11 +18,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 LARGEST_HEAD = 256  # features that the Triton kernels take
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def wants_triton(x: Tensor, implementation: str) -> bool:
+def wants_triton(x: Tensor, implementation: str = "auto") -> bool:
     """ "auto" is Triton where its kernels can work on the tensor: on a GPU, but not in float64."""
-    takes = x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+    takes = HAS_TRITON and x.is_cuda and x.dtype != torch.float64
     return implementation == "triton" or (implementation == "auto" and takes)
 
 
@@ -31,7 +32,7 @@ def chosen_attention(q: Tensor, implementation: str, on_cpu: str) -> str:
     check_choice("implementation", implementation, ("auto", "torch", on_cpu, "triton"))
     if implementation != "auto":
         return implementation
-    fits = wants_triton(q, "auto") and q.shape[-1] <= LARGEST_HEAD
+    fits = wants_triton(q) and q.shape[-1] <= LARGEST_HEAD
     return on_cpu if q.device.type == "cpu" else "triton" if fits else "torch"
 
 
@@ -66,21 +67,25 @@ def row_kernels(x: Tensor, implementation: str) -> ModuleType | None:
     return triton_rows
 
 
-def register_gradient(operator: Any, backward: Any, saved: Callable[[Any, Any], tuple[Any, ...]]) -> None:
-    """For autograd: `backward(grad, *saved(inputs, outputs))`, where tensors come first, gives the gradients of the
-    first inputs, once; only the first output has one."""
+def register_gradient(
+    operator: Any, backward: Any, saved: Callable[[Any, Any], tuple[Any, ...]], differentiable: int = 1
+) -> None:
+    """For autograd: `backward(*grads, *saved(inputs, outputs))` gives the gradients of the first inputs, once, where
+    `grads` are those of the `differentiable` first outputs."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
         kept = saved(inputs, outputs)
-        ctx.save_for_backward(*(x for x in kept if isinstance(x, Tensor)))
-        ctx.others, ctx.number = [x for x in kept if not isinstance(x, Tensor)], len(inputs)
-        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in kept))
+        ctx.others, ctx.number = [None if isinstance(x, Tensor) else x for x in kept], len(inputs)
+        ctx.mark_non_differentiable(*outputs[differentiable:])
         ctx.set_materialize_grads(False)
 
     @once_differentiable
-    def gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        found = () if grad is None else backward(grad, *ctx.saved_tensors, *ctx.others)
+    def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        kept = [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        grads = grads[:differentiable]
+        found = () if all(grad is None for grad in grads) else backward(*grads, *kept)
         return *found, *(None,) * (ctx.number - len(found))
 
     operator.register_autograd(gradients, setup_context=save)

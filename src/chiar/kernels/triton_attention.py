@@ -2,8 +2,9 @@
 
 Packed attention is FlashAttention-2 (Dao, arXiv 2307.08691). A program works on one block of one row and one head; the
 grid covers the longest rows there may be, and programs behind their row's end return at once. With s = qk·log₂e/√d and
-L = log₂ Σ 2^s: P = 2^(s − L), O = P V, and backward as in torch_backward, with delta = rowsum(dO ∘ O). Loops take first
-what needs no mask. Products are "ieee": tf32, Triton's default, would keep 10 bits of an fp32 factor.
+L = log₂ Σ 2^s: P = 2^(s − L), O = P V; dV = Pᵀ dO, dS = P ∘ (dO Vᵀ − delta), dQ = dS K / √d, dK = dSᵀ Q / √d, where
+delta = rowsum(dO ∘ O). Loops take first what needs no mask. Products are "ieee": tf32, Triton's default, would keep 10
+bits of an fp32 factor.
 
 Decoding is flash-decoding: a row's entries are split between programs, and a second kernel puts their shares together.
 Each of KEYS lanes keeps the largest s, Σ 2^(s − largest) and Σ 2^(s − largest) v. Programs beyond their row's length,
@@ -225,25 +226,25 @@ def options(kernel: str, q_NHd: Tensor, max_keys: int, clear: bool) -> dict[str,
 
 
 def triton_forward(
-    q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, layout: Layout, max_keys: int, clear: bool = True
+    q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, layout: Layout, clear: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """As torch_forward, for fp32, fp16 and bf16. Without `clear` padding gets no zeros: it stays undefined."""
+    """As packed_attention_forward, for fp32, fp16 and bf16. Without `clear` padding stays undefined."""
     N, H, d = q_NHd.shape
     q, k, v = (whole_vectors(x) for x in (q_NHd, k_MHd, v_MHd))
     out, log_sum_HN = q.new_empty(q.shape), q.new_empty(H, N, dtype=torch.float32)
     if out.numel():
-        cut, scale = options("forward", q, max_keys, clear), d**-0.5 / math.log(2)
-        where = grid(max_keys, N, cut["QUERIES"], H, layout.query_rows)
-        launch(_forward, where, q, k, v, out, log_sum_HN, *layout, *strides(q, k, v), N, scale, **cut)
+        cut, scale = options("forward", q, layout.max_keys, clear), d**-0.5 / math.log(2)
+        where = grid(layout.max_keys, N, cut["QUERIES"], H, layout.query_rows)
+        launch(_forward, where, q, k, v, out, log_sum_HN, *layout[:3], *strides(q, k, v), N, scale, **cut)
     return out[..., :d].contiguous(), log_sum_HN
 
 
 def triton_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_HN: Tensor, layout: Layout, skip_M: Tensor,
-    max_keys: int, into: Three | None = None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_HN: Tensor, layout: Layout,
+    into: Three | None = None,
 ) -> Three:  # fmt: skip
-    """As torch_backward. `into`: dq, dk and dv to fill, dk and dv with the same strides; padding stays undefined."""
-    d, clear = q.shape[2], into is None
+    """The gradients of q, k and v. `into`: where to, dk and dv with the same strides; padding stays undefined then."""
+    d, clear, max_keys = q.shape[2], into is None, layout.max_keys
     grad, q, k, v, out = (whole_vectors(x) for x in (grad, q, k, v, out))
     (N, H, _), M = q.shape, len(k)
     dq, dk, dv = into or (x.new_empty(x.shape) for x in (q, k, v))
@@ -252,11 +253,12 @@ def triton_backward(
     if dq.numel():
         cut = options("queries", q, max_keys, clear)
         where, places = grid(max_keys, N, cut["QUERIES"], H, layout.query_rows), (out.contiguous(), *sums, dq)
-        launch(_backward_queries, where, grad, *inputs, *places, *layout, *steps, *strides(dq), N, scale, **cut)
+        launch(_backward_queries, where, grad, *inputs, *places, *layout[:3], *steps, *strides(dq), N, scale, **cut)
     if dk.numel():
         cut = options("keys", q, max_keys, clear)
-        where, rows = grid(max_keys, M, cut["KEYS"], H, layout.key_rows), (*layout, skip_M)
-        launch(_backward_keys, where, grad, *inputs, *sums, dk, dv, *rows, *steps, *strides(dk), N, M, scale, **cut)
+        where, steps = grid(max_keys, M, cut["KEYS"], H, layout.key_rows), [*steps, *strides(dk)]
+        rows = *layout[:3], layout.skip_M
+        launch(_backward_keys, where, grad, *inputs, *sums, dk, dv, *rows, *steps, N, M, scale, **cut)
     return into or (dq[..., :d].contiguous(), dk[..., :d].contiguous(), dv[..., :d].contiguous())
 
 

@@ -119,7 +119,7 @@ class PackedTokens(SparseTokens):
     def feed(self, y: Tensor, name: str, bias: bool = True) -> Tensor:
         """Without dropout, which sparse execution refuses; on demand without the last bias."""
         ffn, packing = self.block.ffn, self.packing(name)
-        hidden = packed_gelu(packed_linear(y, ffn.up.weight, None, packing), ffn.up.bias, packing.count)
+        hidden = packed_gelu(packed_linear(y, ffn.up.weight, None, packing), ffn.up.bias, packing)
         return packed_linear(hidden, ffn.down.weight, ffn.down.bias if bias else None, packing)
 
     def select(self, parts: dict[str, Tensor]) -> Tensor:
@@ -157,7 +157,7 @@ class PackedTokens(SparseTokens):
         """Packed output of the dark tokens, over each other or over all; on demand without the last bias."""
         norm = self.block.norms["attention"] if self.block.pre_norm else None
         alone = self.block.routed_keys and self.memory is None  # a cache needs the rotated keys by themselves
-        inside = alone and self.context.rope is not None and fits(self.x.shape[1] // attention.heads)
+        inside = alone and self.context.rope is not None and fits(self.x, attention.heads)
         out_PHd = self.among_themselves(attention, norm) if inside else self.over_keys(attention, norm)
         return packed_linear(out_PHd.flatten(1), attention.out.weight, attention.out.bias if bias else None, self.dark)
 
