@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 
 from chiar import ChiarForCausalLM, ChiarForSequenceClassification
 from chiar.errors import InputError
-from chiar.kernels.basis import basis_matrix
 from chiar.kernels.spectral_entropy import spectral_entropy
-from chiar.kernels.transform import make_transform
+from chiar.kernels.transform import basis_matrix, make_transform
 from chiar.model.author_checkpoint import PUBLISHED_TAU, convert, import_checkpoint, read_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -79,9 +79,7 @@ def with_gradients(inputs, grad, layout, attention=prefix_attention, **options):
 def test_value_and_gradients_are_those_of_each_row(split, padding, keys, implementation):
     lengths, chosen, heads, d = SPLITS[split]
     inputs, grad, layout = example(lengths, chosen, keys, heads, d, padding)
-    found, expected = with_gradients(inputs, grad, layout, implementation=implementation), truth(inputs, grad, layout)
-    agree(found, expected)
-    assert all((ours[len(true) :] == 0).all() for ours, true in zip(found, expected, strict=True))
+    agree(with_gradients(inputs, grad, layout, implementation=implementation), truth(inputs, grad, layout))
 
 
 @pytest.mark.parametrize("block", [1, 3, 8])
@@ -143,8 +141,7 @@ def test_autocast_gives_its_dtype_and_fp32_gradients():
 def test_what_it_is_registered_as():
     """The fake's shapes, gradients that are taken once, FLOPs bounded by dense causal attention, what it refuses."""
     inputs, grad, layout = example([5, 0, 4], [2, 0, 3], "all")
-    for implementation in ("torch", "rows"):
-        torch.library.opcheck(packed_attention_forward, (*inputs, *layout, implementation))
+    torch.library.opcheck(packed_attention_forward, (*inputs, *layout, "rows"))
     first = torch.autograd.grad(prefix_attention(*inputs, *layout), inputs, grad.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first[0].sum().backward()

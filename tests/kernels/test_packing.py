@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import DTYPE, INTERPRETED, agree, implementations
 
-from chiar.kernels.packed_attention import rotary_attention, rotary_attention_forward
-from chiar.kernels.packed_norm import packed_gelu, packed_gelu_forward, packed_norm, packed_norm_forward, unpack_sum
+from chiar.kernels.packed_attention import rotary_attention
+from chiar.kernels.packed_norm import packed_gelu, packed_norm, unpack_sum
 from chiar.kernels.packing import make_packing, pack, packed_linear, row_sum, rows_product, sum_product, unpack
 from chiar.layers.attention import rotary_tables, rotate
 
@@ -119,19 +119,21 @@ def test_rotary_attention_of_triton_is_attention_after_rotation(B, T, H, d):
 def test_operators_are_well_formed(implementation):
     """Fakes, autograd and aliasing, as torch checks them; memory is all in use, since comparing NaN fails."""
     everything = make_packing(torch.ones(2, 3, dtype=torch.bool))
-    count, token, where = everything.count, torch.arange(6), (everything.place_N, everything.chosen_N, everything.count)
-    x, weight, extra = torch.randn(6, 4), torch.randn(4, 5), [torch.randn(6, 4), torch.randn(4)]
-    torch.library.opcheck(rows_product, (x, weight, count))
-    torch.library.opcheck(sum_product, (torch.randn(6, 5), x, count))
-    torch.library.opcheck(row_sum, (x, count, implementation))
+    count, token = everything.count, torch.arange(6)
+    x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    torch.library.opcheck(rows_product, (x.detach(), torch.randn(4, 5), count))
+    torch.library.opcheck(sum_product, (torch.randn(6, 5), x.detach(), count))
+    torch.library.opcheck(row_sum, (x.detach(), count, implementation))
     if implementation == "auto":
         return
-    affine = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
-    norm = x.requires_grad_(), token, *where, *affine, *extra, "layer", 1e-5, torch.float32, True
-    torch.library.opcheck(packed_norm_forward, norm)
-    torch.library.opcheck(packed_gelu_forward, (x, affine[0], count))
+    from chiar.kernels import triton_attention, triton_rows
+
+    where = token, everything.place_N, everything.chosen_N, count
+    norm = x, *where, weight, weight, torch.randn(6, 4), torch.randn(4), "layer", 1e-5, torch.float32, True
+    torch.library.opcheck(triton_rows.norm_forward, norm)
+    torch.library.opcheck(triton_rows.gelu_forward, (x, weight, count))
+    torch.library.opcheck(triton_rows.filter_forward, (x[None].mT, torch.randn(3, 6, requires_grad=True)))
     qkv, bias = torch.randn(6, 3, 2, 16, requires_grad=True), torch.randn(3, 2, 16, requires_grad=True)
-    rope = torch.randn(3, 16), torch.randn(3, 16), token % 3
-    torch.library.opcheck(
-        rotary_attention_forward, (qkv, bias, *rope, everything.rows, count, everything.before_N + 1, 3)
-    )
+    inputs = qkv, bias, *torch.randn(2, 3, 16), token % 3
+    layout = everything.rows, count, everything.before_N + 1, 3
+    torch.library.opcheck(triton_attention.rotary_forward, (*inputs, *layout))

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch._inductor.utils import run_and_get_code
 
-from chiar.kernels.basis import basis_matrix
 from chiar.kernels.spectral_entropy import spectral_entropy
-from chiar.kernels.transform import Transform, make_transform
+from chiar.kernels.transform import Transform, basis_matrix, make_transform
 from chiar.kernels.white_noise import polygammas, white_noise_entropy
 
 BASES = ("dct", "identity", "random")

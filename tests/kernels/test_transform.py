@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chiar.kernels.basis import basis_matrix, dct_matrix, random_orthogonal
-from chiar.kernels.transform import make_transform
+from chiar.kernels.transform import basis_matrix, dct_matrix, make_transform, random_orthogonal
 
 PROPERTY = settings(deadline=None, max_examples=25, derandomize=True)
 BASES = ("dct", "identity", "random")

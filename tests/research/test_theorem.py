@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from chiar.errors import InputError
-from chiar.kernels.basis import dct_matrix
+from chiar.kernels.transform import dct_matrix
 from research import theorem
 from research.theorem import DCT, IDENTITY, KLT, RANDOM, SHUFFLED, autoregression, check_theorem
 

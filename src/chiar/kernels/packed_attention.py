@@ -11,9 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from chiar.kernels.packing import Packing, accumulation_dtype, chosen_attention, register_gradient, wants_triton
+from chiar.kernels.packing import (
+    Packing,
+    accumulation_dtype,
+    chosen_attention,
+    like,
+    operator,
+    product_dtype,
+    wants_triton,
+)
 
 BLOCK = 64  # queries that share a mask in "rows": of 32 to 512 the fastest, or nearly
 Three = tuple[Tensor, Tensor, Tensor]
@@ -40,9 +47,7 @@ def prefix_attention(
     "auto" is Triton on CUDA and "rows", one row after another, on the CPU."""
     if max_keys < 1:
         raise ValueError(f"max_keys must be at least 1, got {max_keys}.")
-    device = q_NHd.device.type
-    if torch.is_autocast_enabled(device) and q_NHd.dtype != torch.float64:
-        q_NHd, k_MHd, v_MHd = (x.to(torch.get_autocast_dtype(device)) for x in (q_NHd, k_MHd, v_MHd))
+    q_NHd, k_MHd, v_MHd = (x.to(product_dtype(x)) for x in (q_NHd, k_MHd, v_MHd))
     same = q_NHd.shape[1:] == k_MHd.shape[1:] and k_MHd.shape == v_MHd.shape
     if not (same and q_NHd.dtype == k_MHd.dtype == v_MHd.dtype):
         found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q_NHd, k_MHd, v_MHd))
@@ -82,28 +87,16 @@ def row_of(rows: Tensor, length: int) -> Tensor:
     return torch.searchsorted(rows[1:], places, right=True, out_int32=True)
 
 
-@torch.library.custom_op("chiar::packed_attention", mutates_args=())
-def packed_attention_forward(
-    q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, query_rows: Tensor, key_rows: Tensor, limit_N: Tensor,
-    skip_M: Tensor, max_keys: int, implementation: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output, and log₂ Σ exp of each query's scores (+∞ where it sees no key, so that exp of the rest is 0)."""
-    layout = Layout(query_rows, key_rows, limit_N, max_keys, skip_M)
-    if implementation == "triton":
-        from chiar.kernels.triton_attention import triton_forward
-
-        return triton_forward(q_NHd, k_MHd, v_MHd, layout)
-    out_NHd = torch.zeros_like(q_NHd, memory_format=torch.contiguous_format)
-    log_sum_HN = log_sums(q_NHd).fill_(float("inf"))
-    for queries, keys, mask_nm in parts(q_NHd, layout):
-        qkv = as_batch(q_NHd, queries), as_batch(k_MHd, keys), as_batch(v_MHd, keys)
-        out_1Hnd, log_sum_1Hn = flash_forward(*qkv, is_causal=mask_nm is None, attn_mask=mask_nm)
-        out_NHd[queries] = out_1Hnd[0].transpose(0, 1)
-        log_sum_HN[:, queries] = log_sum_1Hn.view(len(log_sum_HN), -1)
-    return out_NHd, log_sum_HN / math.log(2)
+def _flops(products: int, q_shape: Any, query_rows_shape: Any, max_keys: int) -> int:
+    """At most, since the split is on the device: the most pairs come from N queries spread evenly over the rows, where
+    every query is a key too. For N = B·max_keys this is dense causal attention."""
+    N, H, d = q_shape
+    pairs = max(0, N * max_keys - N * (N // max(1, query_rows_shape[0] - 1) - 1) // 2)
+    return products * 2 * H * d * pairs
 
 
-@torch.library.custom_op("chiar::packed_attention_backward", mutates_args=())
+# Scores again, dP, dQ, dK and dV, as torch counts flash attention.
+@operator("packed_attention_backward", like(1, 2, 3), flops=lambda grad, *a, **_: _flops(5, grad, a[5], a[9]))
 def packed_attention_backward(
     grad_NHd: Tensor, q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, out_NHd: Tensor, log_sum_HN: Tensor,
     query_rows: Tensor, key_rows: Tensor, limit_N: Tensor, skip_M: Tensor, max_keys: int, implementation: str,
@@ -125,9 +118,28 @@ def packed_attention_backward(
     return dq, dk, dv
 
 
-packed_attention_forward.register_fake(lambda q, *_: (q.new_empty(q.shape), log_sums(q)))
-packed_attention_backward.register_fake(lambda grad, *qkv: tuple(x.new_empty(x.shape) for x in qkv[:3]))
-register_gradient(packed_attention_forward, packed_attention_backward, lambda ins, outs: (*ins[:3], *outs, *ins[3:]))
+@operator(
+    "packed_attention", lambda q, *_: (q.new_empty(q.shape), log_sums(q)), gradient=packed_attention_backward,
+    saved=lambda ins, outs: (*ins[:3], *outs, *ins[3:]), flops=lambda q, *a, **_: _flops(2, q, a[2], a[6]),
+)  # fmt: skip
+def packed_attention_forward(
+    q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, query_rows: Tensor, key_rows: Tensor, limit_N: Tensor,
+    skip_M: Tensor, max_keys: int, implementation: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output, and log₂ Σ exp of each query's scores (+∞ where it sees no key, so that exp of the rest is 0)."""
+    layout = Layout(query_rows, key_rows, limit_N, max_keys, skip_M)
+    if implementation == "triton":
+        from chiar.kernels.triton_attention import triton_forward
+
+        return triton_forward(q_NHd, k_MHd, v_MHd, layout)
+    out_NHd = torch.zeros_like(q_NHd, memory_format=torch.contiguous_format)
+    log_sum_HN = log_sums(q_NHd).fill_(float("inf"))
+    for queries, keys, mask_nm in parts(q_NHd, layout):
+        qkv = as_batch(q_NHd, queries), as_batch(k_MHd, keys), as_batch(v_MHd, keys)
+        out_1Hnd, log_sum_1Hn = flash_forward(*qkv, is_causal=mask_nm is None, attn_mask=mask_nm)
+        out_NHd[queries] = out_1Hnd[0].transpose(0, 1)
+        log_sum_HN[:, queries] = log_sum_1Hn.view(len(log_sum_HN), -1)
+    return out_NHd, log_sum_HN / math.log(2)
 
 
 def log_sums(q_NHd: Tensor) -> Tensor:
@@ -161,19 +173,6 @@ def as_batch(x_NHd: Tensor, places: slice) -> Tensor:
     return (x_Hnd if x_Hnd.stride(2) == 1 else x_Hnd.contiguous())[None]
 
 
-def _flops(products: int, q_shape: Any, query_rows_shape: Any, max_keys: int) -> int:
-    """At most, since the split is on the device: the most pairs come from N queries spread evenly over the rows, where
-    every query is a key too. For N = B·max_keys this is dense causal attention."""
-    N, H, d = q_shape
-    pairs = max(0, N * max_keys - N * (N // max(1, query_rows_shape[0] - 1) - 1) // 2)
-    return products * 2 * H * d * pairs
-
-
-# Backward: scores again, dP, dQ, dK and dV, as torch counts flash attention.
-register_flop_formula(torch.ops.chiar.packed_attention)(lambda q, *a, **_: _flops(2, q, a[2], a[6]))
-register_flop_formula(torch.ops.chiar.packed_attention_backward)(lambda grad, *a, **_: _flops(5, grad, a[5], a[9]))
-
-
 def fits(x_ND: Tensor, heads: int) -> bool:
     """Whether rotary_attention takes heads of this size: kernels read their vectors where they lie."""
     return wants_triton(x_ND) and x_ND.shape[1] // heads in (16, 32, 64, 128, 256)
@@ -186,46 +185,6 @@ def rotary_attention(
     """Attention of the packed tokens over each other, (P, H, d), after `bias` was added to q, k and v, and RoPE, whose
     cos and sin are `rope`, (R, d), a token's row in them `table_P`. Rows that are not in use are undefined. One
     operator: left to autograd, three gradients would be stacked and turned back in passes over all P rows."""
-    layout = table_P, packing.rows, packing.count, limit_P, max_keys
-    return rotary_attention_forward(qkv_P3Hd, bias_3Hd, *rope, *layout)[0]
+    from chiar.kernels.triton_attention import rotary_forward
 
-
-@torch.library.custom_op("chiar::rotary_attention", mutates_args=())
-def rotary_attention_forward(
-    qkv_P3Hd: Tensor, bias_3Hd: Tensor, cos_Rd: Tensor, sin_Rd: Tensor, table_P: Tensor, rows: Tensor, count: Tensor,
-    limit_P: Tensor, max_keys: int,
-) -> Three:  # fmt: skip
-    """The output, the log-sums of its softmax, and the rotated q, k and v."""
-    from chiar.kernels.triton_attention import triton_forward
-    from chiar.kernels.triton_rows import rotate_rows
-
-    rotated = torch.empty_like(qkv_P3Hd, memory_format=torch.contiguous_format)
-    rotate_rows(qkv_P3Hd.contiguous(), rotated, bias_3Hd, cos_Rd, sin_Rd, table_P, count, sign=1.0)
-    q, k, v = rotated.unbind(1)
-    return *triton_forward(q, k, v, Layout(rows, rows, limit_P, max_keys), clear=False), rotated
-
-
-@torch.library.custom_op("chiar::rotary_attention_backward", mutates_args=())
-def rotary_attention_backward(
-    grad_PHd: Tensor, out_PHd: Tensor, log_sum_HP: Tensor, rotated_P3Hd: Tensor, bias_3Hd: Tensor, cos_Rd: Tensor,
-    sin_Rd: Tensor, table_P: Tensor, rows: Tensor, count: Tensor, limit_P: Tensor, max_keys: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of qkv and of the bias."""
-    from chiar.kernels.triton_attention import triton_backward
-    from chiar.kernels.triton_rows import rotate_rows, triton_row_sum
-
-    layout = Layout(rows, rows, limit_P, max_keys, (limit_P - 1).clamp_min(0))
-    dqkv, (q, k, v) = torch.empty_like(rotated_P3Hd), rotated_P3Hd.unbind(1)
-    dq, dk, dv = dqkv.unbind(1)
-    triton_backward(grad_PHd.contiguous(), q, k, v, out_PHd, log_sum_HP, layout, into=(dq, dk, dv))
-    rotate_rows(dqkv, dqkv, None, cos_Rd, sin_Rd, table_P, count, sign=-1.0)
-    dbias = triton_row_sum(dqkv.flatten(1), count)
-    return dqkv, dbias.view(bias_3Hd.shape).to(bias_3Hd.dtype)
-
-
-rotary_attention_forward.register_fake(lambda x, *_: (x.new_empty(x[:, 0].shape), log_sums(x), x.new_empty(x.shape)))
-rotary_attention_backward.register_fake(lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[3:5]))
-register_gradient(rotary_attention_forward, rotary_attention_backward, lambda ins, outs: (*outs, *ins[1:]))
-# At most: every token attends to half of `max_keys` tokens.
-register_flop_formula(torch.ops.chiar.rotary_attention)(lambda qkv, *a, **_: 2 * math.prod(qkv) // 3 * a[7])
-register_flop_formula(torch.ops.chiar.rotary_attention_backward)(lambda grad, *a, **_: 5 * math.prod(grad) * a[10])
+    return rotary_forward(qkv_P3Hd, bias_3Hd, *rope, table_P, packing.rows, packing.count, limit_P, max_keys)[0]

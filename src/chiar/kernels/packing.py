@@ -8,7 +8,6 @@ import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -58,20 +57,14 @@ def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
 
 
-def row_kernels(x: Tensor, implementation: str) -> ModuleType | None:
-    """The kernels that work row by row, where x is for them; only then is Triton imported."""
-    if not wants_triton(x, implementation):
-        return None
-    from chiar.kernels import triton_rows
-
-    return triton_rows
-
-
-def register_gradient(
-    operator: Any, backward: Any, saved: Callable[[Any, Any], tuple[Any, ...]], differentiable: int = 1
-) -> None:
-    """For autograd: `backward(*grads, *saved(inputs, outputs))` gives the gradients of the first inputs, once, where
-    `grads` are those of the `differentiable` first outputs."""
+def operator(
+    name: str, fake: Callable[..., Any], *, flops: Callable[..., int] | None = None, writes: tuple[str, ...] = (),
+    gradient: Any = None, saved: Callable[[Any, Any], tuple[Any, ...]] = lambda inputs, outputs: inputs,
+    differentiable: int = 1,
+) -> Callable[[Callable[..., Any]], Any]:  # fmt: skip
+    """Makes chiar::`name` of a function that compilers must not look into. `fake` gives outputs of the right shapes;
+    `gradient(*grads, *saved(inputs, outputs))` the gradients of the first inputs, once, where `grads` are those of the
+    `differentiable` first outputs; `flops` an upper bound from shapes, since what is in use is known on the device."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
@@ -85,10 +78,29 @@ def register_gradient(
     def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         kept = [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
         grads = grads[:differentiable]
-        found = () if all(grad is None for grad in grads) else backward(*grads, *kept)
+        found = () if all(grad is None for grad in grads) else gradient(*grads, *kept)
         return *found, *(None,) * (ctx.number - len(found))
 
-    operator.register_autograd(gradients, setup_context=save)
+    def make(function: Callable[..., Any]) -> Any:
+        made = torch.library.custom_op(f"chiar::{name}", function, mutates_args=writes)
+        made.register_fake(fake)
+        if gradient is not None:
+            made.register_autograd(gradients, setup_context=save)
+        if flops is not None:
+            register_flop_formula(getattr(torch.ops.chiar, name))(flops)
+        return made
+
+    return make
+
+
+def like(*places: int) -> Callable[..., Any]:
+    """The fake of outputs that have the shapes of those inputs."""
+
+    def fake(*inputs: Any, **_: Any) -> Any:
+        outputs = tuple(inputs[place].new_empty(inputs[place].shape) for place in places)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    return fake
 
 
 @dataclass
@@ -165,10 +177,8 @@ def unpack(y_PD: Tensor, other_ND: Tensor, packing: Packing) -> Tensor:
 
 def packed_linear(x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, packing: Packing) -> Tensor:
     """x Wᵀ + b of the first `count` rows, computing only those; the rest is undefined."""
-    if torch.is_autocast_enabled(x_PD.device.type):
-        dtype = product_dtype(x_PD)
-        x_PD, weight_KD, bias_K = x_PD.to(dtype), weight_KD.to(dtype), None if bias_K is None else bias_K.to(dtype)
-    return PackedLinear.apply(x_PD, weight_KD, bias_K, packing.count)
+    parts = (x if x is None else x.to(product_dtype(x)) for x in (x_PD, weight_KD, bias_K))
+    return PackedLinear.apply(*parts, packing.count)
 
 
 def used(x: Tensor, packing: Packing) -> Tensor:
@@ -194,7 +204,10 @@ class PackedLinear(torch.autograd.Function):
         return dx_PD, dweight_KD, row_sum(grads[0], count, "auto") if needs[2] else None, None
 
 
-@torch.library.custom_op("chiar::rows_product", mutates_args=())
+@operator(
+    "rows_product", lambda x, weight, count: x.new_empty(x.shape[0], weight.shape[1]),
+    flops=lambda x, weight, *_, **__: 2 * x[0] * weight[0] * weight[1],
+)  # fmt: skip
 def rows_product(x_PD: Tensor, weight_DK: Tensor, count: Tensor) -> Tensor:
     """x W of the first `count` rows; the rest is undefined."""
     if x_PD.is_cuda:
@@ -206,7 +219,10 @@ def rows_product(x_PD: Tensor, weight_DK: Tensor, count: Tensor) -> Tensor:
     return y_PK
 
 
-@torch.library.custom_op("chiar::sum_product", mutates_args=())
+@operator(
+    "sum_product", lambda y, x, count: x.new_empty(y.shape[1], x.shape[1]),
+    flops=lambda y, x, *_, **__: 2 * y[0] * y[1] * x[1],
+)  # fmt: skip
 def sum_product(y_PK: Tensor, x_PD: Tensor, count: Tensor) -> Tensor:
     """yᵀ x over the first `count` rows: (K, D)."""
     if x_PD.is_cuda:
@@ -214,17 +230,11 @@ def sum_product(y_PK: Tensor, x_PD: Tensor, count: Tensor) -> Tensor:
     return y_PK[: int(count)].t() @ x_PD[: int(count)]
 
 
-@torch.library.custom_op("chiar::row_sum", mutates_args=())
+@operator("row_sum", lambda x, count, implementation: x.new_empty(x.shape[1]))
 def row_sum(x_PK: Tensor, count: Tensor, implementation: str) -> Tensor:
     """The sum of the first `count` rows."""
-    if kernels := row_kernels(x_PK, implementation):
-        return kernels.triton_row_sum(x_PK.contiguous(), count)
+    if wants_triton(x_PK, implementation):
+        from chiar.kernels.triton_rows import triton_row_sum
+
+        return triton_row_sum(x_PK.contiguous(), count)
     return x_PK[: int(count)].sum(0)
-
-
-rows_product.register_fake(lambda x, weight, count: x.new_empty(x.shape[0], weight.shape[1]))
-sum_product.register_fake(lambda y, x, count: x.new_empty(y.shape[1], x.shape[1]))
-row_sum.register_fake(lambda x, count, implementation: x.new_empty(x.shape[1]))
-# Upper bounds: how many rows are used is known on the device only.
-register_flop_formula(torch.ops.chiar.rows_product)(lambda x, weight, *_, **__: 2 * x[0] * weight[0] * weight[1])
-register_flop_formula(torch.ops.chiar.sum_product)(lambda y, x, *_, **__: 2 * y[0] * y[1] * x[1])

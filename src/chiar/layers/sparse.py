@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from chiar.kernels.packed_attention import fits, prefix_attention, rotary_attention
 from chiar.kernels.packed_norm import packed_gelu, packed_norm, unpack_sum
 from chiar.kernels.packing import Packing, make_packing, pack, pack_all, packed_linear, unpack, used
-from chiar.kernels.rows import Reorder, causal_attention, inverse_of, put, take
+from chiar.kernels.rows import causal_attention, put, take
 from chiar.layers.attention import CausalAttention, rotate
 from chiar.layers.context import LayerMemory, Memory, TokenContext, surely_none
 from chiar.layers.operator import Operator, Tokens
@@ -244,8 +244,7 @@ class SortedTokens(SparseTokens):
         choice_N = self.choice_BT.flatten()
         counts: list[int] = choice_N.bincount(minlength=len(block.names) + 1).tolist()
         self.order_N = choice_N.argsort(stable=True)
-        self.inverse_N = inverse_of(self.order_N)
-        x_ND = Reorder.apply(self.unsorted_ND, self.order_N, self.inverse_N)
+        x_ND = take(self.unsorted_ND, self.order_N)
         *slices, self.padding_PD = x_ND.split(counts)
         self.x = x_ND[: len(x_ND) - len(self.padding_PD)]
         self.slices = dict(zip(block.names, slices, strict=True))
@@ -261,13 +260,13 @@ class SortedTokens(SparseTokens):
         y_ND = torch.cat(list(parts.values()))
         if not self.block.weights_have_gradient:
             return y_ND
-        weight_N1 = Reorder.apply(self.weight_N1(), self.order_N, self.inverse_N)
+        weight_N1 = take(self.weight_N1(), self.order_N)
         return y_ND * weight_N1[: len(y_ND)].to(y_ND.dtype)
 
     def together(self, y_ND: Tensor) -> Tensor:
         if len(self.padding_PD):
             y_ND = torch.cat([y_ND, self.padding_PD.to(y_ND.dtype)])
-        return Reorder.apply(y_ND, self.inverse_N, self.order_N).view(self.batch, self.length, -1)
+        return put(y_ND, self.order_N, len(y_ND)).view(self.batch, self.length, -1)
 
     def seen(self, name: str, x_PD: Tensor) -> Tensor:
         return self.block.norms[name](x_PD) if self.block.pre_norm else x_PD
