@@ -1,4 +1,4 @@
-"""Packed rows, and operators that touch only those in use: what lies behind them is NaN here."""
+"""Packed rows, operators that touch only those in use (what lies behind is NaN here), and the filter along time."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from implementations import DTYPE, INTERPRETED, agree, implementations
 from chiar.kernels.packed_attention import rotary_attention
 from chiar.kernels.packed_norm import packed_gelu, packed_norm, unpack_sum
 from chiar.kernels.packing import make_packing, pack, packed_linear, row_sum, rows_product, sum_product, unpack
+from chiar.kernels.temporal_filter import temporal_filter
 from chiar.layers.attention import rotary_tables, rotate
 
 NORMS = {"none": None, "rms": torch.nn.RMSNorm, "layer": torch.nn.LayerNorm}
@@ -113,6 +114,35 @@ def test_rotary_attention_of_triton_is_attention_after_rotation(B, T, H, d):
     heads = [[x.transpose(0, 1)[None] for x in row] for row in rows]
     parts = [F.scaled_dot_product_attention(*row, is_causal=True)[0].transpose(0, 1) for row in heads]
     same([out], [torch.cat(parts)], inputs, used)
+
+
+def filter_definition(x, taps):
+    """y_t = Σ_j taps_j · x_{t−j}; there is nothing before the first token."""
+    reach = [range(min(t + 1, len(taps))) for t in range(x.shape[1])]
+    return torch.stack([sum(taps[j] * x[:, t - j] for j in window) for t, window in enumerate(reach)], dim=1)
+
+
+# One token, fewer tokens than taps, more than a kernel's tile, more taps than it multiplies at once.
+@implementations("auto")
+@pytest.mark.parametrize(
+    "shape", [(2, 9, 3, 4), (2, 1, 4, 2), (3, 4, 2, 12), (2, 90, 70, 16), (1, 20, 3, 130)], ids=str
+)
+def test_the_filter_along_time_is_its_definition(shape, implementation):
+    *shape, window = shape
+    x = torch.randn(shape, dtype=DTYPE, requires_grad=True)
+    taps = torch.randn(window, shape[-1], dtype=DTYPE, requires_grad=True)
+    found, true = temporal_filter(x, taps, implementation), filter_definition(x, taps)
+    gradients = [torch.autograd.grad(y, (x, taps), torch.ones_like(x) + x.detach()) for y in (found, true)]
+    agree([found, *gradients[0]], [true, *gradients[1]])
+
+
+@implementations("auto")
+def test_a_filter_of_bf16_is_summed_in_fp32(implementation):
+    """Twenty ones after 256: a sum in bf16, whose step is 2 there, would lose every one of them."""
+    x, taps = torch.ones(1, 21, 1, dtype=torch.bfloat16), torch.ones(21, 1)
+    taps[0] = 256
+    with torch.autocast("cpu", torch.bfloat16):
+        assert float(temporal_filter(x, taps, implementation)[0, -1, 0]) == 276
 
 
 @implementations("auto")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-TESTED = ("packing", "packed_attention", "decode_attention", "linear_cross_entropy", "temporal_filter")
+TESTED = ("packing", "packed_attention", "decode_attention", "linear_cross_entropy")
 
 
 def test_every_kernel_is_its_definition():

@@ -12,15 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chiar.kernels.packing import (
-    Packing,
-    accumulation_dtype,
-    chosen_attention,
-    like,
-    operator,
-    product_dtype,
-    wants_triton,
-)
+from chiar.kernels.packing import Packing, accumulation_dtype, chosen_attention, like, operator, product_dtype
 
 BLOCK = 64  # queries that share a mask in "rows": of 32 to 512 the fastest, or nearly
 Three = tuple[Tensor, Tensor, Tensor]
@@ -42,9 +34,9 @@ def prefix_attention(
     q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, query_rows: Tensor, key_rows: Tensor, limit_N: Tensor,
     skip_M: Tensor, max_keys: int, *, implementation: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """softmax(QKᵀ/√d) V, each query over the first `limit_N` keys of its row; (N, H, d). Padding beyond the last
-    offset, NaN or not, has a limit of 0; a query that sees no key gives zeros and gets zero gradients. Sums are fp32.
-    "auto" is Triton on CUDA and "rows", one row after another, on the CPU."""
+    """softmax(QKᵀ/√d) V, each query over the first `limit_N` keys of its row; (N, H, d). A query that sees no
+    key gives zeros and gets zero gradients. Padding beyond the last offset, NaN or not, has a limit of 0; what it gives
+    is undefined. Sums are fp32. "auto" is Triton on CUDA and "rows", one row after another, on the CPU."""
     if max_keys < 1:
         raise ValueError(f"max_keys must be at least 1, got {max_keys}.")
     q_NHd, k_MHd, v_MHd = (x.to(product_dtype(x)) for x in (q_NHd, k_MHd, v_MHd))
@@ -171,11 +163,6 @@ def as_batch(x_NHd: Tensor, places: slice) -> Tensor:
     """(1, H, n, d), a view where features lie side by side."""
     x_Hnd = x_NHd[places].transpose(0, 1)
     return (x_Hnd if x_Hnd.stride(2) == 1 else x_Hnd.contiguous())[None]
-
-
-def fits(x_ND: Tensor, heads: int) -> bool:
-    """Whether rotary_attention takes heads of this size: kernels read their vectors where they lie."""
-    return wants_triton(x_ND) and x_ND.shape[1] // heads in (16, 32, 64, 128, 256)
 
 
 def rotary_attention(

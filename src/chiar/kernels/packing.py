@@ -31,8 +31,13 @@ def chosen_attention(q: Tensor, implementation: str, on_cpu: str) -> str:
     check_choice("implementation", implementation, ("auto", "torch", on_cpu, "triton"))
     if implementation != "auto":
         return implementation
-    fits = wants_triton(q) and q.shape[-1] <= LARGEST_HEAD
-    return on_cpu if q.device.type == "cpu" else "triton" if fits else "torch"
+    takes = wants_triton(q) and q.shape[-1] <= LARGEST_HEAD
+    return on_cpu if q.device.type == "cpu" else "triton" if takes else "torch"
+
+
+def fits(x_ND: Tensor, heads: int) -> bool:
+    """Whether rotary_attention takes heads of this size: kernels read their vectors where they lie."""
+    return wants_triton(x_ND) and x_ND.shape[1] // heads in (16, 32, 64, 128, 256)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *inputs: Any, **options: Any) -> None:
@@ -139,13 +144,13 @@ class Gather(torch.autograd.Function):
     """x[token]. Its gradient is a gather too: index_select's would be a slow atomic addition."""
 
     @staticmethod
-    def forward(context: Any, x_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor) -> Tensor:
-        context.save_for_backward(place_N, chosen_N)
+    def forward(ctx: Any, x_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor) -> Tensor:
+        ctx.save_for_backward(place_N, chosen_N)
         return x_ND[token_P]
 
     @staticmethod
-    def backward(context: Any, *grads: Tensor) -> Any:
-        place_N, chosen_N = context.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        place_N, chosen_N = ctx.saved_tensors
         return torch.where(chosen_N[:, None], grads[0][place_N], 0.0), None, None, None
 
 
@@ -153,15 +158,13 @@ class Scatter(torch.autograd.Function):
     """Packed rows back at their tokens, `other` at the tokens that were not chosen."""
 
     @staticmethod
-    def forward(
-        context: Any, y_PD: Tensor, other_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor
-    ) -> Tensor:
-        context.save_for_backward(token_P, chosen_N)
+    def forward(ctx: Any, y_PD: Tensor, other_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor) -> Tensor:
+        ctx.save_for_backward(token_P, chosen_N)
         return torch.where(chosen_N[:, None], y_PD[place_N], other_ND)
 
     @staticmethod
-    def backward(context: Any, *grads: Tensor) -> Any:
-        token_P, chosen_N = context.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        token_P, chosen_N = ctx.saved_tensors
         return grads[0][token_P], torch.where(chosen_N[:, None], 0.0, grads[0]), None, None, None
 
 
@@ -191,14 +194,14 @@ class PackedLinear(torch.autograd.Function):
     """x Wᵀ + b, with gradients of W and b summed over the first `count` rows only."""
 
     @staticmethod
-    def forward(context: Any, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, count: Tensor) -> Tensor:
-        context.save_for_backward(x_PD, weight_KD, count)
+    def forward(ctx: Any, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, count: Tensor) -> Tensor:
+        ctx.save_for_backward(x_PD, weight_KD, count)
         y_PK = rows_product(x_PD, weight_KD.t(), count)
         return y_PK if bias_K is None else y_PK + bias_K
 
     @staticmethod
-    def backward(context: Any, *grads: Tensor) -> Any:
-        (x_PD, weight_KD, count), needs = context.saved_tensors, context.needs_input_grad
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x_PD, weight_KD, count), needs = ctx.saved_tensors, ctx.needs_input_grad
         dx_PD = rows_product(grads[0], weight_KD, count) if needs[0] else None
         dweight_KD = sum_product(grads[0], x_PD, count) if needs[1] else None
         return dx_PD, dweight_KD, row_sum(grads[0], count, "auto") if needs[2] else None, None

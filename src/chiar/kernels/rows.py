@@ -18,7 +18,7 @@ class Take(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Any:
         (place_P,) = context.saved_tensors
-        return grads[0].new_zeros(context.rows, grads[0].shape[1]).index_copy_(0, place_P, grads[0]), None
+        return put(grads[0], place_P, context.rows), None
 
 
 def take(x_ND: Tensor, place_P: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chiar.kernels.packed_attention import fits, prefix_attention, rotary_attention
+from chiar.kernels.packed_attention import prefix_attention, rotary_attention
 from chiar.kernels.packed_norm import packed_gelu, packed_norm, unpack_sum
-from chiar.kernels.packing import Packing, make_packing, pack, pack_all, packed_linear, unpack, used
+from chiar.kernels.packing import Packing, fits, make_packing, pack, pack_all, packed_linear, unpack, used
 from chiar.kernels.rows import causal_attention, put, take
 from chiar.layers.attention import CausalAttention, rotate
 from chiar.layers.context import LayerMemory, Memory, TokenContext, surely_none
