@@ -28,9 +28,8 @@ from torch import Tensor
 from chiar.console import guarded
 from chiar.errors import InputError
 from chiar.files import check_new, write_new
-from chiar.kernels.basis import dct_matrix, random_orthogonal
 from chiar.kernels.spectral_entropy import spectral_entropy
-from chiar.kernels.transform import Transform
+from chiar.kernels.transform import Transform, dct_matrix, random_orthogonal
 from chiar.kernels.white_noise import white_noise_entropy
 from chiar.plots import COLOURS, DASHES, Line, Panel, check_picture, save
 from research.grid import draw_grid

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import transcription
-from chiar.kernels.basis import basis_matrix
+from chiar.kernels.transform import basis_matrix
 from helpers import ROUTER_OPTIONS, mixed_routes, padding_mask, random_model, router_options, small_config, token_ids
 
 ROWS, TOKENS = 3, 10

@@ -7,7 +7,7 @@ import torch
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
-from chiar.kernels.basis import basis_matrix
+from chiar.kernels.transform import basis_matrix
 from chiar.model.coordinates import to_feature_coordinates, to_spectral_coordinates
 from chiar.model.heads import read_heads, save_heads
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification

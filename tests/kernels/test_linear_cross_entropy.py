@@ -4,14 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from implementations import INTERPRETED, agree, implementations, relative
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from chiar.kernels.linear_cross_entropy import fused_forward, linear_cross_entropy, run_in_chunks
+from chiar.kernels.linear_cross_entropy import fused_forward, linear_cross_entropy
 
-# rows, width, vocabulary, chunk; 4096 is the kernel's block
-SHAPES = [(1, 1, 1, 1), (13, 5, 11, 4), (16, 8, 16, 4096), (33, 6, 257, 7), (3, 4, 4096, 4), (3, 4, 9001, 2)]
+# rows, width, vocabulary, chunk, size of the states; 4096 is the kernel's block
+SHAPES = [
+    *((1, 1, 1, 1, 1), (13, 5, 11, 4, 1), (16, 8, 16, 4096, 1), (33, 6, 257, 7, 1), (3, 4, 4096, 4, 1)),
+    *((3, 4, 9001, 2, 1), (6, 4, 30, 4, 200)),
+]
 reductions = pytest.mark.parametrize("reduction", ["mean", "sum"])
 
 
@@ -35,8 +37,9 @@ def truth(states, weight, targets, upstream=1.0, **options):
 @pytest.mark.parametrize("ignore_index", [-100, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_value_and_gradients_are_cross_entropys(shape, ignore_index, reduction, implementation):
-    *shape, chunk_rows = shape
+    *shape, chunk_rows, size = shape
     states, weight, targets = example(*shape)
+    states = (size * states).detach().requires_grad_()
     targets[4:8] = ignore_index  # a whole chunk
     options = {"reduction": reduction, "ignore_index": ignore_index}
     how = {"chunk_rows": chunk_rows, "implementation": implementation}
@@ -44,8 +47,9 @@ def test_value_and_gradients_are_cross_entropys(shape, ignore_index, reduction, 
     (loss * -1.7).backward()
     found = loss, states.grad, weight.grad
     assert {x.dtype for x in found} == {torch.float32}
-    # fp32 sums of thousands of terms in another order.
-    agree(found, truth(states, weight, targets, upstream=-1.7, **options), 2e-5)
+    # fp32 sums of thousands of terms in another order. Logits near 1000 carry fp32 errors of about 1e-4, and the
+    # softmax's relative error is as large.
+    agree(found, truth(states, weight, targets, upstream=-1.7, **options), 2e-5 if size == 1 else 1e-3)
     assert (states.grad[targets == ignore_index] == 0).all()
 
 
@@ -65,16 +69,6 @@ def test_rows_by_themselves_have_no_gradient():
     agree([losses], [F.cross_entropy(states @ weight.T, targets, reduction="none")], 5e-6)
     with pytest.raises(ValueError, match="no gradient"):
         linear_cross_entropy(states, weight, targets, reduction="none")
-
-
-@implementations("auto")
-def test_large_logits_neither_overflow_nor_vanish(implementation):
-    states, weight, targets = example(6, 4, 30)
-    scaled = (200 * states).detach().requires_grad_()
-    loss = linear_cross_entropy(scaled, weight, targets, implementation=implementation)
-    found = loss, *torch.autograd.grad(loss, (scaled, weight))
-    # Logits near 1000 carry fp32 errors of about 1e-4, and the softmax's relative error is as large.
-    agree(found, truth(scaled, weight, targets), 1e-3)
 
 
 @implementations("auto")
@@ -135,10 +129,8 @@ def test_what_needs_no_gradient_costs_no_product(needs, products):
         linear_cross_entropy(*inputs, targets, chunk_rows=5).backward()
     assert counter.get_total_flops() == products * 2 * 12 * 8 * 20
     for x, need, true in zip(inputs, needs, expected[1:], strict=True):
-        if need:
-            agree([x.grad], [true], 5e-6)
-        else:
-            assert x.grad is None
+        agree([x.grad] if need else [], [true] if need else [], 5e-6)
+        assert need or x.grad is None
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         linear_cross_entropy(*inputs, targets)
     assert counter.get_total_flops() == 2 * 12 * 8 * 20
@@ -155,35 +147,23 @@ def test_what_it_is_registered_as():
         torch.library.opcheck(fused_forward, inputs)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_one_graph_for_every_number_of_rows(autocast):
+def test_one_graph_for_every_number_of_rows():
     torch.compiler.reset()
     plain = lambda x, w, t: linear_cross_entropy(torch.tanh(x), w, t, chunk_rows=4) * 2  # noqa: E731
     compiled = torch.compile(plain, fullgraph=True, dynamic=True, backend="aot_eager")
     # The second number of rows must not compile again.
     for rows, stance in ((9, "default"), (14, "fail_on_recompile"), (3, "fail_on_recompile")):
         states, weight, targets = example(rows, 5, 19)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast("cpu", torch.bfloat16):
             expected = torch.autograd.grad(plain(states, weight, targets), (states, weight))
             with torch.compiler.set_stance(stance):
                 found = torch.autograd.grad(compiled(states, weight, targets), (states, weight))
-        agree(found, [x.double() for x in expected], 4e-3 if autocast else 5e-6)  # one bf16 rounding more or less
+        agree(found, expected, 4e-3)  # one bf16 rounding more or less
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor an operation gives; new memory is NaN."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
-        self.elements = max([self.elements, *(x.untyped_storage().nbytes() // x.itemsize for x in tensors)])
-        return result.fill_(torch.nan) if func is torch.ops.aten.new_empty.default else result
-
-
-def test_nothing_is_larger_than_a_chunk_of_logits_and_every_place_is_written():
-    states, weight, targets = (t.detach() for t in example(91, 4, 61, ignored=[3]))
-    with Largest() as largest:
-        outputs = run_in_chunks(states, weight, targets, -100, 8, True, True, "torch")
-    assert largest.elements == 8 * 64 and all(output.isfinite().all() for output in outputs)
+def test_nothing_is_larger_than_a_chunk_of_logits():
+    inputs = example(910, 4, 610)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        linear_cross_entropy(*inputs, chunk_rows=8).backward()
+    # A chunk of padded logits, or its softmax and what that is made of.
+    assert max(event.cpu_memory_usage for event in seen.events()) < 4 * 8 * 624 * 4 < 910 * 610 * 4

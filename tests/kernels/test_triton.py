@@ -9,7 +9,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-TESTED = ("packing", "packed_attention", "decode_attention", "linear_cross_entropy", "temporal_filter")
+TESTED = ("packing", "packed_attention", "decode_attention", "linear_cross_entropy")
 
 
 def test_every_kernel_is_its_definition():
@@ -42,8 +42,8 @@ def test_attention_has_asynchronous_products_and_fits_shared_memory(kernel, head
 
     names = {"forward": "_forward", "queries": "_backward_queries", "keys": "_backward_keys"}
     function = getattr(module, names[kernel])
-    options = module.options(kernel, torch.empty(0, 1, head).bfloat16(), max_keys, clear=True)
-    constants = {name: options.pop(name) for name in ("HEAD", "QUERIES", "KEYS", "CLEAR")}
+    options = module.options(kernel, torch.empty(0, 1, head).bfloat16(), max_keys)
+    constants = {name: options.pop(name) for name in ("HEAD", "QUERIES", "KEYS")}
     types = {name: "*bf16" for name in function.arg_names if name.endswith("_ptr")}
     types |= {"scale": "fp32", "log_sum_ptr": "*fp32", "delta_ptr": "*fp32"}
     types |= dict.fromkeys(("query_rows_ptr", "key_rows_ptr", "limit_ptr", "skip_ptr"), "*i32")

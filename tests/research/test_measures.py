@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from chiar.kernels.basis import random_orthogonal
+from chiar.kernels.transform import random_orthogonal
 from chiar.kernels.white_noise import white_noise_entropy
 from research.nulltest import contrast, measures, worth_of_all
 from research.nulltest.report import Worth

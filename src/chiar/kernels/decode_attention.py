@@ -6,12 +6,15 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from chiar.kernels.packing import accumulation_dtype, chosen_attention
+from chiar.kernels.packing import accumulation_dtype, chosen_attention, like, operator
 
 
-@torch.library.custom_op("chiar::decode_attention", mutates_args=("key_BHLd", "value_BHLd", "length_B"))
+@operator(
+    "decode_attention", like(0), writes=("key_BHLd", "value_BHLd", "length_B"),
+    # At most: two products over all entries there is room for.
+    flops=lambda q, k, v, key, *_, **__: 2 * 2 * math.prod(key),
+)  # fmt: skip
 def decode_attention(
     q_BHd: Tensor, k_BHd: Tensor, v_BHd: Tensor, key_BHLd: Tensor, value_BHLd: Tensor, length_B: Tensor,
     takes_part_B: Tensor, implementation: str = "auto",
@@ -42,15 +45,12 @@ def torch_forward(*tensors: Tensor) -> Tensor:
         before_BHd = stored_BHLd[row_B, :, length_B]
         stored_BHLd[row_B, :, length_B] = torch.where(takes_part_B[:, None, None], new_BHd, before_BHd)
     length_B += takes_part_B
-    dtype = accumulation_dtype(q_BHd)
-    seen_B = torch.where(takes_part_B, length_B, 0)
-    hidden_B1L1 = (torch.arange(key_BHLd.shape[2], device=q_BHd.device) >= seen_B[:, None])[:, None, :, None]
+    seen_B1, dtype = torch.where(takes_part_B, length_B, 0)[:, None], accumulation_dtype(q_BHd)
+    visible_B11L = (torch.arange(key_BHLd.shape[2], device=q_BHd.device) < seen_B1)[:, None, None]
     # What lies behind a row's entries may be anything, NaN too.
-    key, value = (part.to(dtype).masked_fill(hidden_B1L1, 0.0) for part in (key_BHLd, value_BHLd))
-    scores_BHL = (key * q_BHd.to(dtype)[:, :, None]).sum(-1) * q_BHd.shape[-1] ** -0.5
-    weights_BHL = scores_BHL.masked_fill(hidden_B1L1[..., 0], float("-inf")).softmax(-1)
-    weights_BHL = torch.where(takes_part_B[:, None, None], weights_BHL, 0.0)
-    return (weights_BHL[..., None] * value).sum(2).to(q_BHd.dtype)
+    key, value = (torch.where(visible_B11L.mT, part, 0.0).to(dtype) for part in (key_BHLd, value_BHLd))
+    out_BH1d = F.scaled_dot_product_attention(q_BHd[:, :, None].to(dtype), key, value, attn_mask=visible_B11L)
+    return torch.where(takes_part_B[:, None, None], out_BH1d[:, :, 0], 0.0).to(q_BHd.dtype)
 
 
 def cpu_forward(*tensors: Tensor) -> Tensor:
@@ -69,8 +69,3 @@ def cpu_forward(*tensors: Tensor) -> Tensor:
     mask = None if bool(visible.all()) else visible
     out_BHd[rows] = F.scaled_dot_product_attention(q_BHd[seen][:, :, None], key, value, attn_mask=mask)[:, :, 0]
     return out_BHd
-
-
-decode_attention.register_fake(lambda q, *_, **__: torch.empty_like(q, memory_format=torch.contiguous_format))
-# At most: two products over all entries there is room for, since lengths are on the device.
-register_flop_formula(torch.ops.chiar.decode_attention)(lambda q, k, v, key, *_, **__: 2 * 2 * math.prod(key))

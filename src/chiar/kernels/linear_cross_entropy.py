@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from chiar.kernels.packing import accumulation_dtype, check_choice, product_dtype, register_gradient, row_kernels
+from chiar.kernels.packing import accumulation_dtype, check_choice, operator, product_dtype, wants_triton
 
 CHUNK_ROWS = 3072
 # 50257 is odd: rows of logits that begin at odd places slow down every product and every load.
@@ -53,8 +52,9 @@ def run_in_chunks(
     grad_states_ND = states_ND.new_empty(states_ND.shape) if for_states else states_ND.new_empty(0)
     grad_weight_PD = states_ND.new_zeros(padded_PD.shape if for_weight else (0,), dtype=precise)
     buffer_cP = states_ND.new_empty(min(chunk_rows, rows), len(padded_PD))
-    kernels, gradient = row_kernels(states_ND, implementation), for_states or for_weight
-    to_gradient = kernels.triton_softmax_gradient if kernels else torch_softmax_gradient
+    gradient, to_gradient = for_states or for_weight, torch_softmax_gradient
+    if wants_triton(states_ND, implementation):
+        from chiar.kernels.triton_rows import triton_softmax_gradient as to_gradient
     # Autocast is still on in here, and would cast fp32 products again.
     with torch.autocast(states_ND.device.type, enabled=False):
         for first in range(0, rows, chunk_rows):
@@ -112,11 +112,7 @@ def torch_softmax_gradient(
         logits_nV.copy_(x_nV)
 
 
-fused_forward = torch.library.custom_op("chiar::linear_cross_entropy", run_in_chunks, mutates_args=())
-
-
-@fused_forward.register_fake
-def _fake(states_ND: Tensor, weight_VD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def shapes(states_ND: Tensor, weight_VD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     losses_N = states_ND.new_empty(states_ND.shape[0], dtype=accumulation_dtype(states_ND))
     grad_states_ND = states_ND.new_empty(states_ND.shape if rest[3] else (0,))
     grad_weight_VD = losses_N.new_empty(weight_VD.shape if rest[4] else (0,))
@@ -132,8 +128,9 @@ def scale_gradients(
     return by_states, (grad_weight_VD * factor_1).to(dtype) if for_weight else None
 
 
-register_gradient(fused_forward, scale_gradients, lambda ins, outs: (*outs[2:], *ins[5:7], ins[1].dtype))
-# One product for the logits and one for each gradient, all in the forward pass; a multiply-add is 2 FLOPs.
-register_flop_formula(torch.ops.chiar.linear_cross_entropy)(
-    lambda states, weight, *a, **_: 2 * math.prod(states) * weight[0] * (1 + a[3] + a[4])
-)
+fused_forward = operator(
+    "linear_cross_entropy", shapes, gradient=scale_gradients,
+    saved=lambda ins, outs: (*outs[2:], *ins[5:7], ins[1].dtype),
+    # One product for the logits and one for each gradient, all in the forward pass; a multiply-add is 2 FLOPs.
+    flops=lambda states, weight, *a, **_: 2 * math.prod(states) * weight[0] * (1 + a[3] + a[4]),
+)(run_in_chunks)  # fmt: skip

@@ -2,7 +2,7 @@
 
 Rows are in order of position, so a query sees a prefix of its row's keys, and a key is seen by a suffix of its row's
 queries, behind the first `skip_M`. The split lives on the device: shapes, launches and compiled graphs never change.
-`torch_forward` and `torch_backward` are the definition; kernels are in triton_attention.py.
+`torch_attention` is the definition; kernels are in triton_attention.py.
 """
 
 import math
@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from chiar.kernels.packing import Packing, accumulation_dtype, chosen_attention, register_gradient, row_kernels, row_sum
+from chiar.kernels.packing import Packing, accumulation_dtype, chosen_attention, like, operator, product_dtype
 
 BLOCK = 64  # queries that share a mask in "rows": of 32 to 512 the fastest, or nearly
 Three = tuple[Tensor, Tensor, Tensor]
@@ -27,95 +26,45 @@ class Layout(NamedTuple):
     query_rows: Tensor  # B + 1 offsets, the first 0
     key_rows: Tensor
     limit_N: Tensor  # how many of its row's keys a query sees
+    max_keys: int  # no row has more, nor more queries
+    skip_M: Tensor | None = None  # how many of its row's queries do not see a key; for gradients
 
 
 def prefix_attention(
     q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, query_rows: Tensor, key_rows: Tensor, limit_N: Tensor,
     skip_M: Tensor, max_keys: int, *, implementation: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """softmax(QKᵀ/√d) V, each query over the first `limit_N` keys of its row; (N, H, d). `skip_M` are the queries that
-    do not see a key, int32. No row has more than `max_keys` keys, nor more queries. Padding beyond the last offset, NaN
-    or not, has a limit of 0; a query that sees no key gives zeros and gets zero gradients. Sums are fp32. "auto" is
-    Triton on CUDA and "rows", one row after another, on the CPU."""
+    """softmax(QKᵀ/√d) V, each query over the first `limit_N` keys of its row; (N, H, d). A query that sees no
+    key gives zeros and gets zero gradients. Padding beyond the last offset, NaN or not, has a limit of 0; what it gives
+    is undefined. Sums are fp32. "auto" is Triton on CUDA and "rows", one row after another, on the CPU."""
     if max_keys < 1:
         raise ValueError(f"max_keys must be at least 1, got {max_keys}.")
-    device = q_NHd.device.type
-    if torch.is_autocast_enabled(device) and q_NHd.dtype != torch.float64:
-        q_NHd, k_MHd, v_MHd = (x.to(torch.get_autocast_dtype(device)) for x in (q_NHd, k_MHd, v_MHd))
+    q_NHd, k_MHd, v_MHd = (x.to(product_dtype(x)) for x in (q_NHd, k_MHd, v_MHd))
     same = q_NHd.shape[1:] == k_MHd.shape[1:] and k_MHd.shape == v_MHd.shape
     if not (same and q_NHd.dtype == k_MHd.dtype == v_MHd.dtype):
         found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q_NHd, k_MHd, v_MHd))
         raise ValueError(f"q, k and v must be (N, H, d), (M, H, d) and (M, H, d) of one dtype, got {found}.")
-    layout = query_rows, key_rows, limit_N, skip_M, max_keys
-    return packed_attention_forward(q_NHd, k_MHd, v_MHd, *layout, implementation)[0]
+    implementation, layout = chosen_attention(q_NHd, implementation, "rows"), (query_rows, key_rows, limit_N)
+    if implementation == "torch":
+        return torch_attention(q_NHd, k_MHd, v_MHd, *layout)
+    return packed_attention_forward(q_NHd, k_MHd, v_MHd, *layout, skip_M, max_keys, implementation)[0]
 
 
-@torch.library.custom_op("chiar::packed_attention", mutates_args=())
-def packed_attention_forward(
-    q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, query_rows: Tensor, key_rows: Tensor, limit_N: Tensor,
-    skip_M: Tensor, max_keys: int, implementation: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output, and log₂ Σ exp of each query's scores (+∞ where it sees no key, so that exp of the rest is 0)."""
-    implementation, layout = chosen_attention(q_NHd, implementation, "rows"), Layout(query_rows, key_rows, limit_N)
-    if implementation == "triton":
-        from chiar.kernels.triton_attention import triton_forward
-
-        return triton_forward(q_NHd, k_MHd, v_MHd, layout, max_keys)
-    return (by_rows_forward if implementation == "rows" else torch_forward)(q_NHd, k_MHd, v_MHd, layout)
-
-
-@torch.library.custom_op("chiar::packed_attention_backward", mutates_args=())
-def packed_attention_backward(
-    grad_NHd: Tensor, q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, out_NHd: Tensor, log_sum_HN: Tensor,
-    query_rows: Tensor, key_rows: Tensor, limit_N: Tensor, skip_M: Tensor, max_keys: int, implementation: str,
-) -> Three:  # fmt: skip
-    """The gradients of q, k and v."""
-    tensors = grad_NHd, q_NHd, k_MHd, v_MHd, out_NHd, log_sum_HN, Layout(query_rows, key_rows, limit_N)
-    implementation = chosen_attention(q_NHd, implementation, "rows")
-    if implementation == "triton":
-        from chiar.kernels.triton_attention import triton_backward
-
-        return triton_backward(*tensors, skip_M, max_keys)
-    return (by_rows_backward if implementation == "rows" else torch_backward)(*tensors)
-
-
-packed_attention_forward.register_fake(lambda q, *_: (q.new_empty(q.shape), log_sums(q)))
-packed_attention_backward.register_fake(lambda grad, *qkv: tuple(x.new_empty(x.shape) for x in qkv[:3]))
-register_gradient(packed_attention_forward, packed_attention_backward, lambda ins, outs: (*ins[:3], *outs, *ins[3:]))
-
-
-def torch_forward(q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def torch_attention(
+    q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, query_rows: Tensor, key_rows: Tensor, limit_N: Tensor
+) -> Tensor:
     """The definition, with the mask in the open."""
-    with torch.autocast(q_NHd.device.type, enabled=False):
-        _, _, v_HMd, scores_HNM = masked_scores(q_NHd, k_MHd, v_MHd, layout)
-        log_sum_HN = scores_HNM.logsumexp(2).masked_fill(layout.limit_N == 0, float("inf"))
-        out_HNd = (scores_HNM - log_sum_HN.unsqueeze(2)).exp() @ v_HMd
-    return as_rows(out_HNd, q_NHd), log_sum_HN / math.log(2)
-
-
-def torch_backward(
-    grad_NHd: Tensor, q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, out_NHd: Tensor, log_sum_HN: Tensor, layout: Layout
-) -> Three:
-    """With P the weights: dV = Pᵀ dO, dS = P ∘ (dO Vᵀ − rowsum(dO ∘ O)), dQ = dS K / √d, dK = dSᵀ Q / √d."""
-    with torch.autocast(q_NHd.device.type, enabled=False):
-        q_HNd, k_HMd, v_HMd, scores_HNM = masked_scores(q_NHd, k_MHd, v_MHd, layout)
-        grad_HNd, out_HNd = heads_first(grad_NHd, layout.query_rows), heads_first(out_NHd, layout.query_rows)
-        weights_HNM = (scores_HNM - log_sum_HN.unsqueeze(2) * math.log(2)).exp()
-        delta_HN1 = (grad_HNd * out_HNd).sum(2, keepdim=True)
-        grad_scores_HNM = weights_HNM * (grad_HNd @ v_HMd.mT - delta_HN1) * q_NHd.shape[2] ** -0.5
-        dq_HNd, dk_HMd, dv_HMd = grad_scores_HNM @ k_HMd, grad_scores_HNM.mT @ q_HNd, weights_HNM.mT @ grad_HNd
-    return as_rows(dq_HNd, q_NHd), as_rows(dk_HMd, k_MHd), as_rows(dv_HMd, v_MHd)
-
-
-def masked_scores(q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k and v by head, and QKᵀ/√d with −∞ where a query does not see a key."""
-    query_rows, key_rows, limit_N = layout
-    q_HNd, k_HMd, v_HMd = heads_first(q_NHd, query_rows), heads_first(k_MHd, key_rows), heads_first(v_MHd, key_rows)
     key_row_M = row_of(key_rows, len(k_MHd))
     index_M = torch.arange(len(k_MHd), device=key_rows.device) - key_rows[key_row_M]
-    visible_NM = (row_of(query_rows, len(q_NHd))[:, None] == key_row_M) & (index_M < limit_N[:, None])
-    scores_HNM = q_HNd @ k_HMd.mT * q_NHd.shape[2] ** -0.5
-    return q_HNd, k_HMd, v_HMd, scores_HNM.masked_fill(~visible_NM, float("-inf"))
+    hidden_NM = (row_of(query_rows, len(q_NHd))[:, None] != key_row_M) | (index_M >= limit_N[:, None])
+    with torch.autocast(q_NHd.device.type, enabled=False):
+        q_HNd = heads_first(q_NHd, query_rows)
+        k_HMd, v_HMd = (heads_first(x, key_rows) for x in (k_MHd, v_MHd))
+        scores_HNM = q_HNd @ k_HMd.mT * q_NHd.shape[2] ** -0.5
+        # Finite, so that a query without keys never meets ∞ − ∞.
+        weights_HNM = scores_HNM.masked_fill(hidden_NM, torch.finfo(scores_HNM.dtype).min).softmax(2)
+        out_NHd = (weights_HNM @ v_HMd).transpose(0, 1).to(q_NHd.dtype)
+    return torch.where((limit_N > 0)[:, None, None], out_NHd, 0.0)
 
 
 def heads_first(x_NHd: Tensor, rows: Tensor) -> Tensor:
@@ -124,14 +73,65 @@ def heads_first(x_NHd: Tensor, rows: Tensor) -> Tensor:
     return x_NHd.to(accumulation_dtype(x_NHd)).masked_fill(padding_N[:, None, None], 0.0).transpose(0, 1)
 
 
-def as_rows(x_HNd: Tensor, like: Tensor) -> Tensor:
-    return x_HNd.transpose(0, 1).to(like.dtype).contiguous()
-
-
 def row_of(rows: Tensor, length: int) -> Tensor:
     """The row of each of `length` places; B for padding."""
     places = torch.arange(length, dtype=torch.int32, device=rows.device)
     return torch.searchsorted(rows[1:], places, right=True, out_int32=True)
+
+
+def _flops(products: int, q_shape: Any, query_rows_shape: Any, max_keys: int) -> int:
+    """At most, since the split is on the device: the most pairs come from N queries spread evenly over the rows, where
+    every query is a key too. For N = B·max_keys this is dense causal attention."""
+    N, H, d = q_shape
+    pairs = max(0, N * max_keys - N * (N // max(1, query_rows_shape[0] - 1) - 1) // 2)
+    return products * 2 * H * d * pairs
+
+
+# Scores again, dP, dQ, dK and dV, as torch counts flash attention.
+@operator("packed_attention_backward", like(1, 2, 3), flops=lambda grad, *a, **_: _flops(5, grad, a[5], a[9]))
+def packed_attention_backward(
+    grad_NHd: Tensor, q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, out_NHd: Tensor, log_sum_HN: Tensor,
+    query_rows: Tensor, key_rows: Tensor, limit_N: Tensor, skip_M: Tensor, max_keys: int, implementation: str,
+) -> Three:  # fmt: skip
+    """The gradients of q, k and v."""
+    layout = Layout(query_rows, key_rows, limit_N, max_keys, skip_M)
+    if implementation == "triton":
+        from chiar.kernels.triton_attention import triton_backward
+
+        return triton_backward(grad_NHd, q_NHd, k_MHd, v_MHd, out_NHd, log_sum_HN, layout)
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_NHd, k_MHd, v_MHd))
+    for queries, keys, mask_nm in parts(q_NHd, layout):
+        grad, q, out = (as_batch(x, queries) for x in (grad_NHd, q_NHd, out_NHd))
+        log_sum = log_sum_HN[None, :, queries] * math.log(2)
+        saved = q, as_batch(k_MHd, keys), as_batch(v_MHd, keys), out, log_sum
+        found = flash_backward(grad, *saved, 0.0, mask_nm is None, attn_mask=mask_nm)
+        for sums, places, more_1Hnd in zip((dq, dk, dv), (queries, keys, keys), found, strict=True):
+            sums[places] += more_1Hnd[0].transpose(0, 1)
+    return dq, dk, dv
+
+
+@operator(
+    "packed_attention", lambda q, *_: (q.new_empty(q.shape), log_sums(q)), gradient=packed_attention_backward,
+    saved=lambda ins, outs: (*ins[:3], *outs, *ins[3:]), flops=lambda q, *a, **_: _flops(2, q, a[2], a[6]),
+)  # fmt: skip
+def packed_attention_forward(
+    q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, query_rows: Tensor, key_rows: Tensor, limit_N: Tensor,
+    skip_M: Tensor, max_keys: int, implementation: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output, and log₂ Σ exp of each query's scores (+∞ where it sees no key, so that exp of the rest is 0)."""
+    layout = Layout(query_rows, key_rows, limit_N, max_keys, skip_M)
+    if implementation == "triton":
+        from chiar.kernels.triton_attention import triton_forward
+
+        return triton_forward(q_NHd, k_MHd, v_MHd, layout)
+    out_NHd = torch.zeros_like(q_NHd, memory_format=torch.contiguous_format)
+    log_sum_HN = log_sums(q_NHd).fill_(float("inf"))
+    for queries, keys, mask_nm in parts(q_NHd, layout):
+        qkv = as_batch(q_NHd, queries), as_batch(k_MHd, keys), as_batch(v_MHd, keys)
+        out_1Hnd, log_sum_1Hn = flash_forward(*qkv, is_causal=mask_nm is None, attn_mask=mask_nm)
+        out_NHd[queries] = out_1Hnd[0].transpose(0, 1)
+        log_sum_HN[:, queries] = log_sum_1Hn.view(len(log_sum_HN), -1)
+    return out_NHd, log_sum_HN / math.log(2)
 
 
 def log_sums(q_NHd: Tensor) -> Tensor:
@@ -159,53 +159,10 @@ def parts(q_NHd: Tensor, layout: Layout) -> Iterator[tuple[slice, slice, Tensor 
             yield slice(begin, end), slice(first_key, first_key + seen), mask_nm
 
 
-def by_rows_forward(q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    out_NHd = torch.zeros_like(q_NHd, memory_format=torch.contiguous_format)
-    log_sum_HN = log_sums(q_NHd).fill_(float("inf"))
-    for queries, keys, mask_nm in parts(q_NHd, layout):
-        qkv = as_batch(q_NHd, queries), as_batch(k_MHd, keys), as_batch(v_MHd, keys)
-        out_1Hnd, log_sum_1Hn = flash_forward(*qkv, is_causal=mask_nm is None, attn_mask=mask_nm)
-        out_NHd[queries] = out_1Hnd[0].transpose(0, 1)
-        log_sum_HN[:, queries] = log_sum_1Hn.view(len(log_sum_HN), -1)
-    return out_NHd, log_sum_HN / math.log(2)
-
-
-def by_rows_backward(
-    grad_NHd: Tensor, q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, out_NHd: Tensor, log_sum_HN: Tensor, layout: Layout
-) -> Three:
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_NHd, k_MHd, v_MHd))
-    for queries, keys, mask_nm in parts(q_NHd, layout):
-        grad, q, out = (as_batch(x, queries) for x in (grad_NHd, q_NHd, out_NHd))
-        log_sum = log_sum_HN[None, :, queries] * math.log(2)
-        saved = q, as_batch(k_MHd, keys), as_batch(v_MHd, keys), out, log_sum
-        found = flash_backward(grad, *saved, 0.0, mask_nm is None, attn_mask=mask_nm)
-        for sums, places, more_1Hnd in zip((dq, dk, dv), (queries, keys, keys), found, strict=True):
-            sums[places] += more_1Hnd[0].transpose(0, 1)
-    return dq, dk, dv
-
-
 def as_batch(x_NHd: Tensor, places: slice) -> Tensor:
     """(1, H, n, d), a view where features lie side by side."""
     x_Hnd = x_NHd[places].transpose(0, 1)
     return (x_Hnd if x_Hnd.stride(2) == 1 else x_Hnd.contiguous())[None]
-
-
-def _flops(products: int, q_shape: Any, query_rows_shape: Any, max_keys: int) -> int:
-    """At most, since the split is on the device: the most pairs come from N queries spread evenly over the rows, where
-    every query is a key too. For N = B·max_keys this is dense causal attention."""
-    N, H, d = q_shape
-    pairs = max(0, N * max_keys - N * (N // max(1, query_rows_shape[0] - 1) - 1) // 2)
-    return products * 2 * H * d * pairs
-
-
-# Backward: scores again, dP, dQ, dK and dV, as torch counts flash attention.
-register_flop_formula(torch.ops.chiar.packed_attention)(lambda q, *a, **_: _flops(2, q, a[2], a[6]))
-register_flop_formula(torch.ops.chiar.packed_attention_backward)(lambda grad, *a, **_: _flops(5, grad, a[5], a[9]))
-
-
-def fits(head: int) -> bool:
-    """Whether rotary_attention takes heads of this size: kernels read their vectors where they lie."""
-    return 16 <= head <= 256 and head & (head - 1) == 0
 
 
 def rotary_attention(
@@ -215,66 +172,6 @@ def rotary_attention(
     """Attention of the packed tokens over each other, (P, H, d), after `bias` was added to q, k and v, and RoPE, whose
     cos and sin are `rope`, (R, d), a token's row in them `table_P`. Rows that are not in use are undefined. One
     operator: left to autograd, three gradients would be stacked and turned back in passes over all P rows."""
-    layout = table_P, packing.rows, packing.count, limit_P, max_keys
-    return rotary_attention_forward(qkv_P3Hd, bias_3Hd, *rope, *layout, "auto")[0]
+    from chiar.kernels.triton_attention import rotary_forward
 
-
-@torch.library.custom_op("chiar::rotary_attention", mutates_args=())
-def rotary_attention_forward(
-    qkv_P3Hd: Tensor, bias_3Hd: Tensor, cos_Rd: Tensor, sin_Rd: Tensor, table_P: Tensor, rows: Tensor, count: Tensor,
-    limit_P: Tensor, max_keys: int, implementation: str,
-) -> Three:  # fmt: skip
-    """The output, the log-sums of its softmax, and the rotated q, k and v."""
-    rotated = torch.empty_like(qkv_P3Hd, memory_format=torch.contiguous_format)
-    rotate_into(rotated, qkv_P3Hd.contiguous(), bias_3Hd, cos_Rd, sin_Rd, table_P, count, 1.0, implementation)
-    q, k, v = rotated.unbind(1)
-    if row_kernels(rotated, implementation):
-        from chiar.kernels.triton_attention import triton_forward
-
-        return *triton_forward(q, k, v, Layout(rows, rows, limit_P), max_keys, clear=False), rotated
-    skip_P = (limit_P - 1).clamp_min(0)
-    return *packed_attention_forward(q, k, v, rows, rows, limit_P, skip_P, max_keys, implementation), rotated
-
-
-@torch.library.custom_op("chiar::rotary_attention_backward", mutates_args=())
-def rotary_attention_backward(
-    grad_PHd: Tensor, out_PHd: Tensor, log_sum_HP: Tensor, rotated_P3Hd: Tensor, bias_3Hd: Tensor, cos_Rd: Tensor,
-    sin_Rd: Tensor, table_P: Tensor, rows: Tensor, count: Tensor, limit_P: Tensor, max_keys: int, implementation: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of qkv and of the bias."""
-    skip_P, (q, k, v) = (limit_P - 1).clamp_min(0), rotated_P3Hd.unbind(1)
-    if row_kernels(rotated_P3Hd, implementation):
-        from chiar.kernels.triton_attention import triton_backward
-
-        dqkv = torch.empty_like(rotated_P3Hd)
-        layout, (dq, dk, dv) = Layout(rows, rows, limit_P), dqkv.unbind(1)
-        triton_backward(grad_PHd.contiguous(), q, k, v, out_PHd, log_sum_HP, layout, skip_P, max_keys, (dq, dk, dv))
-    else:
-        saved = q, k, v, out_PHd, log_sum_HP, rows, rows, limit_P, skip_P
-        dqkv = torch.stack(packed_attention_backward(grad_PHd, *saved, max_keys, implementation), 1)
-    rotate_into(dqkv, dqkv, None, cos_Rd, sin_Rd, table_P, count, -1.0, implementation)
-    dbias = row_sum(dqkv.flatten(1), count, implementation)
-    return dqkv, dbias.view(bias_3Hd.shape).to(bias_3Hd.dtype)
-
-
-def rotate_into(
-    out: Tensor, x_P3Hd: Tensor, bias_3Hd: Tensor | None, cos_Rd: Tensor, sin_Rd: Tensor, table_P: Tensor,
-    count: Tensor, sign: float, implementation: str,
-) -> None:  # fmt: skip
-    """x + bias, queries and keys turned by their angles, or back with a sign of -1; `out` may be x itself."""
-    if kernels := row_kernels(x_P3Hd, implementation):
-        return kernels.rotate_rows(x_P3Hd, out, bias_3Hd, cos_Rd, sin_Rd, table_P, count, sign=sign)
-    x_P3Hd = x_P3Hd if bias_3Hd is None else x_P3Hd + bias_3Hd
-    cos, sin = cos_Rd[table_P][:, None, None], sign * sin_Rd[table_P][:, None, None]
-    first, second = x_P3Hd[:, :2].chunk(2, dim=-1)
-    turned = x_P3Hd[:, :2] * cos + torch.cat([-second, first], dim=-1) * sin
-    out[:, 2] = x_P3Hd[:, 2]
-    out[:, :2] = turned.to(out.dtype)  # computed whole before it is written: out may be x
-
-
-rotary_attention_forward.register_fake(lambda x, *_: (x.new_empty(x[:, 0].shape), log_sums(x), x.new_empty(x.shape)))
-rotary_attention_backward.register_fake(lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[3:5]))
-register_gradient(rotary_attention_forward, rotary_attention_backward, lambda ins, outs: (*outs, *ins[1:]))
-# At most: every token attends to half of `max_keys` tokens.
-register_flop_formula(torch.ops.chiar.rotary_attention)(lambda qkv, *a, **_: 2 * math.prod(qkv) // 3 * a[7])
-register_flop_formula(torch.ops.chiar.rotary_attention_backward)(lambda grad, *a, **_: 5 * math.prod(grad) * a[10])
+    return rotary_forward(qkv_P3Hd, bias_3Hd, *rope, table_P, packing.rows, packing.count, limit_P, max_keys)[0]

@@ -8,7 +8,6 @@ import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,11 +17,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 LARGEST_HEAD = 256  # features that the Triton kernels take
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def wants_triton(x: Tensor, implementation: str) -> bool:
+def wants_triton(x: Tensor, implementation: str = "auto") -> bool:
     """ "auto" is Triton where its kernels can work on the tensor: on a GPU, but not in float64."""
-    takes = x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+    takes = HAS_TRITON and x.is_cuda and x.dtype != torch.float64
     return implementation == "triton" or (implementation == "auto" and takes)
 
 
@@ -31,8 +31,13 @@ def chosen_attention(q: Tensor, implementation: str, on_cpu: str) -> str:
     check_choice("implementation", implementation, ("auto", "torch", on_cpu, "triton"))
     if implementation != "auto":
         return implementation
-    fits = wants_triton(q, "auto") and q.shape[-1] <= LARGEST_HEAD
-    return on_cpu if q.device.type == "cpu" else "triton" if fits else "torch"
+    takes = wants_triton(q) and q.shape[-1] <= LARGEST_HEAD
+    return on_cpu if q.device.type == "cpu" else "triton" if takes else "torch"
+
+
+def fits(x_ND: Tensor, heads: int) -> bool:
+    """Whether rotary_attention takes heads of this size: kernels read their vectors where they lie."""
+    return wants_triton(x_ND) and x_ND.shape[1] // heads in (16, 32, 64, 128, 256)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *inputs: Any, **options: Any) -> None:
@@ -57,33 +62,50 @@ def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
 
 
-def row_kernels(x: Tensor, implementation: str) -> ModuleType | None:
-    """The kernels that work row by row, where x is for them; only then is Triton imported."""
-    if not wants_triton(x, implementation):
-        return None
-    from chiar.kernels import triton_rows
-
-    return triton_rows
-
-
-def register_gradient(operator: Any, backward: Any, saved: Callable[[Any, Any], tuple[Any, ...]]) -> None:
-    """For autograd: `backward(grad, *saved(inputs, outputs))`, where tensors come first, gives the gradients of the
-    first inputs, once; only the first output has one."""
+def operator(
+    name: str, fake: Callable[..., Any], *, flops: Callable[..., int] | None = None, writes: tuple[str, ...] = (),
+    gradient: Any = None, saved: Callable[[Any, Any], tuple[Any, ...]] = lambda inputs, outputs: inputs,
+    differentiable: int = 1,
+) -> Callable[[Callable[..., Any]], Any]:  # fmt: skip
+    """Makes chiar::`name` of a function that compilers must not look into. `fake` gives outputs of the right shapes;
+    `gradient(*grads, *saved(inputs, outputs))` the gradients of the first inputs, once, where `grads` are those of the
+    `differentiable` first outputs; `flops` an upper bound from shapes, since what is in use is known on the device."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
         kept = saved(inputs, outputs)
-        ctx.save_for_backward(*(x for x in kept if isinstance(x, Tensor)))
-        ctx.others, ctx.number = [x for x in kept if not isinstance(x, Tensor)], len(inputs)
-        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in kept))
+        ctx.others, ctx.number = [None if isinstance(x, Tensor) else x for x in kept], len(inputs)
+        ctx.mark_non_differentiable(*outputs[differentiable:])
         ctx.set_materialize_grads(False)
 
     @once_differentiable
-    def gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        found = () if grad is None else backward(grad, *ctx.saved_tensors, *ctx.others)
+    def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        kept = [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        grads = grads[:differentiable]
+        found = () if all(grad is None for grad in grads) else gradient(*grads, *kept)
         return *found, *(None,) * (ctx.number - len(found))
 
-    operator.register_autograd(gradients, setup_context=save)
+    def make(function: Callable[..., Any]) -> Any:
+        made = torch.library.custom_op(f"chiar::{name}", function, mutates_args=writes)
+        made.register_fake(fake)
+        if gradient is not None:
+            made.register_autograd(gradients, setup_context=save)
+        if flops is not None:
+            register_flop_formula(getattr(torch.ops.chiar, name))(flops)
+        return made
+
+    return make
+
+
+def like(*places: int) -> Callable[..., Any]:
+    """The fake of outputs that have the shapes of those inputs."""
+
+    def fake(*inputs: Any, **_: Any) -> Any:
+        outputs = tuple(inputs[place].new_empty(inputs[place].shape) for place in places)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    return fake
 
 
 @dataclass
@@ -122,13 +144,13 @@ class Gather(torch.autograd.Function):
     """x[token]. Its gradient is a gather too: index_select's would be a slow atomic addition."""
 
     @staticmethod
-    def forward(context: Any, x_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor) -> Tensor:
-        context.save_for_backward(place_N, chosen_N)
+    def forward(ctx: Any, x_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor) -> Tensor:
+        ctx.save_for_backward(place_N, chosen_N)
         return x_ND[token_P]
 
     @staticmethod
-    def backward(context: Any, *grads: Tensor) -> Any:
-        place_N, chosen_N = context.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        place_N, chosen_N = ctx.saved_tensors
         return torch.where(chosen_N[:, None], grads[0][place_N], 0.0), None, None, None
 
 
@@ -136,15 +158,13 @@ class Scatter(torch.autograd.Function):
     """Packed rows back at their tokens, `other` at the tokens that were not chosen."""
 
     @staticmethod
-    def forward(
-        context: Any, y_PD: Tensor, other_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor
-    ) -> Tensor:
-        context.save_for_backward(token_P, chosen_N)
+    def forward(ctx: Any, y_PD: Tensor, other_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor) -> Tensor:
+        ctx.save_for_backward(token_P, chosen_N)
         return torch.where(chosen_N[:, None], y_PD[place_N], other_ND)
 
     @staticmethod
-    def backward(context: Any, *grads: Tensor) -> Any:
-        token_P, chosen_N = context.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        token_P, chosen_N = ctx.saved_tensors
         return grads[0][token_P], torch.where(chosen_N[:, None], 0.0, grads[0]), None, None, None
 
 
@@ -160,10 +180,8 @@ def unpack(y_PD: Tensor, other_ND: Tensor, packing: Packing) -> Tensor:
 
 def packed_linear(x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, packing: Packing) -> Tensor:
     """x Wᵀ + b of the first `count` rows, computing only those; the rest is undefined."""
-    if torch.is_autocast_enabled(x_PD.device.type):
-        dtype = product_dtype(x_PD)
-        x_PD, weight_KD, bias_K = x_PD.to(dtype), weight_KD.to(dtype), None if bias_K is None else bias_K.to(dtype)
-    return PackedLinear.apply(x_PD, weight_KD, bias_K, packing.count)
+    parts = (x if x is None else x.to(product_dtype(x)) for x in (x_PD, weight_KD, bias_K))
+    return PackedLinear.apply(*parts, packing.count)
 
 
 def used(x: Tensor, packing: Packing) -> Tensor:
@@ -176,20 +194,23 @@ class PackedLinear(torch.autograd.Function):
     """x Wᵀ + b, with gradients of W and b summed over the first `count` rows only."""
 
     @staticmethod
-    def forward(context: Any, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, count: Tensor) -> Tensor:
-        context.save_for_backward(x_PD, weight_KD, count)
+    def forward(ctx: Any, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, count: Tensor) -> Tensor:
+        ctx.save_for_backward(x_PD, weight_KD, count)
         y_PK = rows_product(x_PD, weight_KD.t(), count)
         return y_PK if bias_K is None else y_PK + bias_K
 
     @staticmethod
-    def backward(context: Any, *grads: Tensor) -> Any:
-        (x_PD, weight_KD, count), needs = context.saved_tensors, context.needs_input_grad
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x_PD, weight_KD, count), needs = ctx.saved_tensors, ctx.needs_input_grad
         dx_PD = rows_product(grads[0], weight_KD, count) if needs[0] else None
         dweight_KD = sum_product(grads[0], x_PD, count) if needs[1] else None
         return dx_PD, dweight_KD, row_sum(grads[0], count, "auto") if needs[2] else None, None
 
 
-@torch.library.custom_op("chiar::rows_product", mutates_args=())
+@operator(
+    "rows_product", lambda x, weight, count: x.new_empty(x.shape[0], weight.shape[1]),
+    flops=lambda x, weight, *_, **__: 2 * x[0] * weight[0] * weight[1],
+)  # fmt: skip
 def rows_product(x_PD: Tensor, weight_DK: Tensor, count: Tensor) -> Tensor:
     """x W of the first `count` rows; the rest is undefined."""
     if x_PD.is_cuda:
@@ -201,7 +222,10 @@ def rows_product(x_PD: Tensor, weight_DK: Tensor, count: Tensor) -> Tensor:
     return y_PK
 
 
-@torch.library.custom_op("chiar::sum_product", mutates_args=())
+@operator(
+    "sum_product", lambda y, x, count: x.new_empty(y.shape[1], x.shape[1]),
+    flops=lambda y, x, *_, **__: 2 * y[0] * y[1] * x[1],
+)  # fmt: skip
 def sum_product(y_PK: Tensor, x_PD: Tensor, count: Tensor) -> Tensor:
     """yᵀ x over the first `count` rows: (K, D)."""
     if x_PD.is_cuda:
@@ -209,17 +233,11 @@ def sum_product(y_PK: Tensor, x_PD: Tensor, count: Tensor) -> Tensor:
     return y_PK[: int(count)].t() @ x_PD[: int(count)]
 
 
-@torch.library.custom_op("chiar::row_sum", mutates_args=())
+@operator("row_sum", lambda x, count, implementation: x.new_empty(x.shape[1]))
 def row_sum(x_PK: Tensor, count: Tensor, implementation: str) -> Tensor:
     """The sum of the first `count` rows."""
-    if kernels := row_kernels(x_PK, implementation):
-        return kernels.triton_row_sum(x_PK.contiguous(), count)
+    if wants_triton(x_PK, implementation):
+        from chiar.kernels.triton_rows import triton_row_sum
+
+        return triton_row_sum(x_PK.contiguous(), count)
     return x_PK[: int(count)].sum(0)
-
-
-rows_product.register_fake(lambda x, weight, count: x.new_empty(x.shape[0], weight.shape[1]))
-sum_product.register_fake(lambda y, x, count: x.new_empty(y.shape[1], x.shape[1]))
-row_sum.register_fake(lambda x, count, implementation: x.new_empty(x.shape[1]))
-# Upper bounds: how many rows are used is known on the device only.
-register_flop_formula(torch.ops.chiar.rows_product)(lambda x, weight, *_, **__: 2 * x[0] * weight[0] * weight[1])
-register_flop_formula(torch.ops.chiar.sum_product)(lambda y, x, *_, **__: 2 * y[0] * y[1] * x[1])

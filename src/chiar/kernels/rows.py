@@ -8,19 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Reorder(torch.autograd.Function):
-    """x[order], where `inverse` undoes `order`."""
-
-    @staticmethod
-    def forward(context: Any, x_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-        context.save_for_backward(inverse_N)
-        return x_ND.index_select(0, order_N)
-
-    @staticmethod
-    def backward(context: Any, *grads: Tensor) -> Any:
-        return grads[0].index_select(0, *context.saved_tensors), None, None
-
-
 class Take(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x_ND: Tensor, place_P: Tensor) -> Tensor:
@@ -31,7 +18,7 @@ class Take(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Any:
         (place_P,) = context.saved_tensors
-        return grads[0].new_zeros(context.rows, grads[0].shape[1]).index_copy_(0, place_P, grads[0]), None
+        return put(grads[0], place_P, context.rows), None
 
 
 def take(x_ND: Tensor, place_P: Tensor) -> Tensor:
@@ -42,10 +29,6 @@ def take(x_ND: Tensor, place_P: Tensor) -> Tensor:
 def put(x_PD: Tensor, place_P: Tensor, rows: int) -> Tensor:
     """A matrix of `rows` rows with x at the places and 0 elsewhere."""
     return x_PD.new_zeros(rows, x_PD.shape[1]).index_copy(0, place_P, x_PD)
-
-
-def inverse_of(order_N: Tensor) -> Tensor:
-    return torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N)))
 
 
 class Ragged:

@@ -2,8 +2,9 @@
 
 Packed attention is FlashAttention-2 (Dao, arXiv 2307.08691). A program works on one block of one row and one head; the
 grid covers the longest rows there may be, and programs behind their row's end return at once. With s = qk·log₂e/√d and
-L = log₂ Σ 2^s: P = 2^(s − L), O = P V, and backward as in torch_backward, with delta = rowsum(dO ∘ O). Loops take first
-what needs no mask. Products are "ieee": tf32, Triton's default, would keep 10 bits of an fp32 factor.
+L = log₂ Σ 2^s: P = 2^(s − L), O = P V; dV = Pᵀ dO, dS = P ∘ (dO Vᵀ − delta), dQ = dS K / √d, dK = dSᵀ Q / √d, where
+delta = rowsum(dO ∘ O). Loops take first what needs no mask. Products are "ieee": tf32, Triton's default, would keep 10
+bits of an fp32 factor.
 
 Decoding is flash-decoding: a row's entries are split between programs, and a second kernel puts their shares together.
 Each of KEYS lanes keeps the largest s, Σ 2^(s − largest) and Σ 2^(s − largest) v. Programs beyond their row's length,
@@ -18,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chiar.kernels.packed_attention import Layout, Three
-from chiar.kernels.packing import LARGEST_HEAD, launch
+from chiar.kernels.packed_attention import Layout, Three, log_sums
+from chiar.kernels.packing import LARGEST_HEAD, launch, like, operator
+from chiar.kernels.triton_rows import rotate_rows, triton_row_sum
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -47,29 +49,15 @@ def _store(pointer, values, start, stride, end, LENGTH: tl.constexpr, HEAD: tl.c
     tl.store(pointer + _offsets(start, stride, LENGTH, HEAD), values.to(pointer.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _clear_padding(pointer, program, rows_ptr, capacity, stride, LENGTH: tl.constexpr, HEAD: tl.constexpr):
-    """Each program zeros the padding among LENGTH vectors of its own: cheaper than to begin with zeros."""
-    used, start = tl.load(rows_ptr + tl.num_programs(2)), program * LENGTH
-    if start + LENGTH > used:
-        places = start + tl.arange(0, LENGTH)
-        padding = ((places >= used) & (places < capacity))[:, None]
-        zeros = tl.zeros([LENGTH, HEAD], pointer.dtype.element_ty)
-        tl.store(pointer + _offsets(start, stride, LENGTH, HEAD), zeros, mask=padding)
-
-
 @triton.jit(do_not_specialize=["capacity"])
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, log_sum_ptr, query_rows_ptr, key_rows_ptr, limit_ptr, q_stride, q_head, k_stride,
     k_head, v_stride, v_head, capacity, scale, HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    CLEAR: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.cast(tl.program_id(1), tl.int64), tl.program_id(2)
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last block has the most keys: begin with it
     out_stride = tl.num_programs(1) * HEAD
     out_ptr += head * HEAD
-    if CLEAR:
-        _clear_padding(out_ptr, row * tl.num_programs(0) + block, query_rows_ptr, capacity, out_stride, QUERIES, HEAD)
     start, end = tl.load(query_rows_ptr + row) + block * QUERIES, tl.load(query_rows_ptr + row + 1)
     if start >= end:
         return
@@ -110,15 +98,13 @@ def _forward(
 def _backward_queries(
     grad_ptr, q_ptr, k_ptr, v_ptr, out_ptr, log_sum_ptr, delta_ptr, dq_ptr, query_rows_ptr, key_rows_ptr, limit_ptr,
     grad_stride, grad_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, dq_stride, dq_head, capacity, scale,
-    HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr,
+    HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dQ = dS K, and delta for _backward_keys."""
     head, row = tl.cast(tl.program_id(1), tl.int64), tl.program_id(2)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     out_stride = tl.num_programs(1) * HEAD
     dq_ptr += head * dq_head
-    if CLEAR:
-        _clear_padding(dq_ptr, row * tl.num_programs(0) + block, query_rows_ptr, capacity, dq_stride, QUERIES, HEAD)
     start, end = tl.load(query_rows_ptr + row) + block * QUERIES, tl.load(query_rows_ptr + row + 1)
     if start >= end:
         return
@@ -152,20 +138,16 @@ def _backward_queries(
     _store(dq_ptr, dq * (scale * LN2), start, dq_stride, end, QUERIES, HEAD)
 
 
-@triton.jit(do_not_specialize=["queries", "capacity"])
+@triton.jit(do_not_specialize=["queries"])
 def _backward_keys(
     grad_ptr, q_ptr, k_ptr, v_ptr, log_sum_ptr, delta_ptr, dk_ptr, dv_ptr, query_rows_ptr, key_rows_ptr, limit_ptr,
     skip_ptr, grad_stride, grad_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, dk_stride, dk_head,
-    queries, capacity, scale, HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr,
+    queries, scale, HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dK = dSᵀ Q and dV = Pᵀ dO, with the same strides; `queries` and `capacity` are the sizes of q and of k."""
+    """dK = dSᵀ Q and dV = Pᵀ dO, with the same strides; `queries` is the size of q."""
     block, head, row = tl.program_id(0), tl.cast(tl.program_id(1), tl.int64), tl.program_id(2)
     dk_ptr += head * dk_head
     dv_ptr += head * dk_head
-    program = row * tl.num_programs(0) + block
-    if CLEAR:
-        _clear_padding(dk_ptr, program, key_rows_ptr, capacity, dk_stride, KEYS, HEAD)
-        _clear_padding(dv_ptr, program, key_rows_ptr, capacity, dk_stride, KEYS, HEAD)
     start, end = tl.load(key_rows_ptr + row) + block * KEYS, tl.load(key_rows_ptr + row + 1)
     if start >= end:
         return
@@ -206,7 +188,7 @@ def _backward_keys(
     _store(dv_ptr, dv, start, dk_stride, end, KEYS, HEAD)
 
 
-def options(kernel: str, q_NHd: Tensor, max_keys: int, clear: bool) -> dict[str, int]:
+def options(kernel: str, q_NHd: Tensor, max_keys: int) -> dict[str, int]:
     """Of "forward", "queries" (dQ) or "keys" (dK, dV), for the registers of an H200: block sizes, warps, and stages."""
     head = q_NHd.shape[2]
     stages = 3 if head <= 64 else 2
@@ -220,43 +202,40 @@ def options(kernel: str, q_NHd: Tensor, max_keys: int, clear: bool) -> dict[str,
         cut = (128, 128, 4, 3) if head <= 64 else (128, 64, 8, 3)
     else:
         cut = (128, 64, 8, stages) if kernel == "queries" else (64, 128, 8, stages)
-    sizes = dict(zip(("QUERIES", "KEYS", "num_warps", "num_stages"), cut, strict=True))
-    return {"HEAD": head, "CLEAR": clear, **sizes}
+    return dict(zip(("HEAD", "QUERIES", "KEYS", "num_warps", "num_stages"), (head, *cut), strict=True))
 
 
-def triton_forward(
-    q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, layout: Layout, max_keys: int, clear: bool = True
-) -> tuple[Tensor, Tensor]:
-    """As torch_forward, for fp32, fp16 and bf16. Without `clear` padding gets no zeros: it stays undefined."""
+def triton_forward(q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """As packed_attention_forward, for fp32, fp16 and bf16."""
     N, H, d = q_NHd.shape
     q, k, v = (whole_vectors(x) for x in (q_NHd, k_MHd, v_MHd))
     out, log_sum_HN = q.new_empty(q.shape), q.new_empty(H, N, dtype=torch.float32)
     if out.numel():
-        cut, scale = options("forward", q, max_keys, clear), d**-0.5 / math.log(2)
-        where = grid(max_keys, N, cut["QUERIES"], H, layout.query_rows)
-        launch(_forward, where, q, k, v, out, log_sum_HN, *layout, *strides(q, k, v), N, scale, **cut)
+        cut, scale = options("forward", q, layout.max_keys), d**-0.5 / math.log(2)
+        places, where = (out, log_sum_HN, *layout[:3]), grid(layout, cut["QUERIES"], H)
+        launch(_forward, where, q, k, v, *places, *strides(q, k, v), N, scale, **cut)
     return out[..., :d].contiguous(), log_sum_HN
 
 
 def triton_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_HN: Tensor, layout: Layout, skip_M: Tensor,
-    max_keys: int, into: Three | None = None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_HN: Tensor, layout: Layout,
+    into: Three | None = None,
 ) -> Three:  # fmt: skip
-    """As torch_backward. `into`: dq, dk and dv to fill, dk and dv with the same strides; padding stays undefined."""
-    d, clear = q.shape[2], into is None
+    """The gradients of q, k and v; `into`: where to, dk and dv with the same strides."""
+    d = q.shape[2]
     grad, q, k, v, out = (whole_vectors(x) for x in (grad, q, k, v, out))
-    (N, H, _), M = q.shape, len(k)
+    N, H, _ = q.shape
     dq, dk, dv = into or (x.new_empty(x.shape) for x in (q, k, v))
     delta_HN, scale = log_sum_HN.new_empty(log_sum_HN.shape), d**-0.5 / math.log(2)
     inputs, steps, sums = (q, k, v), strides(grad, q, k, v), (log_sum_HN, delta_HN)
     if dq.numel():
-        cut = options("queries", q, max_keys, clear)
-        where, places = grid(max_keys, N, cut["QUERIES"], H, layout.query_rows), (out.contiguous(), *sums, dq)
-        launch(_backward_queries, where, grad, *inputs, *places, *layout, *steps, *strides(dq), N, scale, **cut)
+        cut, places = options("queries", q, layout.max_keys), (out.contiguous(), *sums, dq)
+        where, numbers = grid(layout, cut["QUERIES"], H), (*steps, *strides(dq), N, scale)
+        launch(_backward_queries, where, grad, *inputs, *places, *layout[:3], *numbers, **cut)
     if dk.numel():
-        cut = options("keys", q, max_keys, clear)
-        where, rows = grid(max_keys, M, cut["KEYS"], H, layout.key_rows), (*layout, skip_M)
-        launch(_backward_keys, where, grad, *inputs, *sums, dk, dv, *rows, *steps, *strides(dk), N, M, scale, **cut)
+        cut, places = options("keys", q, layout.max_keys), (*sums, dk, dv)
+        where, numbers = grid(layout, cut["KEYS"], H), (*steps, *strides(dk), N, scale)
+        launch(_backward_keys, where, grad, *inputs, *places, *layout[:3], layout.skip_M, *numbers, **cut)
     return into or (dq[..., :d].contiguous(), dk[..., :d].contiguous(), dv[..., :d].contiguous())
 
 
@@ -277,10 +256,41 @@ def padded_head(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
-def grid(max_keys: int, capacity: int, block: int, heads: int, rows: Tensor) -> tuple[int, int, int]:
-    """Enough blocks a row for the longest one, and in all for every place, padding included."""
-    number = len(rows) - 1
-    return max(triton.cdiv(max_keys, block), triton.cdiv(capacity, number * block)), heads, number
+def grid(layout: Layout, block: int, heads: int) -> tuple[int, int, int]:
+    """Enough blocks a row for the longest one."""
+    return triton.cdiv(layout.max_keys, block), heads, len(layout.key_rows) - 1
+
+
+# At most: every token attends to half of `max_keys` tokens.
+@operator("rotary_attention_backward", like(3, 4), flops=lambda grad, *a, **_: 5 * math.prod(grad) * a[10])
+def rotary_backward(
+    grad_PHd: Tensor, out_PHd: Tensor, log_sum_HP: Tensor, rotated_P3Hd: Tensor, bias_3Hd: Tensor, cos_Rd: Tensor,
+    sin_Rd: Tensor, table_P: Tensor, rows: Tensor, count: Tensor, limit_P: Tensor, max_keys: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of qkv and of the bias."""
+    layout = Layout(rows, rows, limit_P, max_keys, (limit_P - 1).clamp_min(0))
+    dqkv, (q, k, v) = torch.empty_like(rotated_P3Hd), rotated_P3Hd.unbind(1)
+    dq, dk, dv = dqkv.unbind(1)
+    triton_backward(grad_PHd.contiguous(), q, k, v, out_PHd, log_sum_HP, layout, into=(dq, dk, dv))
+    rotate_rows(dqkv, dqkv, None, cos_Rd, sin_Rd, table_P, count, sign=-1.0)
+    dbias = triton_row_sum(dqkv.flatten(1), count)
+    return dqkv, dbias.view(bias_3Hd.shape).to(bias_3Hd.dtype)
+
+
+@operator(
+    "rotary_attention", lambda x, *_: (x.new_empty(x[:, 0].shape), log_sums(x), x.new_empty(x.shape)),
+    gradient=rotary_backward, saved=lambda ins, outs: (*outs, *ins[1:]),
+    flops=lambda qkv, *a, **_: 2 * math.prod(qkv) // 3 * a[7],
+)  # fmt: skip
+def rotary_forward(
+    qkv_P3Hd: Tensor, bias_3Hd: Tensor, cos_Rd: Tensor, sin_Rd: Tensor, table_P: Tensor, rows: Tensor, count: Tensor,
+    limit_P: Tensor, max_keys: int,
+) -> Three:  # fmt: skip
+    """The output, the log-sums of its softmax, and the rotated q, k and v."""
+    rotated = torch.empty_like(qkv_P3Hd, memory_format=torch.contiguous_format)
+    rotate_rows(qkv_P3Hd.contiguous(), rotated, bias_3Hd, cos_Rd, sin_Rd, table_P, count, sign=1.0)
+    q, k, v = rotated.unbind(1)
+    return *triton_forward(q, k, v, Layout(rows, rows, limit_P, max_keys)), rotated
 
 
 # Enough programs to fill an H200 several times over, so that the last cost little; more splits cost the second kernel.

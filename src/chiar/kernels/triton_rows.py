@@ -1,14 +1,16 @@
 """The kernels that work row by row: packed norm, GELU, row sums and RoPE, which read and write only the rows in use;
 softmax_gradient; temporal_filter. Imported only where one runs."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from chiar.kernels.packed_norm import Four
-from chiar.kernels.packing import launch
+from chiar.kernels.packing import launch, like, operator, row_sum
 
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
 TILE = 2048  # numbers a program of the norm works on at once
 CHUNK = 16  # rows whose sums one program of its backward pass makes, or a tile of narrow ones if that is more
 GELU, SUM = {"ROWS": 32, "COLUMNS": 128}, {"ROWS": 128, "COLUMNS": 64}
@@ -113,26 +115,98 @@ def shape(width: int) -> dict[str, int]:
     return {"ROWS": max(1, TILE // columns), "COLUMNS": columns, "num_warps": 4 if columns <= TILE else 8}
 
 
-def norm_forward(x_ND: Tensor, token_P: Tensor, *inputs: Tensor | None, kind: str, eps: float, outputs: Four) -> None:
-    """`inputs`: the kernel's, from `count` to `add_bias`."""
-    cut, places = shape(x_ND.shape[1]), (outputs[0] if len(outputs[0]) else None, *outputs[1:])
-    grid = (triton.cdiv(len(token_P), cut["ROWS"]),)
-    launch(_norm_forward, grid, x_ND, token_P, *inputs, *places, x_ND.shape[1], eps, KIND=kind, **cut)
-
-
-def norm_backward(dh_PD: Tensor, *inputs: Tensor | None, kind: str, outputs: Four) -> Four:
-    """`inputs`: the kernel's, from `du` to `scale`. The gradients of x, `add`, and the norm's weight and bias."""
-    dx_PD, dadd_PD, dweight_D, dbias_D = outputs
+@operator("packed_norm_backward", lambda dh, du, read, *a: new_gradients(dh, read, mean_P=a[3], added=a[6]))
+def norm_backward(
+    dh_PD: Tensor, du_PD: Tensor | None, read: Tensor, token_P: Tensor | None, count: Tensor, weight_D: Tensor | None,
+    mean_P: Tensor, scale_P: Tensor, kind: str, added: torch.dtype | None,
+) -> Four:  # fmt: skip
+    """Of the gathered x, of `add` (empty without) and of the norm's weight and bias. `read`: u, or x by `token_P`."""
+    dx_PD, dadd_PD, dweight_D, dbias_D = new_gradients(dh_PD, read, mean_P, added)
     rows, width = dh_PD.shape
     cut = shape(width)
     chunk = max(CHUNK, cut["ROWS"])
     chunks = triton.cdiv(rows, chunk)
     weight_sums = dweight_D.new_empty(chunks, width) if kind != "none" else None
     bias_sums = dweight_D.new_empty(chunks, width) if kind == "layer" else None
+    inputs = None if du_PD is None else du_PD.contiguous(), read.contiguous(), token_P, count, weight_D, mean_P, scale_P
     places = dx_PD, dadd_PD if len(dadd_PD) else None, weight_sums, bias_sums
-    launch(_norm_backward, (chunks,), dh_PD, *inputs, *places, width, KIND=kind, CHUNK=chunk, **cut)
+    launch(_norm_backward, (chunks,), dh_PD.contiguous(), *inputs, *places, width, KIND=kind, CHUNK=chunk, **cut)
     dweight_D = dweight_D.zero_() if weight_sums is None else weight_sums.sum(0)
     return dx_PD, dadd_PD, dweight_D, dbias_D.zero_() if bias_sums is None else bias_sums.sum(0)
+
+
+def new_gradients(dh_PD: Tensor, read: Tensor, mean_P: Tensor, added: torch.dtype | None) -> Four:
+    rows, width = dh_PD.shape
+    dadd_PD = read.new_empty((rows if added is not None else 0, width), dtype=added or read.dtype)
+    return read.new_empty((rows, width)), dadd_PD, mean_P.new_empty(width), mean_P.new_empty(width)
+
+
+def norm_gradients(
+    du_PD: Tensor | None, dh_PD: Tensor, read: Tensor, token_P: Tensor | None, place_N: Tensor, chosen_N: Tensor,
+    count: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, add_bias_D: Tensor | None, mean_P: Tensor,
+    scale_P: Tensor, kind: str, added: torch.dtype | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """That of x is a gather: tokens that were not chosen get zeros."""
+    saved = read, token_P, count, weight_D, mean_P, scale_P
+    dx_PD, dadd_PD, dweight_D, dbias_D = norm_backward(dh_PD, du_PD, *saved, kind, added)
+    dx_ND = torch.where(chosen_N[:, None], dx_PD[place_N], 0.0)
+    by_weight = None if weight_D is None else dweight_D.to(weight_D.dtype)
+    by_bias = None if bias_D is None else dbias_D.to(bias_D.dtype)
+    sums = None if add_bias_D is None else row_sum(dadd_PD, count, "triton").to(add_bias_D.dtype)
+    return dx_ND, *(None,) * 4, by_weight, by_bias, None if added is None else dadd_PD, sums
+
+
+def keep_for_gradients(inputs: tuple[Any, ...], outputs: Four) -> tuple[Any, ...]:
+    x_ND, token_P, place_N, chosen_N, count, weight_D, bias_D, add_PD, add_bias_D, kind, *_ = inputs
+    read, added = ((x_ND, token_P), None) if add_PD is None else ((outputs[0], None), add_PD.dtype)
+    return *read, place_N, chosen_N, count, weight_D, bias_D, add_bias_D, *outputs[2:], kind, added
+
+
+@operator(
+    "packed_norm", lambda x, token, *a: new_outputs(x, token, add_PD=a[5], dtype=a[9], keep=a[10]),
+    gradient=norm_gradients, saved=keep_for_gradients, differentiable=2,
+)  # fmt: skip
+def norm_forward(
+    x_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor, count: Tensor, weight_D: Tensor | None,
+    bias_D: Tensor | None, add_PD: Tensor | None, add_bias_D: Tensor | None, kind: str, eps: float, dtype: torch.dtype,
+    keep: bool,
+) -> Four:  # fmt: skip
+    """u (empty if not to `keep`), h, and the mean and 1/scale of each row."""
+    outputs, cut = new_outputs(x_ND, token_P, add_PD, dtype, keep), shape(x_ND.shape[1])
+    inputs = count, weight_D, bias_D, None if add_PD is None else add_PD.contiguous(), add_bias_D
+    places, grid = (outputs[0] if keep else None, *outputs[1:]), (triton.cdiv(len(token_P), cut["ROWS"]),)
+    launch(_norm_forward, grid, x_ND.contiguous(), token_P, *inputs, *places, x_ND.shape[1], eps, KIND=kind, **cut)
+    return outputs
+
+
+def new_outputs(x_ND: Tensor, token_P: Tensor, add_PD: Tensor | None, dtype: torch.dtype, keep: bool) -> Four:
+    rows, width, sums = len(token_P), x_ND.shape[1], torch.float32
+    kept = x_ND.dtype if add_PD is None else torch.promote_types(x_ND.dtype, add_PD.dtype)
+    u_PD, h_PD = x_ND.new_empty((rows if keep else 0, width), dtype=kept), x_ND.new_empty((rows, width), dtype=dtype)
+    return u_PD, h_PD, x_ND.new_empty(rows, dtype=sums), x_ND.new_empty(rows, dtype=sums)
+
+
+class UnpackSum(torch.autograd.Function):
+    """Its gradient reads the chosen rows once, for u and, in the dtype of products, for `more`."""
+
+    @staticmethod
+    def forward(
+        context: Any, u_PD: Tensor, more_PD: Tensor, bias_D: Tensor, other_ND: Tensor, token_P: Tensor,
+        place_N: Tensor, chosen_N: Tensor, count: Tensor,
+    ) -> Tensor:  # fmt: skip
+        context.save_for_backward(token_P, place_N, chosen_N, count)
+        context.dtypes = u_PD.dtype, more_PD.dtype, bias_D.dtype
+        return torch.where(chosen_N[:, None], u_PD[place_N] + (more_PD[place_N] + bias_D), other_ND)
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> Any:
+        (_, _, chosen_N, count), (grad_ND,) = context.saved_tensors, grads
+        u_dtype, more_dtype, bias_dtype = context.dtypes
+        inputs = grad_ND, *context.saved_tensors, *(None,) * 4
+        du_PD, dmore_PD, _, _ = norm_forward(*inputs, "none", 0.0, more_dtype, True)
+        dbias_D = row_sum(dmore_PD, count, "triton")
+        dother_ND = torch.where(chosen_N[:, None], 0.0, grad_ND)
+        return du_PD.to(u_dtype), dmore_PD, dbias_D.to(bias_dtype), dother_ND, *(None,) * 4
 
 
 @triton.jit
@@ -162,14 +236,23 @@ def _gelu(x_ptr, grad_ptr, bias_ptr, y_ptr, sums_ptr, count_ptr, width, ROWS: tl
         tl.store(sums, tl.sum(tl.where(inside, y, 0.0), 0)[None, :], mask=columns < width)
 
 
-def launch_gelu(grad_PK: Tensor | None, x_PK: Tensor, bias_K: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None]:
-    """gelu(x + b); with a gradient those of x and b instead."""
-    y_PK, width = x_PK.new_empty(x_PK.shape), x_PK.shape[1]
-    blocks = triton.cdiv(len(x_PK), GELU["ROWS"])
-    sums = None if grad_PK is None else bias_K.new_empty(blocks, width).float()
-    grid = blocks, triton.cdiv(width, GELU["COLUMNS"])
-    launch(_gelu, grid, x_PK, grad_PK, bias_K, y_PK, sums, count, width, **GELU)
-    return y_PK, None if sums is None else sums.sum(0).to(bias_K.dtype)
+@operator("packed_gelu_backward", like(1, 2))
+def gelu_backward(grad_PK: Tensor, x_PK: Tensor, bias_K: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x, undefined beyond `count`, and of b."""
+    sums = bias_K.new_empty(triton.cdiv(len(x_PK), GELU["ROWS"]), len(bias_K)).float()
+    return launch_gelu(x_PK, grad_PK.contiguous(), bias_K, count, sums), sums.sum(0).to(bias_K.dtype)
+
+
+@operator("packed_gelu", like(0), gradient=gelu_backward)
+def gelu_forward(x_PK: Tensor, bias_K: Tensor, count: Tensor) -> Tensor:
+    return launch_gelu(x_PK, None, bias_K, count, None)
+
+
+def launch_gelu(x_PK: Tensor, grad_PK: Tensor | None, bias_K: Tensor, count: Tensor, sums: Tensor | None) -> Tensor:
+    y_PK, (rows, width) = x_PK.new_empty(x_PK.shape), x_PK.shape
+    grid = triton.cdiv(rows, GELU["ROWS"]), triton.cdiv(width, GELU["COLUMNS"])
+    launch(_gelu, grid, x_PK.contiguous(), grad_PK, bias_K, y_PK, sums, count, width, **GELU)
+    return y_PK
 
 
 @triton.jit
@@ -325,20 +408,27 @@ def _tap_gradients(
     tl.store(sums_ptr + places, tl.sum(products, 1), mask=(taps < W) & (columns < width))
 
 
-def filter_forward(x_BTD: Tensor, taps_WD: Tensor, ahead: bool = False) -> Tensor:
-    y_BTD, (B, T, D) = x_BTD.new_empty(x_BTD.shape), x_BTD.shape
-    grid = triton.cdiv(T, FILTER["ROWS"]), triton.cdiv(D, FILTER["COLUMNS"]), B
-    launch(_shifted_sum, grid, x_BTD, taps_WD, y_BTD, T, D, ahead, W=len(taps_WD), **FILTER)
-    return y_BTD
-
-
+@operator("temporal_filter_backward", like(1, 2))
 def filter_backward(grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x, the same filter backwards in time, and of the taps."""
     (B, T, D), W = x_BTD.shape, len(taps_WD)
-    taps = triton.next_power_of_2(W)
+    taps, grad_BTD = triton.next_power_of_2(W), grad_BTD.contiguous()
     rows = max(1, PRODUCTS // taps)
     columns = max(16, TAP_COLUMNS * PRODUCTS // (rows * taps))
     blocks = triton.cdiv(T, rows * STEPS)
     sums_PWD = taps_WD.new_empty(B * blocks, W, D, dtype=torch.float32)
-    grid = blocks, triton.cdiv(D, columns), B
-    launch(_tap_gradients, grid, grad_BTD, x_BTD, sums_PWD, T, D, W, taps, rows, columns, STEPS, num_warps=TAP_WARPS)
-    return filter_forward(grad_BTD, taps_WD, ahead=True), sums_PWD.sum(0).to(taps_WD.dtype)
+    grid, sizes = (blocks, triton.cdiv(D, columns), B), (T, D, W, taps, rows, columns, STEPS)
+    launch(_tap_gradients, grid, grad_BTD, x_BTD.contiguous(), sums_PWD, *sizes, num_warps=TAP_WARPS)
+    return launch_filter(grad_BTD, taps_WD, ahead=True), sums_PWD.sum(0).to(taps_WD.dtype)
+
+
+@operator("temporal_filter", like(0), gradient=filter_backward)
+def filter_forward(x_BTD: Tensor, taps_WD: Tensor) -> Tensor:
+    return launch_filter(x_BTD.contiguous(), taps_WD, ahead=False)
+
+
+def launch_filter(x_BTD: Tensor, taps_WD: Tensor, ahead: bool) -> Tensor:
+    y_BTD, (B, T, D) = x_BTD.new_empty(x_BTD.shape), x_BTD.shape
+    grid = triton.cdiv(T, FILTER["ROWS"]), triton.cdiv(D, FILTER["COLUMNS"]), B
+    launch(_shifted_sum, grid, x_BTD, taps_WD.contiguous(), y_BTD, T, D, ahead, W=len(taps_WD), **FILTER)
+    return y_BTD

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chiar.kernels.packed_attention import fits, prefix_attention, rotary_attention
+from chiar.kernels.packed_attention import prefix_attention, rotary_attention
 from chiar.kernels.packed_norm import packed_gelu, packed_norm, unpack_sum
-from chiar.kernels.packing import Packing, make_packing, pack, pack_all, packed_linear, unpack, used
-from chiar.kernels.rows import Reorder, causal_attention, inverse_of, take
+from chiar.kernels.packing import Packing, fits, make_packing, pack, pack_all, packed_linear, unpack, used
+from chiar.kernels.rows import causal_attention, put, take
 from chiar.layers.attention import CausalAttention, rotate
 from chiar.layers.context import Memory, TokenContext, surely_none
 from chiar.layers.operator import Tokens
@@ -159,7 +159,7 @@ class PackedTokens(SparseTokens):
     def feed(self, y: Tensor, name: str, bias: bool = True) -> Tensor:
         """Without dropout, which sparse execution refuses; on demand without the last bias."""
         ffn, packing = self.block.ffn, self.packing(name)
-        hidden = packed_gelu(packed_linear(y, ffn.up.weight, None, packing), ffn.up.bias, packing.count)
+        hidden = packed_gelu(packed_linear(y, ffn.up.weight, None, packing), ffn.up.bias, packing)
         return packed_linear(hidden, ffn.down.weight, ffn.down.bias if bias else None, packing)
 
     def select(self, parts: dict[str, Tensor]) -> Tensor:
@@ -204,7 +204,7 @@ class PackedTokens(SparseTokens):
     def among_themselves(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
         dark, heads, bias = self.dark, attention.heads, attention.qkv.bias
         alone = self.memory is None  # a cache needs the rotated keys by themselves
-        if alone and self.context.rope is not None and fits(self.x.shape[1] // heads):
+        if alone and self.context.rope is not None and fits(self.x, heads):
             # RoPE is part of the attention operator, and so is the bias: a grouped product has none.
             qkv_P3Hd = packed_linear(seen_PD, attention.qkv.weight, None, dark).unflatten(1, (3, heads, -1))
             cos, sin = (table.flatten(0, 2) for table in self.context.rope)
@@ -230,8 +230,7 @@ class SortedTokens(SparseTokens):
         choice_N = choice_BT.flatten()
         counts: list[int] = choice_N.bincount(minlength=len(block.names) + 1).tolist()
         self.order_N = choice_N.argsort(stable=True)
-        self.inverse_N = inverse_of(self.order_N)
-        x_ND = Reorder.apply(self.x, self.order_N, self.inverse_N)
+        x_ND = take(self.x, self.order_N)
         *slices, self.padding_PD = x_ND.split(counts)
         self.x = x_ND[: len(x_ND) - len(self.padding_PD)]
         self.slices = dict(zip(block.names, slices, strict=True))
@@ -251,13 +250,13 @@ class SortedTokens(SparseTokens):
         y_ND = torch.cat(list(parts.values()))
         if not self.block.weights_have_gradient:
             return y_ND
-        weight_N1 = Reorder.apply(self.weight_N1(), self.order_N, self.inverse_N)
+        weight_N1 = take(self.weight_N1(), self.order_N)
         return y_ND * weight_N1[: len(y_ND)].to(y_ND.dtype)
 
     def together(self, y_ND: Tensor) -> Tensor:
         if len(self.padding_PD):
             y_ND = torch.cat([y_ND, self.padding_PD.to(y_ND.dtype)])
-        return Reorder.apply(y_ND, self.inverse_N, self.order_N).view(self.x_BTD.shape)
+        return put(y_ND, self.order_N, len(y_ND)).view(self.x_BTD.shape)
 
     def attend(self, attention: CausalAttention, x_PD: Tensor) -> Tensor:
         """Attention of the dark tokens, over each other or over all, (P, D)."""
