@@ -1,4 +1,6 @@
-"""The chiar command, run inside the test's own process."""
+"""The chiar command, run inside the test's own process; and waiting for what runs beside it."""
+
+import time
 
 from typer.testing import CliRunner
 
@@ -14,3 +16,10 @@ def run(*arguments):
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
+
+
+def wait_until(true, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "work went on"
+        time.sleep(0.02)

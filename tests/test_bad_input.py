@@ -1,16 +1,20 @@
-"""Bad input on the real command line: one sentence, exit code 2, nothing overwritten."""
+"""Bad input: one sentence, exit code 2, nothing written and nothing overwritten."""
 
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import commands
 
+CHIAR = Path(sys.executable).parent / "chiar"
 TRAIN = ("train", "v3-tiny", "--steps", "2", "--batch", "4", "--micro-batch", "2", "--length", "16", "--no-compile")
+EXPORT = ("explore", "v3-tiny", "--export")
 PREPARE = ("data", "prepare", "--tokenizer", "bytes", "--out", "new")
 
 
@@ -70,6 +74,40 @@ CASES = {
     "data that is no corpus": ([*TRAIN, "--data", "nothing", "--out", "new"], "not a prepared corpus"),
     "data that is a file": ([*TRAIN, "--data", "notes.txt", "--out", "new"], "not a prepared corpus"),
     "a run of nothing to compare": (["eval", "nothing"], "neither a training run"),
+    "lengths in words": (["flops", "v3-400m", "--length", "long"], "whole numbers"),
+    "no length": (["flops", "v3-400m", "--length", "0"], "at least 1"),
+    "more than every token": (["flops", "v3-400m", "--fraction", "2"], "between 0 and 1"),
+    "unknown keys": (["flops", "v3-400m", "--keys", "route"], "Did you mean 'routed'"),
+    "an empty prompt": (["trace", "v3-tiny", "--prompt", ""], "empty"),
+    "no tokenizer": (["trace", "v3-16m", "--prompt", "a"], "--tokenizer"),
+    "no such model": (["trace", "no-such-model", "--prompt", "a"], "unknown preset or folder"),
+    "a folder without a model": (["trace", "nothing", "--prompt", "a"], "with a config.json"),
+    "too long a prompt": (["trace", "v2-tiny", "--prompt", "a" * 257], "257 tokens, but the model has 256 learned"),
+    "two to print": (["trace", "v3-tiny", "--prompt", "a", "--csv", "-", "--json", "-"], "would both print"),
+    "nothing to calibrate on": (["calibrate", "v3-tiny"], "exactly one of --text-file"),
+    "no such text": (["calibrate", "v3-tiny", "--text-file", "missing.txt"], "there is no file"),
+    "less than a row": (["calibrate", "v3-tiny", "--text-file", "empty.txt"], "fewer than one row"),
+    "no UTF-8": (["calibrate", "v3-tiny", "--text-file", "binary.txt"], "not UTF-8"),
+    "no such checkpoint": (["convert", "missing.pt", "--out", "new"], "there is no file"),
+    "a folder's option": (["convert", "missing.pt", "--out", "new", "--coordinates", "dct"], "is for a model folder"),
+    "a preset to convert": (["convert", "v2-tiny", "--out", "new"], "is a preset"),
+    "a checkpoint's option": (["convert", "v2-tiny", "--out", "new", "--tau", "0.5"], "--tau is for a .pt file"),
+    "no such model to serve": (["serve", "nowhere/model"], "there is no folder"),
+    "unknown gate": (["serve", "run", "--gate", "open"], "unknown gate"),
+    "a gate that cannot generate": (["serve", "v3-tiny", "--gate", "refuse"], "generation is not defined"),
+    "unknown device": (["serve", "run", "--device", "tpu"], "unknown device"),
+    "unknown host": (["serve", "run", "--host", "no.such.host.invalid"], "cannot listen on no.such"),
+    "more than learned positions": (["serve", "v2-tiny", "--max-length", "257"], "256 learned positions"),
+    "a page in another format": ([*EXPORT, "x.pdf", "--prompt", "a"], "name the file x.html"),
+    "a page of nothing": ([*EXPORT, "x.html", "--prompt="], "the text is empty"),
+    "no such evaluation": ([*EXPORT, "x.html", "--prompt", "a", "--evaluation", "none.json"], "there is no file"),
+    "a page without a prompt": ([*EXPORT, "x.html"], "go together"),
+    "a prompt without a page": (["explore", "v3-tiny", "--prompt", "a"], "go together"),
+    "one model twice": ([*EXPORT, "x.html", "--prompt", "a", "--beside", "v3-tiny"], "named twice"),
+    "too long a page": (["explore", "v2-tiny", "--export", "x.html", "--prompt", "x" * 257], "256 are the most"),
+    "a second model alone": (["explore", "--beside", "v3-tiny"], "--beside needs a first model"),
+    "a model without a tokenizer": (["explore", "v3-16m", "--port", "0"], "--tokenizer"),
+    "unknown basis": (["convert", "v2-tiny", "--out", "new", "--coordinates", "spectrl"], "Did you mean 'spectral'"),
 }
 
 
@@ -84,11 +122,21 @@ def test_refused_and_nothing_overwritten(case, place, monkeypatch):
     assert tree(place) == before
 
 
+@pytest.mark.parametrize(("command", "extra"), [("serve", "serve"), ("explore", "page")])
+def test_what_keeps_a_server_from_starting(command, extra, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, said = commands.run(command, "v3-tiny", "--port", taken.getsockname()[1])
+    assert code == 2 and "cannot listen" in said and "choose others with --host and --port 0" in said
+    for package in ("uvicorn", "starlette"):
+        monkeypatch.setitem(sys.modules, package, None)
+        code, said = commands.run(command, "v3-tiny", "--port", 0)
+        assert code == 2 and f"needs the package {package}: pip install 'chiar[{extra}]'" in said
+
+
 # The others would only start the same program again: every case ends in `guarded`.
-def test_the_program_says_one_sentence_and_exits_with_2(place):
+@pytest.mark.parametrize("program", [[CHIAR], [sys.executable, "-m", "chiar"]], ids=["script", "module"])
+def test_the_program_says_one_sentence_and_exits_with_2(place, program):
     arguments, sentence = CASES["an existing run"]
-    before, command = tree(place), [sys.executable, "-m", "chiar", *arguments]
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True)
-    assert done.returncode == 2 and sentence in done.stderr, done.stdout + done.stderr
+    done = subprocess.run([*program, *arguments], cwd=place, capture_output=True, text=True)
+    assert done.returncode == 2 and sentence in done.stderr and not done.stdout, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("error: "), done.stderr
-    assert tree(place) == before

@@ -1,16 +1,18 @@
-"""The command as a user runs it: quick help, clear errors with exit code 2, nothing written on failure."""
+"""The command as a user runs it: quick help, what it prints and writes, and what it says of damaged folders."""
 
 import csv
-import io
 import json
 import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from chiar import ChiarForCausalLM, RoutingTrace
@@ -23,16 +25,13 @@ CHIAR = Path(sys.executable).parent / "chiar"
 TEXT = "The overwhelming consensus of many scientists is that carbon matters. " * 40
 
 
-def refused(*arguments):
-    code, output = run(*arguments)
-    assert code == 2 and "Traceback" not in output, output
+def accepted(*arguments, code=0):
+    found, output = run(*arguments)
+    assert found == code and "Traceback" not in output, output
     return output
 
 
-def accepted(*arguments):
-    code, output = run(*arguments)
-    assert code == 0, output
-    return output
+refused = partial(accepted, code=2)
 
 
 @pytest.fixture
@@ -48,18 +47,7 @@ def test_help_imports_nothing_heavy():
     code += f"finally: assert not {heavy} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "convert" in done.stdout
-
-
-def test_every_command_has_help_and_the_version_is_told():
-    for command in app.registered_commands:
-        assert "Usage" in accepted(command.name or command.callback.__name__, "--help")
     assert re.fullmatch(r"chiar \d+\.\d+\.\d+\n", accepted("--version"))
-
-
-def test_errors_reach_the_shell_as_one_sentence_and_code_2(tmp_path):
-    done = subprocess.run([CHIAR, "flops", "v3-40m"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stderr.startswith("error: unknown preset or folder 'v3-40m'. Did you mean 'v3-400m'?")
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not done.stdout
 
 
 def test_operating_system_errors_are_sentences_too(monkeypatch, capsys, tmp_path):
@@ -85,10 +73,9 @@ def test_models_prints_the_exact_counts_on_narrow_terminals_too(monkeypatch):
 
 def test_flops_prints_both_models_the_ratio_and_the_claim(tmp_path):
     output = accepted("flops", "v3-400m", "--length", "256,4096", "--fraction", "0.5", "--keys", "routed")
-    for figure in ("35–40%", "62.5%", "15.6%", "51.5%", "27.8%", "4,096", "a token to attention"):
-        assert figure in output
-    printed = accepted("flops", "v3-400m", "--keys", "routed", "--json", "-")
-    (record,) = json.loads(printed)
+    figures = ("35–40%", "62.5%", "15.6%", "51.5%", "27.8%", "4,096", "a token to attention")
+    assert all(figure in output for figure in figures)
+    (record,) = json.loads(accepted("flops", "v3-400m", "--keys", "routed", "--json", "-"))
     assert f"{1 - record['saved']:.3f}" in output and f"{record['saved_matrix_transform']:.1%}" in output
     assert record["saved_free_transform"] == pytest.approx(0.156, abs=1e-3)
     assert sum(record["chiar"].values()) == pytest.approx(record["chiar_total"])
@@ -100,36 +87,6 @@ def test_flops_prints_both_models_the_ratio_and_the_claim(tmp_path):
     assert json.loads(out.read_text()) == [record]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["flops", "v3-400m", "--length", "long"], "whole numbers"),
-        (["flops", "v3-400m", "--length", "0"], "at least 1"),
-        (["flops", "v3-400m", "--fraction", "2"], "between 0 and 1"),
-        (["flops", "v3-400m", "--keys", "route"], "Did you mean 'routed'"),
-        (["flops"], "Missing argument"),
-        (["trace", "v3-tiny", "--prompt", ""], "empty"),
-        (["trace", "v3-16m", "--prompt", "a"], "--tokenizer"),
-        (["trace", "no-such-model", "--prompt", "a"], "unknown preset or folder"),
-        (["trace", ".", "--prompt", "a"], "with a config.json"),
-        (["trace", "v2-tiny", "--prompt", "a" * 257], "257 tokens, but the model has 256 learned positions"),
-        (["trace", "v3-tiny", "--prompt", "a", "--csv", "-", "--json", "-"], "would both print"),
-        (["calibrate", "v3-tiny"], "exactly one of --text-file"),
-        (["calibrate", "v3-tiny", "--text-file", "missing.txt"], "there is no file"),
-        (["convert", "missing.pt", "--out", "out"], "there is no file"),
-        (["convert", "missing.pt", "--out", "out", "--coordinates", "spectral"], "is for a model folder"),
-        (["convert", "v2-tiny", "--out", "out"], "is a preset"),
-        (["convert", "v2-tiny", "--out", "out", "--tau", "0.5"], "--tau is for a .pt file"),
-        (["convert", "v2-tiny", "--out", "out", "--coordinates", "spectrl"], "Did you mean 'spectral'"),
-    ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
-)
-def test_bad_input_is_refused(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(*arguments)
-    assert not list(tmp_path.iterdir())
-
-
 def test_trace_shows_and_stores_routes(tmp_path):
     prompt, stored, table = 'dark, "light"\n\x1b', tmp_path / "trace.json", tmp_path / "routes.csv"
     output = accepted("trace", "v3-tiny", "--prompt", prompt, "--json", stored, "--csv", table)
@@ -139,17 +96,16 @@ def test_trace_shows_and_stores_routes(tmp_path):
     assert trace.token_ids_BT.tolist() == [list(prompt.encode())]
     assert "".join("░█"[k] for k in trace.layers[1].choice_BT[0].tolist()) in output
 
-    rows = list(csv.DictReader(io.StringIO(table.read_text())))
+    rows = list(csv.DictReader(table.open()))
     assert len(rows) == len(prompt) * 4 and tuple(rows[0]) == COLUMNS
     for number, row in enumerate(rows):
-        token, index = divmod(number, 4)
-        layer = trace.layers[index]
-        assert (int(row["position"]), int(row["layer"]), row["kind"]) == (token, index + 1, layer.kind)
-        assert int(row["token_id"]) == prompt.encode()[token]
-        assert row["operator"] == layer.operators[int(layer.choice_BT[0, token])]
-        assert float(row["entropy"]) == float(layer.entropy_BT[0, token])
-        assert float(row["attention_weight"]) == float(row["operator"] == "attention")
-        assert bool(row["thresholds"]) == (layer.kind == "routed") and bool(row["gate"]) == (index == 0)
+        token, layer = number // 4, trace.layers[number % 4]
+        operator, entropy = layer.operators[int(layer.choice_BT[0, token])], float(layer.entropy_BT[0, token])
+        where = (str(token), str(prompt.encode()[token]), str(layer.index + 1), layer.kind)
+        assert tuple(row[name] for name in ("position", "token_id", "layer", "kind")) == where
+        assert (row["operator"], float(row["entropy"])) == (operator, entropy)
+        assert float(row["attention_weight"]) == float(operator == "attention")
+        assert bool(row["thresholds"]) == (layer.kind == "routed") and bool(row["gate"]) == (layer.index == 0)
 
     printed = accepted("trace", "v3-tiny", "--prompt", prompt, "--csv", "-")
     assert printed.strip() == table.read_text().strip()
@@ -168,29 +124,17 @@ def test_calibrate_writes_a_model(text_file, tmp_path, monkeypatch):
     report = json.loads((tmp_path / "v3" / "calibration.json").read_text())
     thresholds = ChiarForCausalLM.from_pretrained(tmp_path / "v3").config.thresholds
     assert thresholds == [layer["thresholds"][0] for layer in report["layers"]]
-    paper = ["calibrate", "baseline-tiny", *stream, "--rule", "embeddings"]
-    assert "no routed layers" in refused(*paper, "--out", tmp_path / "x")
-    assert not (tmp_path / "x").exists()
-    for data, message in {
-        b"": "fewer than one row",
-        b"short": "fewer than one row",
-        b"\xff\xfe\x00": "not UTF-8",
-    }.items():
-        (tmp_path / "bad").write_bytes(data)
-        assert message in refused("calibrate", "v3-tiny", "--text-file", tmp_path / "bad", "--length", 64)
+    paper = ["calibrate", "baseline-tiny", *stream, "--rule", "embeddings", "--out", tmp_path / "x"]
+    assert "no routed layers" in refused(*paper) and not (tmp_path / "x").exists()
     monkeypatch.setattr("chiar.model.load.load_model", lambda *_: pytest.fail("worked first"))
     assert "exists already" in refused("calibrate", "v3-tiny", *stream, "--out", tmp_path / "v3")
 
 
 def test_a_calibrated_model_keeps_the_tokenizer_it_was_given(text_file, tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     vocabulary = {"[UNK]": 0} | {word: i + 1 for i, word in enumerate(sorted(set(TEXT.split())))}
     words = Tokenizer(models.WordLevel(vocabulary, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    (tmp_path / "words").mkdir()
-    words.save(str(tmp_path / "words" / "tokenizer.json"))
-    (tmp_path / "words" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
     stream = ["--text-file", text_file, "--length", 16, "--tokenizer", tmp_path / "words"]
     accepted("calibrate", "v3-tiny", *stream, "--out", tmp_path / "model")
     output = accepted("trace", tmp_path / "model", "--prompt", "many scientists")

@@ -53,9 +53,11 @@ def test_the_file_map_is_complete():
 
 
 @pytest.mark.parametrize("document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
-def test_links_lead_somewhere(document):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
+def test_links_lead_somewhere_and_no_placeholder_is_left(document):
+    text = document.read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (document.parent / target).exists(), target
+    assert not re.search(r"@[A-Z0-9]+@", text)
 
 
 def test_files_named_in_the_architecture_table_exist():
@@ -64,8 +66,3 @@ def test_files_named_in_the_architecture_table_exist():
     assert len(named) > 12
     for path, symbol in named:
         assert re.search(rf"^(class|def|    def) {symbol}\b", (ROOT / path).read_text(), re.MULTILINE), symbol
-
-
-def test_no_placeholder_is_left_in_the_documents():
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        assert not re.search(r"@[A-Z0-9]+@", path.read_text()), path.name

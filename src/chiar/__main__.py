@@ -1,5 +1,3 @@
-"""python -m chiar"""
-
 from chiar.cli import main
 
 main()

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from chiar import __version__
 from chiar.console import guarded
 from chiar.data.cli import data_app
 from chiar.evaluation.cli import evaluate
@@ -26,25 +27,14 @@ app = typer.Typer(
 )
 
 app.add_typer(data_app, name="data")
-app.command("train")(train)
-app.command("finetune")(finetune)
-app.command("eval")(evaluate)
 app.add_typer(study_app, name="study")
-app.command("generate")(generate)
-app.command("serve")(serve)
-app.command("plot")(plot)
-app.command("explore")(explore)
-app.command("models")(models)
-app.command("flops")(flops)
-app.command("calibrate")(calibrate)
-app.command("trace")(trace)
-app.command("convert")(convert)
+app.command("eval")(evaluate)
+for command in (train, finetune, generate, serve, explore, plot, models, flops, calibrate, trace, convert):
+    app.command()(command)
 
 
 def show_version(wanted: bool) -> None:
     if wanted:
-        from chiar import __version__
-
         typer.echo(f"chiar {__version__}")
         raise typer.Exit
 

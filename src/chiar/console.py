@@ -21,15 +21,13 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file tha
 def show(renderable: Any) -> None:
     """Print in full: a table wider than the terminal runs over rather than losing digits."""
     from rich.console import Console
-    from rich.measure import Measurement
     from rich.table import Table
 
-    console = Console()
+    console = Console(width=400)
     if isinstance(renderable, Table) and renderable.title:  # rich would fold a title to the width of its table
         console.print(renderable.title, soft_wrap=True, highlight=False)
         renderable.title = None
-    needed = Measurement.get(console, console.options.update(width=400), renderable).maximum
-    Console(width=max(console.width, needed)).print(renderable)
+    console.print(renderable)
 
 
 def write_json(out: Path, text: str, overwrite: bool = False) -> None:

@@ -18,7 +18,7 @@ def check_file(path: Path) -> None:
 
 def check_new(out: Path, overwrite: bool = False) -> None:
     """Raise InputError if something is there already, other than an empty folder or a file that may be replaced."""
-    if any(out.iterdir()) if out.is_dir() else out.exists() and not overwrite:
+    if any(out.iterdir()) if out.is_dir() else out.exists() and not (overwrite and out.is_file()):
         raise InputError(f"{out} exists already and is left as it is: choose another name or remove it first.")
 
 
@@ -28,18 +28,22 @@ def aside_of(path: Path) -> Path:
 
 def write_whole(path: Path, text: str) -> None:
     """At once: a reader or a killed process never leaves half a file under this name."""
-    with aside_of(path).open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside_of(path), path)
+    aside = aside_of(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def write_new(out: Path, text: str, overwrite: bool = False) -> None:
     """Write a text file, by default only where there is none."""
     check_new(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
+    write_whole(out.resolve(), text)  # the file a link leads to, not the link
 
 
 def hold(lock: IO[str], busy: str) -> None:

@@ -50,6 +50,11 @@ class Refused(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
+def require(holds: bool, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    if not holds:
+        raise Refused(status, message, param, code)
+
+
 async def refuse(request: Request, error: Exception) -> Response:
     """One sentence; of a fault of ours the log has the rest."""
     if isinstance(error, HTTPException):
@@ -74,8 +79,8 @@ def json_response(record: Mapping[str, Any], status: int = 200, headers: Mapping
 
 async def read_json(request: Request, most: int, too_long: str) -> dict[str, Any]:
     """The body as an object. What is beyond `most` bytes is read, not kept: the client must see why it is refused."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise Refused(415, "send JSON, with content-type: application/json.")
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    require(kind == "application/json", 415, "send JSON, with content-type: application/json.")
     body, size = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -89,8 +94,7 @@ async def read_json(request: Request, most: int, too_long: str) -> dict[str, Any
         raise Refused(408, f"the request did not arrive within {BODY_SECONDS:g} seconds.") from None
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {str(error)[:200]}") from None
-    if size > most:
-        raise Refused(413, too_long)
+    require(size <= most, 413, too_long)
     if not isinstance(asked, dict):
         raise Refused(400, "the body must be a JSON object.")
     return asked
@@ -150,7 +154,7 @@ class Site(uvicorn.Server):
         called, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self.named and not re.fullmatch(OWN_NAME.format(re.escape(self.host)), called, re.IGNORECASE | re.ASCII):
             raise Refused(421, "this server answers to localhost and to IP addresses only.", code="wrong_host")
-        if self.named and origin is not None and origin != f"{request.url.scheme}://{called}":
+        if self.named and origin not in (None, f"{request.url.scheme}://{called}"):
             raise Refused(403, "another site's page may not ask this server.", code="wrong_origin")
 
     def answered(self, path: str, status: int, seconds: float) -> None:

@@ -115,40 +115,37 @@ def test_two_models_stand_side_by_side(page, folders):
     assert panel(page, 1).locator(".cell.dark").count() > 0
 
 
-def test_a_text_is_continued_as_one_watches(page, served):
+def test_a_text_is_continued_as_one_watches_until_it_is_stopped_or_breaks_off(watched, served, monkeypatch):
+    page = watched.open(served.url)
+
+    def carry_on(tokens):
+        page.fill("#tokens", str(tokens))
+        panel(page).get_by_role("button", name="Continue").click()
+
+    def wait_for_status(end):
+        until(page, f"document.getElementById('status').textContent.endsWith('{end}')")
+        until(page, "!document.getElementById('text').readOnly && !document.querySelector('.stale')")
+        assert not served.explorer.streaming
+
     type_text(page, "go on ")
-    page.fill("#tokens", "12")
-    panel(page).get_by_role("button", name="Continue").click()
-    until(page, "document.getElementById('status').textContent.endsWith('; 12 written')")
-    until(page, "!document.querySelector('.stale')")
+    carry_on(12)
+    wait_for_status("; 12 written")
     assert page.input_value("#text").startswith("go on ") and len(page.input_value("#text")) > 6
-    assert panel(page).locator(".token.written").count() >= 1
-    assert not page.is_visible("#error")
-    assert not served.explorer.streaming
+    assert panel(page).locator(".token.written").count() >= 1 and not page.is_visible("#error")
+    type_text(page, "go on ")
+    carry_on(200)
+    page.wait_for_selector(".token.written")
+    page.keyboard.press("Escape")
+    wait_for_status(", then stopped")
 
-
-def test_a_stream_that_breaks_off_is_noticed(watched, served, monkeypatch):
     def broken(self):
         raise RuntimeError("on purpose")
 
-    page = watched.open(served.url)
     monkeypatch.setattr("chiar.generation.writer.Writer.read", broken)
-    panel(page).get_by_role("button", name="Continue").click()
+    carry_on(12)
     page.wait_for_selector("#error:visible")
-    until(page, "!document.getElementById('text').readOnly && !document.querySelector('.stale')")
-    assert not served.explorer.streaming
+    wait_for_status("")
     watched.problems.clear()  # the browser's own notes about the broken stream
-
-
-def test_writing_is_stopped(watched, served):
-    page = watched.open(served.url)
-    page.fill("#tokens", "200")
-    panel(page).get_by_role("button", name="Continue").click()
-    page.wait_for_selector(".token.written")
-    page.keyboard.press("Escape")
-    until(page, "document.getElementById('status').textContent.endsWith(', then stopped')")
-    until(page, "!document.getElementById('text').readOnly && !document.querySelector('.stale')")
-    assert not served.explorer.streaming
 
 
 @pytest.mark.parametrize(
@@ -194,28 +191,21 @@ def test_the_keyboard_reaches_everything(page):
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     page.keyboard.press("Escape")
     assert not tip.is_visible()
+    panel(page).locator(".grid .cell").first.hover()  # says the same
+    assert "Layer 1 (not routed): spectral" in tip.inner_text() and "gate 0." in tip.inner_text()
     panel(page).locator("input[type=range]").focus()
     page.keyboard.press("ArrowRight")
     until(page, "!document.querySelector('.steer button').disabled")
 
 
-def test_hovering_says_the_same(page):
-    type_text(page, "hover")
-    panel(page).locator(".grid .cell").first.hover()
-    tip = page.locator(".tip").inner_text()
-    assert "Layer 1 (not routed): spectral" in tip and "gate 0." in tip
-
-
 def test_the_theme_is_switched_and_remembered(page):
-    def background():
-        return page.evaluate("getComputedStyle(document.body).backgroundColor")
-
-    first = background()
+    background = "getComputedStyle(document.body).backgroundColor"
+    first = page.evaluate(background)
     page.click("#theme")
-    assert background() != first
+    assert page.evaluate(background) != first
     page.reload()
     page.wait_for_selector(".cell")
-    assert background() != first and page.inner_text("#theme") == "Light theme"
+    assert page.evaluate(background) != first and page.inner_text("#theme") == "Light theme"
 
 
 @pytest.mark.parametrize("watched", [{"width": 360, "height": 740, "has_touch": True}], indirect=True)
@@ -252,6 +242,9 @@ def test_a_report_asks_for_nothing(watched, folders, tmp_path):
     assert page.locator("article.panel").count() == 4
     assert "".join(pieces(page)) == "light and dark"
     assert "".join(pieces(page, 2)) == "</script><script>alert(1)</script>"
+    assert page.locator("h2.section").all_text_contents() == ["Prompt 1", "Prompt 2", "Models"]
+    assert page.locator("blockquote").all_text_contents() == [*prompts[1::2]]
+    assert page.locator("section > .scroll tbody tr").count() > 5  # what the models differ in
     assert watched.requests == [f"file://{out}"]
     page.click("#theme")
     panel(page).locator(".grid .cell").first.hover()

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from chiar.data.tokens import TextCodec
-from chiar.generation.writer import SCORED, Piece, Sampling
+from chiar.generation.writer import SCORED, Sampling
 from chiar.model.load import load_model
-from chiar.serving.app import Engine, Job, Limits, Service, stopping
+from chiar.serving.app import Engine, Job, Limits, Service
 from chiar.web import Refused
 
 BYTES = TextCodec(None, None)
@@ -73,15 +73,10 @@ def test_a_prompt_or_a_step_that_fails_harms_nobody_else(engine, monkeypatch, ca
 
 def test_nobody_waits_for_an_engine_that_died(engine, monkeypatch):
     monkeypatch.setattr(engine, "advance", once(engine.advance, SystemError("a fault nobody thought of")))
-
-    async def run():
-        engine.submit(one := job())
-        with pytest.raises(Refused, match="stopping"):
-            await text_of(one)
-        with pytest.raises(Refused, match="stopping"):
-            engine.submit(job())
-
-    asyncio.run(run())
+    (refused,) = answers(engine, job())
+    assert refused.status == 503
+    with pytest.raises(Refused, match="stopping"):
+        engine.submit(job())
 
 
 def test_who_waits_and_leaves_makes_room(engine):
@@ -96,14 +91,13 @@ def test_who_waits_and_leaves_makes_room(engine):
         with pytest.raises(Refused) as caught:
             engine.submit(job())
         assert (caught.value.status, caught.value.retry_after) == (429, 1)
-        waiting[0].cancelled = True
+        waiting[0].ended = True
         engine.submit(last := job(3))
-        long[0].cancelled = True
+        long[0].ended = True
         assert await text_of(waiting[1]) == await text_of(last) != ""
-        engine.closed = True
+        await engine.end()
         with pytest.raises(Refused, match="stopping"):
             engine.submit(job())
-        await engine.end()
         with pytest.raises(Refused, match="stopping"):
             await text_of(long[1])
 
@@ -147,7 +141,7 @@ def test_rows_that_cannot_be_dropped_do_not_harm_a_newcomer(engine, monkeypatch,
         while len(engine.rows) < 3:
             await asyncio.sleep(0.01)
         monkeypatch.setattr(engine.cache.layers[-1], "batch_select_indices", fail)
-        jobs[0].cancelled = True
+        jobs[0].ended = True
         engine.submit(last := job(3))
         assert await text_of(last)
         for one in jobs[1:]:
@@ -164,22 +158,17 @@ def test_the_logits_of_a_long_prompt_are_made_in_parts(engine):
 
     async def run():
         engine.submit(one := job(0, text=text, echo=True, logprobs=1))
-        return [token async for _, piece in one.pieces() for token in piece.tokens]
+        return [token.logprob async for _, piece in one.pieces() for token in piece.tokens]
 
-    scores, ids = asyncio.run(run()), torch.tensor([list(text.encode())])
+    (_, *own), ids = asyncio.run(run()), torch.tensor([list(text.encode())])
     assert rows == [SCORED, SCORED, 600 - 1 - 2 * SCORED]
     with torch.no_grad():
         expected = engine.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    assert [token.id for token in scores] == ids[0].tolist()
-    torch.testing.assert_close(torch.tensor([token.logprob for token in scores[1:]]), expected)
+    torch.testing.assert_close(torch.tensor(own), expected)
 
 
-def test_who_is_counted_as_gone_and_how_long_others_are_told_to_wait(engine):
-    service, one = Service("model", engine), job()
-    one.fail(stopping())
-    one.put(0, Piece("", [], "length"))
-    service.settle(one)
-    assert one.is_over and not one.cancelled and engine.counts["clients_gone_total"] == 0
+def test_who_must_come_back_is_told_how_long_completions_take(engine):
+    service = Service("model", engine)
     for answer in [*[("/v1/completions", 200, 7.5)] * 2, ("/v1/models", 200, 0), ("/v1/completions", 429, 100)]:
         service.answered(*answer)
     engine.waiting += [job(), job()]

@@ -13,12 +13,6 @@ def parse(length=32, rows=4, **fields):
     return parse_request({"prompt": "abc", **fields}, "model", BYTES, 257, Limits(length=length, rows=rows))
 
 
-def refused(**fields):
-    with pytest.raises(Refused) as caught:
-        parse(**fields)
-    return caught.value
-
-
 def test_defaults_are_openais():
     request, neutral = parse(), {"suffix": None, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}}
     sampling = request.sampling
@@ -29,12 +23,9 @@ def test_defaults_are_openais():
     assert parse(**neutral, best_of=1, user="somebody", model="model", seed=None, stop=None) == request
 
 
-@pytest.mark.parametrize(
-    ("prompt", "ids"),
-    [("ab", [[97, 98]]), (["a", "é"], [[97], [195, 169]]), ([97, 98], [[97, 98]]), ([[97], [98, 256]],) * 2],
-)
-def test_prompts(prompt, ids):
-    assert [one for one, _ in parse(prompt=prompt).prompts] == ids
+def test_prompts():
+    for prompt, ids in (("ab", [[97, 98]]), (["a", "é"], [[97], [195, 169]]), ([97, 98], [[97, 98]])):
+        assert [one for one, _ in parse(prompt=prompt).prompts] == [one for one, _ in parse(prompt=ids).prompts] == ids
 
 
 @pytest.mark.parametrize(
@@ -52,19 +43,20 @@ def test_prompts(prompt, ids):
 )
 def test_what_is_wrong_is_named(field, values):
     for value in values:
-        error = refused(**{field: value})
-        assert (error.status, error.param) == (400, field), value
+        with pytest.raises(Refused) as caught:
+            parse(**{field: value})
+        assert (caught.value.status, caught.value.param) == (400, field), value
 
 
 def test_limits():
     parse(prompt="x" * 31, max_tokens=1)
     assert parse(prompt=["a", "b"], n=2).left == 4
-    assert "more than the 4" in refused(prompt=["a", "b"], n=3).message
-    for fields, status, code in (
-        ({"prompt": "x" * 32}, 413, "context_length_exceeded"),
-        ({"prompt": "x" * 22, "max_tokens": 11}, 400, "context_length_exceeded"),
-        ({"model": "gpt"}, 404, "model_not_found"),
+    for fields, status, code, said in (
+        ({"prompt": ["a", "b"], "n": 3}, 400, None, "more than the 4"),
+        ({"prompt": "x" * 32}, 413, "context_length_exceeded", "32 are the most"),
+        ({"prompt": "x" * 22, "max_tokens": 11}, 400, "context_length_exceeded", "at most 10"),
+        ({"model": "gpt"}, 404, "model_not_found", "'model'"),
     ):
-        error = refused(**fields)
-        assert (error.status, error.code) == (status, code)
-        assert status != 400 or "at most 10" in error.message
+        with pytest.raises(Refused) as caught:
+            parse(**fields)
+        assert (caught.value.status, caught.value.code) == (status, code) and said in caught.value.message

@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import socket
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,13 +12,10 @@ import pytest
 import torch
 from served import JSON, serving
 
-from chiar.data.tokenizers import Tokenizer
 from chiar.model.load import load_model
-from chiar.model.modeling import ChiarForCausalLM
 from chiar.serving.app import SPARE
 from chiar.visible import visible
-from commands import run
-from helpers import small_config
+from commands import run, wait_until
 
 PROMPTS = ["light and dark", "漢字 filter", "x"]
 KEY = {"authorization": "Bearer sesame"}
@@ -33,34 +29,17 @@ def write(server):
     return lambda **fields: client.completions.create(**{"model": "model", "temperature": 0, **fields})
 
 
-def generated(folder, prompt, *options):
-    """What `chiar generate` shows: bytes of all kinds, spelt out for terminals."""
-    return run("generate", folder, "--prompt", prompt, *options)[1].splitlines(keepends=True)
-
-
-def shown(prompt, text):
-    return (visible(prompt + text) + "\n").splitlines(keepends=True)
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_text_is_that_of_chiar_generate(folder, write, prompt):
-    greedy = write(prompt=prompt, max_tokens=30)
-    expected = shown(prompt, greedy.choices[0].text)
-    assert generated(folder, prompt, "--max-new-tokens", 30)[-len(expected) :] == expected
-    assert greedy.choices[0].finish_reason == "length"
-    assert (greedy.usage.prompt_tokens, greedy.usage.completion_tokens) == (len(prompt.encode()), 30)
-    fields = {"prompt": "light", "max_tokens": 30, "temperature": 1.5, "top_p": 0.9}
-    drawn, other = (write(**fields, seed=seed).choices[0].text for seed in (3, 4))
-    options = ["--max-new-tokens", 30, "--temperature", 1.5, "--top-p", 0.9, "--seed", 3]
-    assert generated(folder, "light", *options)[-len(shown("light", drawn)) :] == shown("light", drawn)
-    assert drawn != other
+def test_the_text_is_that_of_chiar_generate(folder, write):
+    """Which shows bytes of all kinds, spelt out for terminals."""
+    drawn = {"temperature": 1.5, "top_p": 0.9, "seed": 3}
+    for prompt, fields in (*((prompt, {}) for prompt in PROMPTS), ("light", drawn)):
+        answer = write(prompt=prompt, max_tokens=30, **fields)
+        options = [word for name, value in fields.items() for word in (f"--{name.replace('_', '-')}", value)]
+        printed = run("generate", folder, "--prompt", prompt, "--max-new-tokens", 30, *options)[1]
+        assert printed.endswith(visible(prompt + answer.choices[0].text) + "\n")
+        assert answer.choices[0].finish_reason == "length"
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt.encode()), 30)
+    assert write(prompt="light", max_tokens=30, **drawn | {"seed": 4}).choices[0].text != answer.choices[0].text
 
 
 def test_a_stream_adds_up_to_the_whole_and_a_stop_text_ends_it(write):
@@ -72,8 +51,7 @@ def test_a_stream_adds_up_to_the_whole_and_a_stop_text_ends_it(write):
             texts[choice.index] += choice.text
             finished[choice.index] = choice.finish_reason
     assert texts == [choice.text for choice in whole.choices]
-    assert finished == {0: "length", 1: "length", 2: "length"}
-    assert usage == whole.usage
+    assert finished == dict.fromkeys(range(3), "length") and usage == whole.usage
     fields = {"prompt": "light", "max_tokens": 40, "temperature": 1.5, "seed": 1}
     text = write(**fields).choices[0].text
     stopped = write(**fields, stop=[text[10:12], "never this"]).choices[0]
@@ -95,12 +73,11 @@ def test_log_probabilities_are_the_models(folder, write):
     answer, ids = write(prompt="dark", max_tokens=0, echo=True, logprobs=2).choices[0], torch.tensor([list(b"dark")])
     with torch.no_grad():
         expected = load_model(str(folder))[0](ids).logits[0, :-1].log_softmax(-1)
-    assert answer.text == "dark" and answer.logprobs.tokens == list("dark")
-    assert answer.logprobs.token_logprobs[0] is None
-    own = torch.tensor(answer.logprobs.token_logprobs[1:])
-    torch.testing.assert_close(own, expected.gather(1, ids[0, 1:, None])[:, 0])
-    best = torch.tensor([max(top.values()) for top in answer.logprobs.top_logprobs[1:]])
-    torch.testing.assert_close(best, expected.max(-1).values)
+    (first, *own), (none, *top) = answer.logprobs.token_logprobs, answer.logprobs.top_logprobs
+    assert answer.text == "dark" and answer.logprobs.tokens == list("dark") and first is none is None
+    assert answer.logprobs.text_offset == [0, 1, 2, 3]
+    torch.testing.assert_close(torch.tensor(own), expected.gather(1, ids[0, 1:, None])[:, 0])
+    torch.testing.assert_close(torch.tensor([max(best.values()) for best in top]), expected.max(-1).values)
 
 
 def test_the_model_has_a_name_and_no_chat_and_errors_are_openais(server, write):
@@ -109,23 +86,19 @@ def test_the_model_has_a_name_and_no_chat_and_errors_are_openais(server, write):
     assert client.models.retrieve("model").owned_by == "chiar"
     with pytest.raises(openai.BadRequestError, match="base language model"):
         client.chat.completions.create(model="model", messages=[{"role": "user", "content": "hello"}])
-    wrong = {400: [{"suffix": "end"}, {"extra_body": {"min_p": 0.1}}, {"prompt": ["a"] * 5}, {"max_tokens": 10**7}]}
-    wrong |= {404: [{"model": "another"}], 413: [{"prompt": "x" * 20_000}, {"prompt": "x" * 600_000}]}
-    for status, fields in ((status, fields) for status, several in wrong.items() for fields in several):
+    for fields, status in (
+        *(({"suffix": "end"}, 400), ({"extra_body": {"min_p": 0.1}}, 400), ({"max_tokens": 10**7}, 400)),
+        *(({"model": "another"}, 404), ({"prompt": "x" * 20_000}, 413), ({"prompt": "x" * 600_000}, 413)),
+    ):
         with pytest.raises(openai.APIStatusError) as caught:
             write(**{"prompt": "a", **fields})
         assert (caught.value.status_code, caught.value.type) == (status, "invalid_request_error")
         assert caught.value.body["message"].endswith(".")
-
-
-def test_other_ways_to_be_wrong(server):
-    wrong = {("GET", "/nowhere"): 404, ("GET", "/v1/completions"): 405, ("POST", "/v1/completions", "{"): 415}
-    for asked, status in wrong.items():
-        answered, _, text = server.ask(*asked)
-        assert answered == status and '"type": "invalid_request_error"' in text
+    wrong = {404: ("GET", "/nowhere"), 405: ("GET", "/v1/completions"), 415: ("POST", "/v1/completions")}
+    assert all(server.ask(*asked)[0] == status for status, asked in wrong.items())
     for body in ("", "{", "5", "[]", "[" * 9000, '{"prompt": NaN}', '{"\\ud800": 1}', "\x00", "9" * 5000):
         status, _, text = server.ask("POST", "/v1/completions", body, **JSON)
-        assert status == 400 and '"message"' in text
+        assert status == 400 and '"message"' in text and '"type": "invalid_request_error"' in text
 
 
 def test_fifty_clients_are_served_or_told_to_wait(server, write):
@@ -154,18 +127,18 @@ def test_a_client_that_leaves_ends_its_text(server, write):
     """Each of these would go on for minutes."""
     gone = server.metric("clients_gone_total")
     streams = [server.open_stream() for _ in range(6)]  # four write, two wait
-    wait_for(lambda: server.metric("rows_running") == 4)
+    wait_until(lambda: server.metric("rows_running") == 4)
     for connection, answer in streams:
         answer.close()
         connection.close()
-    wait_for(lambda: server.metric("rows_running") == server.metric("requests_waiting") == 0)
+    wait_until(lambda: server.metric("rows_running") == server.metric("requests_waiting") == 0)
     with pytest.raises(openai.APITimeoutError):
         server.client(timeout=0.5).completions.create(model="model", prompt="a", max_tokens=500_000)
-    wait_for(lambda: server.metric("requests_running") == 0 and server.metric("clients_gone_total") == gone + 7)
+    wait_until(lambda: server.metric("requests_running") == 0 and server.metric("clients_gone_total") == gone + 7)
     assert write(prompt="a", max_tokens=2).usage.completion_tokens == 2
     before = server.metric('requests_total{status="499"}')
     server.begin_request().close()
-    wait_for(lambda: server.metric('requests_total{status="499"}') == before + 1)
+    wait_until(lambda: server.metric('requests_total{status="499"}') == before + 1)
 
 
 def test_connections_are_bounded(folder):
@@ -183,11 +156,11 @@ def test_connections_are_bounded(folder):
         lines = [server.begin_request()]
         assert server.ask("GET", "/health")[0] == 200
         lines += [server.begin_request() for _ in range(1 + 1 + SPARE)]
-        wait_for(lambda: b" 503 " in read_now(lines[-1]))
+        wait_until(lambda: b" 503 " in read_now(lines[-1]))
         assert read_now(lines[0]) == b""  # who came in time is still listened to
         for line in lines:
             line.close()
-        wait_for(lambda: server.ask("GET", "/health")[0] == 200)
+        wait_until(lambda: server.ask("GET", "/health")[0] == 200)
         assert server.post({"prompt": "abc", "max_tokens": 2})[0] == 200
 
 
@@ -195,8 +168,7 @@ def test_health_and_metrics_and_no_strangers_name(server):
     status, _, text = server.ask("GET", "/v1/models", host="evil.example")
     assert status == 421 and '"code": "wrong_host"' in text  # the page's tests have more names
     assert server.ask("GET", "/v1/models", origin="http://evil.example")[0] == 403
-    status, headers, text = server.ask("GET", "/health")
-    assert (status, text, headers["x-content-type-options"]) == (200, '{"status": "ok"}', "nosniff")
+    assert server.ask("GET", "/health")[::2] == (200, '{"status": "ok"}')
     tokens = server.metric("completion_tokens_total")
     server.post({"prompt": "abc", "max_tokens": 7})
     assert server.metric("completion_tokens_total") == tokens + 7
@@ -238,28 +210,7 @@ def test_a_second_signal_waits_for_no_client(folder):
     with serving(folder, "--grace", 600) as server:
         connection, _ = server.open_stream()  # nobody reads it
         server.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: server.ask("GET", "/health")[0] == 503)
+        wait_until(lambda: server.ask("GET", "/health")[0] == 503)
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(timeout=60)
         connection.close()
-
-
-def test_what_cannot_be_served(folder, tmp_path, monkeypatch):
-    ChiarForCausalLM(small_config("v2-tiny", vocab_size=257)).save_pretrained(tmp_path / "model")
-    Tokenizer.of_bytes().save(tmp_path / "model")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        for arguments, message in {
-            (folder, "--gate", "open"): "unknown gate",
-            (folder, "--gate", "refuse"): "generation is not defined",
-            (folder, "--device", "tpu"): "unknown device",
-            (folder, "--host", "no.such.host.invalid", "--port", "0"): "cannot listen",
-            (folder, "--port", taken.getsockname()[1]): "choose others with --host and --port",
-            (tmp_path / "model", "--max-length", 17): "16 learned positions",
-            ("nowhere/model",): "there is no folder",
-        }.items():
-            code, output = run("serve", *arguments)
-            assert code == 2 and message in output
-    for package in ("uvicorn", "starlette"):
-        monkeypatch.setitem(sys.modules, package, None)
-        code, output = run("serve", folder)
-        assert code == 2 and f"needs the package {package}: pip install 'chiar[serve]'" in output

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from chiar.console import Overwrite
 from chiar.generation.cli import Tokenizer
 
 
@@ -17,7 +18,7 @@ def explore(
     export: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the view of --prompt as .html.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text to export; repeatable.")] = None,
     evaluation: Annotated[list[Path] | None, typer.Option(help="A report of chiar eval to export; repeatable.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    overwrite: Overwrite = False,
     tokenizer: Tokenizer = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")] = 0,
 ) -> None:
@@ -29,16 +30,14 @@ def explore(
         raise InputError(f"{option} needs a first model: chiar explore MODEL {option} …")
     if (export is None) != (not prompt) or (evaluation and export is None):
         raise InputError("--export FILE.html and --prompt TEXT go together: what is written is the view of a prompt.")
-    from chiar.explore.view import open_models
-
     names = [name for name in (model, beside) if name]
     if export is not None:
         from chiar.explore.report import write_report
 
-        write_report(open_models(names, tokenizer, seed), prompt or [], export, evaluation or [], overwrite)
+        write_report(names, prompt or [], export, evaluation or [], overwrite, tokenizer=tokenizer, seed=seed)
         return typer.echo(f"wrote {export}")
     for package in ("starlette", "uvicorn"):
         optional_module(package, "page", "the page")
-    from chiar.explore.server import Explorer
+    from chiar.explore.server import Explorer, open_models
 
     Explorer(open_models(names, tokenizer, seed), most_tokens, host).listen(port, typer.echo)

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from string import Template
@@ -10,10 +11,10 @@ from typing import Any
 
 from chiar import __version__
 from chiar.config import ChiarConfig
-from chiar.errors import InputError
+from chiar.errors import InputError, optional_module
 from chiar.evaluation.compare import REPORT
 from chiar.evaluation.report import EvaluationReport, cost_rows, score_rows
-from chiar.explore.view import STATIC, LoadedModel, route_text
+from chiar.explore.view import STATIC, LoadedModel, open_models, route_text
 from chiar.files import check_new, write_new
 from chiar.plots import draw_curves, svg_text
 from chiar.training.run_folder import METRICS, RunFolder
@@ -25,34 +26,26 @@ POLICY = "default-src 'none'; style-src {}; script-src {} {}; img-src data:; bas
 Columns = dict[str, dict[str, Any]]
 
 
-def write_report(models: list[LoadedModel], prompts: list[str], out: Path, more: list[Path], overwrite: bool) -> None:
-    """`more`: evaluations beside those in the models' own folders."""
+def write_report(
+    names: list[str], prompts: list[str], out: Path, more: list[Path], overwrite: bool, **how: Any
+) -> None:
+    """`more`: evaluations beside those in the models' own folders; `how` the models are opened, after all checks."""
+    runs, saved = ([Path(name) for name in names if Path(name, file).is_file()] for file in (METRICS, REPORT))
     if out.suffix != ".html":
         raise InputError(f"the page is HTML: name the file {out.with_suffix('.html').name}.")
-    if not overwrite:
-        check_new(out)
-    saved = [loaded.path / REPORT for loaded in models if (loaded.path / REPORT).is_file()]
-    measured = [EvaluationReport.read(path) for path in (*more, *saved)]
-    data = [[next(route_text(loaded, prompt)) for loaded in models] for prompt in prompts]
-    parts, pair = {}, " pair" if len(models) > 1 else ""
-    for number, prompt in enumerate(prompts, start=1):
-        place = f'<div class="panels{pair}" id="prompt-{number}"></div>'
-        parts[f"Prompt {number}"] = f'<blockquote dir="auto">{shown(prompt, keep=chr(10))}</blockquote>{place}'
-    columns = {
-        f"{r.run or r.model} on {r.corpus} {r.split}": dict((*score_rows(r.scores), *cost_rows(r))) for r in measured
-    }
-    where = [f"{r.run or r.model}: on {r.corpus} {r.split}, {r.precision} on {r.device}." for r in measured]
-    evaluation = table(columns, where) if measured else ""
-    parts |= {"Models": config_table(models), "Training": training(models), "Evaluation": evaluation}
+    check_new(out, overwrite)
+    if runs:
+        optional_module("matplotlib", "plots", "a page with the curves of a run")
+    measured = [EvaluationReport.read(path) for path in (*more, *(folder / REPORT for folder in saved))]
+    models = open_models(names, **how)
     frame, style, first, *rest = ((STATIC / name).read_text(encoding="utf-8") for name in FILES)
-    last, views = "".join(rest), json.dumps(data, allow_nan=False)
+    last, data = "".join(rest), json.dumps([*sections(models, prompts, runs, measured)], allow_nan=False)
     for mark in "&<>":  # JSON that cannot end the element it stands in
-        views = views.replace(mark, f"\\u{ord(mark):04x}")
-    sections = (f'<section><h2 class="section">{head}</h2>{body}</section>\n' for head, body in parts.items() if body)
-    inside = {"style": style, "first": first, "last": last, "sections": "".join(sections), "views": views}
+        data = data.replace(mark, f"\\u{ord(mark):04x}")
+    title = escape("Routing of " + " and ".join(loaded.name for loaded in models))
+    inside = {"style": style, "first": first, "last": last, "sections": data, "title": title, "version": __version__}
     policy = POLICY.format(digest(style), digest(first), digest(last))
-    title = shown("Routing of " + " and ".join(loaded.name for loaded in models))
-    write_new(out, Template(frame).substitute(inside, policy=policy, title=title, version=__version__), overwrite)
+    write_new(out, Template(frame).substitute(inside, policy=policy), overwrite)
 
 
 def digest(text: str) -> str:
@@ -60,47 +53,42 @@ def digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def shown(value: Any, keep: str = "") -> str:
-    return escape(visible(str(value), keep=keep), quote=True)
+def sections(
+    models: list[LoadedModel], prompts: list[str], runs: list[Path], measured: list[EvaluationReport]
+) -> Iterator[dict[str, Any]]:
+    """Of the page, as data: each with a title, and a prompt and its views, or a table and perhaps a picture."""
+    for number, prompt in enumerate(prompts, start=1):
+        views = [next(route_text(loaded, prompt)) for loaded in models]
+        yield {"title": f"Prompt {number}", "prompt": visible(prompt, keep="\n"), "views": views}
+    configs: Columns = {loaded.name: {"parameters": f"{loaded.about['parameters']:,}"} for loaded in models}
+    for name in ChiarConfig.__annotations__:
+        if any(getattr(loaded.config, name, None) != getattr(ChiarConfig(), name, None) for loaded in models):
+            for loaded in models:
+                configs[loaded.name][name] = getattr(loaded.config, name, None)
+    yield {"title": "Models", "notes": ["Fields not named have their defaults."], **table(configs)}
+    if runs:
+        settings: Columns = {}
+        for run in runs:
+            record = RunFolder(run).read()
+            own = {name: record.get("settings", {}).get(name) for name in SETTINGS}
+            settings[run.as_posix()] = {**own, "commit": str(record.get("commit") or "–")[:12]}
+        picture = base64.b64encode(svg_text(draw_curves(runs)).encode()).decode()
+        yield {"title": "Training", "picture": f"data:image/svg+xml;base64,{picture}", **table(settings)}
+    if measured:
+        names = [f"{r.run or r.model} on {r.corpus} {r.split}" for r in measured]
+        scores = [dict((*score_rows(r.scores), *cost_rows(r))) for r in measured]
+        notes = [visible(f"{name}, {r.precision} on {r.device}.") for name, r in zip(names, measured, strict=True)]
+        yield {"title": "Evaluation", "notes": notes, **table(dict(zip(names, scores, strict=True)))}
 
 
-def table(columns: Columns, notes: list[str]) -> str:
-    """A row for each figure that any of the columns has; `notes` stand below."""
+def table(columns: Columns) -> dict[str, Any]:
+    """A row for each figure that any of the columns has, as text that is safe to show."""
 
     def told(value: Any) -> str:
         if isinstance(value, list):
             return ", ".join(map(told, value))
-        return "–" if value is None else f"{value:.6g}" if isinstance(value, float) else shown(value)
+        return "–" if value is None else f"{value:.6g}" if isinstance(value, float) else visible(str(value), keep="")
 
-    head = "".join(f'<th scope="col" class="number">{shown(name)}</th>' for name in columns)
-    rows = []
-    for name in dict.fromkeys(name for column in columns.values() for name in column):
-        cells = "".join(f'<td class="number">{told(column.get(name))}</td>' for column in columns.values())
-        rows.append(f"<tr><td>{shown(name)}</td>{cells}</tr>")
-    below = "".join(f'<p class="note">{shown(note)}</p>' for note in notes)
-    whole = f'<thead><tr><th scope="col"></th>{head}</tr></thead><tbody>{"".join(rows)}</tbody>'
-    return f'<div class="scroll"><table>{whole}</table></div>{below}'
-
-
-def config_table(models: list[LoadedModel]) -> str:
-    """What differs from the defaults or between the models."""
-    columns: Columns = {loaded.name: {"parameters": f"{loaded.about['parameters']:,}"} for loaded in models}
-    for name in ChiarConfig.__annotations__:
-        if any(getattr(loaded.config, name, None) != getattr(ChiarConfig(), name, None) for loaded in models):
-            for loaded in models:
-                columns[loaded.name][name] = getattr(loaded.config, name, None)
-    return table(columns, ["Fields not named have their defaults."])
-
-
-def training(models: list[LoadedModel]) -> str:
-    runs = [loaded.path for loaded in models if (loaded.path / METRICS).is_file()]
-    if not runs:
-        return ""
-    columns: Columns = {}
-    for run in runs:
-        record = RunFolder(run).read()
-        settings = {name: record.get("settings", {}).get(name) for name in SETTINGS}
-        columns[run.as_posix()] = {**settings, "commit": str(record.get("commit") or "–")[:12]}
-    picture = base64.b64encode(svg_text(draw_curves(runs)).encode()).decode()
-    curves = f'<div class="curves scroll"><img alt="training curves" src="data:image/svg+xml;base64,{picture}"></div>'
-    return curves + table(columns, [])
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    rows = [[told(name), *(told(column.get(name)) for column in columns.values())] for name in names]
+    return {"head": ["", *map(told, columns)], "rows": rows}

@@ -5,25 +5,26 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from chiar import web
 from chiar.explore.steering import KINDS, Steering
 from chiar.explore.view import STATIC, LoadedModel, open_models, route_text
 from chiar.generation.writer import Sampling
-from chiar.web import TEXT, Field, Refused, Site, between, check_fields, json_response, read_json, to_json, while_there
+from chiar.web import TEXT, Field, Made, Refused, Site, require
 
+CONTINUE = "/api/continue"
 DEMO = ("runs/demo/v3", "runs/demo/baseline")
 MOST_BYTES, MOST_BODY = 20_000, 122_000  # of a text as UTF-8, and of a request: JSON may spell a byte in six
 TOO_LONG = f"the text is longer than {MOST_BYTES:,} bytes, the most here: shorten it."
 # Requests answered, and texts continued, at the same time; and after how many seconds others may come back.
 SEATS, STREAMS = (16, 1), (4, 3)
-Made = TypeVar("Made")
-NUMBER = between(-1e300, 1e300, None, int | float)
+NUMBER = web.between(-1e300, 1e300, None, int | float)
 
 
 def is_steering(given: Any) -> bool:
@@ -32,12 +33,12 @@ def is_steering(given: Any) -> bool:
 
 
 FIELDS: dict[str, Field] = {
-    "model": between(0, 2**31, 0),
+    "model": web.between(0, 2**31, 0),
     "text": TEXT,
     "steer": (None, is_steering, f"an object with a kind ({' or '.join(KINDS)}) and a number as its value"),
-    "tokens": between(1, 256, 40),
-    "temperature": between(0, 5, 0.7, int | float),
-    "seed": between(0, 2**63 - 1, 0),
+    "tokens": web.between(1, 256, 40),
+    "temperature": web.between(0, 5, 0.7, int | float),
+    "seed": web.between(0, 2**63 - 1, 0),
 }
 
 
@@ -51,7 +52,7 @@ class Explorer(Site):
     greeting = "the page is at {}/ (Ctrl-C ends it)"
 
     def __init__(self, models: list[LoadedModel], most_tokens: int, host: str = "127.0.0.1") -> None:
-        posts = {"/api/demo": self.open_demo, "/api/route": self.route, "/api/continue": self.carry_on}
+        posts = {"/api/demo": self.open_demo, "/api/route": self.route, CONTINUE: self.route}
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
         files = Mount("/", StaticFiles(directory=STATIC, html=True))
         super().__init__(host, True, [Route("/api/models", self.describe), *routes, files], 2, None)
@@ -74,43 +75,35 @@ class Explorer(Site):
     async def describe(self, request: Request) -> Response:
         """What the page begins with: models, or the demo runs where there are none."""
         demo, models = [] if self.models else demo_runs(), [loaded.about for loaded in self.models]
-        return json_response({"models": models, "most_tokens": self.most_tokens, "demo": demo})
+        return web.json_response({"models": models, "most_tokens": self.most_tokens, "demo": demo})
 
     async def open_demo(self, request: Request) -> Response:
         """Only on demand: nothing is loaded that nobody asked for."""
-        await read_json(request, MOST_BODY, TOO_LONG)
+        await web.read_json(request, MOST_BODY, TOO_LONG)
         names = demo_runs()
-        if self.models or not names:
-            raise Refused(409, "there is no demo run to open here.")
+        require(bool(names) and not self.models, 409, "there is no demo run to open here.")
         # In the model's thread, so that of two who ask at once the second finds what the first opened.
         self.models = await self.work(lambda: self.models or open_models(names))
         return await self.describe(request)
 
-    async def passes(self, request: Request, continues: bool) -> Iterator[dict[str, Any]]:
-        asked = check_fields(await read_json(request, MOST_BODY, TOO_LONG), FIELDS)
-        if len(asked["text"].encode()) > MOST_BYTES:
-            raise Refused(413, TOO_LONG, "text")
-        if asked["model"] >= len(self.models):
-            raise Refused(400, f"there is no such model: there are {len(self.models)}, counted from 0.", "model")
-        self.admit(request, self.seated, *SEATS)
-        steering = None if asked["steer"] is None else Steering(**asked["steer"])
-        sampling = Sampling(asked["tokens"], asked["temperature"], seed=asked["seed"]) if continues else None
-        return route_text(self.models[asked["model"]], asked["text"], steering, self.most_tokens, sampling)
-
     async def route(self, request: Request) -> Response:
-        passes = await self.passes(request, False)
-        return json_response(await while_there(request, self.work(partial(next, passes))))
+        """A text's view. Where the text is continued, lines of JSON: the view, then a token each, then the end."""
+        asked, there = web.check_fields(await web.read_json(request, MOST_BODY, TOO_LONG), FIELDS), len(self.models)
+        require(len(asked["text"].encode()) <= MOST_BYTES, 413, TOO_LONG, "text")
+        require(asked["model"] < there, 400, f"there is no such model: there are {there}, counted from 0.", "model")
+        self.admit(request, self.seated, *SEATS)
+        steering, sampling = None if asked["steer"] is None else Steering(**asked["steer"]), None
+        if request.url.path == CONTINUE:
+            self.admit(request, self.streaming, *STREAMS)
+            sampling = Sampling(asked["tokens"], asked["temperature"], seed=asked["seed"])
+        passes = route_text(self.models[asked["model"]], asked["text"], steering, self.most_tokens, sampling)
+        view = await web.while_there(request, self.work(partial(next, passes)))
+        if sampling is None:
+            return web.json_response(view)
+        return StreamingResponse(self.lines(passes, {"view": view}), media_type="application/x-ndjson")
 
-    async def carry_on(self, request: Request) -> Response:
-        """Lines of JSON: the text's view, then a token each, then the end."""
-        passes = await self.passes(request, True)
-        self.admit(request, self.streaming, *STREAMS)
-        first = await while_there(request, self.work(partial(next, passes)))
-        return StreamingResponse(self.lines(passes, first), media_type="application/x-ndjson")
-
-    async def lines(self, passes: Iterator[dict[str, Any]], first: dict[str, Any]) -> AsyncIterator[bytes]:
-        record: dict[str, Any] | None = {"view": first}
+    async def lines(self, passes: Iterator[dict[str, Any]], record: dict[str, Any] | None) -> AsyncIterator[bytes]:
         while record is not None:
-            yield to_json(record) + b"\n"
+            yield web.to_json(record) + b"\n"
             record = await self.work(partial(next, passes, None))
-        yield to_json({"end": True}) + b"\n"
+        yield web.to_json({"end": True}) + b"\n"

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
-from chiar.errors import InputError, unknown_name
-from chiar.layers.routers import EntropyRouter, RandomRouter, Route
+from chiar.errors import InputError
+from chiar.layers.routers import EntropyRouter, RandomRouter
 
 SHIFT, SHARE = KINDS = ("shift", "share")
+FAR = (-1e4, 1e4)  # no lead of a logit is beyond
 
 
 def ways_to_steer(config: ChiarConfig) -> list[str]:
@@ -45,39 +46,37 @@ class Steering:
     cuts: dict[int, float] = field(default_factory=dict)
 
 
-def moved_route(stack: ExitStack, steering: Steering, layer: int, router: Any, *given: Any) -> Route:
-    """What the router's forward returns with its cut moved, until the stack is closed."""
+def move_cut(stack: ExitStack, steering: Steering, layer: int, router: Any, given: tuple[Any, ...]) -> None:
+    """Before the router's forward with `given`: move its cut, until the stack is closed."""
     x_BTD, entropy_BT, context, _ = given
-    kind: Any = type(router)
 
     def change(thing: Any, name: str, value: Any) -> None:
         stack.callback(setattr, thing, name, getattr(thing, name))
         setattr(thing, name, value)
 
     if isinstance(router, RandomRouter):
-        change(router, "fraction", steering.value)
-        return kind.forward(router, *given)
-    if isinstance(router, EntropyRouter):
-        own, score_BT, ends = list(router.values), entropy_BT, (0.0, 1.0)
-    else:
-        scores_BTK = router.scores(x_BTD, entropy_BT)
-        own, score_BT, ends = [0.0], scores_BTK[..., -1] - scores_BTK[..., :-1].amax(-1), (-1e4, 1e4)
-    own = [float(context.threshold)] if router.follows else own
-    if layer not in steering.cuts:
-        found = own[-1] + steering.value if steering.kind == SHIFT else cut_at(score_BT, steering.value, ends)
-        steering.cuts[layer] = found
-    cut = steering.cuts[layer]
+        return change(router, "fraction", steering.value)
+    shifts, by_entropy = steering.kind == SHIFT, isinstance(router, EntropyRouter)
+    own = [float(context.threshold)] if router.follows else router.values if by_entropy else [0.0]
+    if not shifts and layer not in steering.cuts:
+        score_BT, ends = (entropy_BT, (0.0, 1.0)) if by_entropy else (lead(router.scores(x_BTD, entropy_BT)), FAR)
+        steering.cuts[layer] = cut_at(score_BT, steering.value, ends)
+    cut = own[-1] + steering.value if shifts else steering.cuts[layer]
     if router.follows:
         change(context, "threshold", torch.full_like(context.threshold, cut))
-    elif isinstance(router, EntropyRouter):  # a shift moves both of two cuts, a share only pushes the other
-        values = [*(t + cut - own[-1] if steering.kind == SHIFT else min(t, cut) for t in own[:-1]), cut]
-        change(router, "values", tuple(values))
+    elif by_entropy:  # a shift moves both of two cuts, a share only pushes the other
+        values = (*(t + steering.value if shifts else min(t, cut) for t in own[:-1]), cut)
+        change(router, "values", values)
         change(router, "thresholds", router.thresholds.new_tensor(values))
     else:  # a lower logit of attention is a higher cut of its lead
         bias_K = router.score.bias.detach().clone()
         bias_K[-1] -= cut
         change(router.score, "bias", nn.Parameter(bias_K))
-    return kind.forward(router, *given)
+
+
+def lead(scores_BTK: Tensor) -> Tensor:
+    """By how much attention, the last operator, is ahead of the others."""
+    return scores_BTK[..., -1] - scores_BTK[..., :-1].amax(-1)
 
 
 def cut_at(score_BT: Tensor, share: float, ends: tuple[float, float]) -> float:
@@ -92,14 +91,11 @@ def steered(decoder: Any, steering: Steering | None) -> Iterator[None]:
     """Passes of `decoder` inside the block are steered. Not for two threads at a time."""
     with ExitStack() as stack:
         if steering is not None:
-            ways = ways_to_steer(decoder.config)
-            if steering.kind not in ways:
-                unknown = unknown_name("way to steer this model", steering.kind, ways)
-                raise unknown if ways else InputError(str(why_not(decoder.config)))
+            if steering.kind not in ways_to_steer(decoder.config):
+                raise InputError(why_not(decoder.config) or f"{steering.kind} is no way to steer this model.")
             if steering.kind == SHARE and not 0.0 <= steering.value <= 1.0:
                 raise InputError(f"a share lies between 0 and 1, got {steering.value:g}.")
             for index in decoder.config.routed_layers:
                 router = decoder.layers[index].router
-                stack.callback(delattr, router, "forward")
-                router.forward = partial(moved_route, stack, steering, index, router)
+                stack.enter_context(router.register_forward_pre_hook(partial(move_cut, stack, steering, index)))
         yield

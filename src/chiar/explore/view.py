@@ -11,24 +11,17 @@ import torch
 from torch import Tensor
 
 from chiar.errors import InputError
-from chiar.explore.steering import Steering, steered, ways_to_steer, why_not
+from chiar.explore.steering import Steering, lead, steered, ways_to_steer, why_not
 from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind, score_prompt
-from chiar.kernels.spectral_entropy import spectral_entropy
-from chiar.kernels.transform import Transform
-from chiar.kernels.white_noise import white_noise_entropy
 from chiar.model.load import count_parameters
 from chiar.model.trace import LayerTrace, RoutingTrace
+from chiar.plots import RULES
+from chiar.routing.calibration import noise_entropies
 from chiar.routing.flops import compare_flops
 from chiar.visible import HALVES, visible
 
 STATIC = Path(__file__).parent / "static"
-# Bins of a histogram of H, white Gaussian vectors to compare it with, and what stands for a part of a character.
-BINS, NOISE, PART = 30, 8192, "◦"
-ROUTERS = {
-    "entropy": "routed by spectral entropy, H\u00a0>\u00a0τ",
-    "learned": "routed by a learned router ({routing})",
-    "random": "routed by a random hash of the {random_key}",
-}
+BINS, PART = 30, "◦"  # of a histogram of H; and what stands for a part of a character
 
 
 class TooLong(InputError):
@@ -36,29 +29,23 @@ class TooLong(InputError):
 
 
 class LoadedModel:
-    """A model to look at. `about`: what the page says of it before any text is routed. `noise`: H of white noise for
-    it, its mean and deviation, exact where they are known."""
+    """A model to look at. `about`: what the page says of it before any text is routed. `noise`: H of white noise."""
 
     def __init__(self, name: str, tokenizer: Path | None, seed: int) -> None:
         notes: list[str] = []
         self.model, self.codec, found = open_writer(name, "prefill", False, tokenizer, "cpu", notes.append, seed)
-        self.path, self.name, self.config = Path(name), visible(Path(name).as_posix(), keep=""), self.model.config
+        self.name, self.config = visible(Path(name).as_posix(), keep=""), self.model.config
         config, width = self.config, self.config.hidden_size
         if found is not None:
             notes.append(f"trained on {config.max_position_embeddings:,} tokens in a row: beyond that it guesses.")
         if config.routing == "soft":
             notes.append("soft routing: both paths run for every token and are blended; the darker one is marked.")
-        router = ROUTERS.get(str(config.router), "routed by {router}").format(**config.to_dict())
+        rule = RULES.get(str(config.router), "{router}, a router of your own").format(**config.to_dict())
         self.about: dict[str, Any] = {"name": self.name, "parameters": count_parameters(config), "width": width}
-        self.about |= {"kinds": config.layer_types or [], "router": router if config.routed_layers else "no routing"}
+        self.about |= {"router": f"routed by {rule}" if config.routed_layers else "no routing"}
+        self.about |= {"kinds": config.layer_types or [], "notes": [note[0].upper() + note[1:] for note in notes]}
         self.about |= {"steer": ways_to_steer(config), "unsteerable": why_not(config)}
-        self.about["notes"] = [note[0].upper() + note[1:] for note in notes]
-        # Any orthonormal basis leaves noise white, so no transform is needed.
-        eps, dc_weight = config.entropy_eps, config.entropy_dc_weight
-        noise_ND = torch.randn(NOISE, width, generator=torch.Generator().manual_seed(0))
-        entropy_N = spectral_entropy(noise_ND, Transform(), eps, dc_weight)
-        exact = white_noise_entropy(width) if (eps, dc_weight) == (0.0, 1.0) else None
-        self.noise = entropy_N, *(exact or (float(entropy_N.mean()), float(entropy_N.std())))
+        self.noise_N = torch.tensor(noise_entropies(width, config.entropy_eps, config.entropy_dc_weight)).float()
 
 
 def open_models(names: list[str], tokenizer: Path | None = None, seed: int = 0) -> list[LoadedModel]:
@@ -139,10 +126,8 @@ def reach(layer: LayerTrace) -> float:
     """The largest shift that still changes a route of this text; 0 where nothing is compared with a cut."""
     if layer.thresholds and layer.entropy_BT is not None:
         return max(float((layer.entropy_BT - cut).abs().max()) for cut in layer.thresholds)
-    if layer.probabilities_BTK is None:
-        return 0.0
-    log_p_BTK = layer.probabilities_BTK.float().clamp_min(1e-30).log()
-    return float((log_p_BTK[..., -1] - log_p_BTK[..., :-1].amax(-1)).abs().max())
+    p_BTK = layer.probabilities_BTK
+    return 0.0 if p_BTK is None else float(lead(p_BTK.float().clamp_min(1e-30).log()).abs().max())
 
 
 def describe_histogram(loaded: LoadedModel, trace: RoutingTrace) -> dict[str, Any] | None:
@@ -150,15 +135,15 @@ def describe_histogram(loaded: LoadedModel, trace: RoutingTrace) -> dict[str, An
     seen = {layer.index + 1: layer.entropy_BT[0].float() for layer in trace.layers if layer.entropy_BT is not None}
     if not seen:
         return None
-    noise_N, mean, deviation = loaded.noise
+    noise_N = loaded.noise_N
     everything = torch.cat([noise_N, *seen.values()])
     low, high = float(everything.min()), max(float(everything.max()), float(everything.min()) + 1e-6)
-    densities = {}
-    for number, values in {0: noise_N, **seen}.items():
-        counts = torch.histc(values, BINS, low, high)
-        densities[number] = plain(counts[None] / counts.sum().clamp_min(1) * BINS)
-    null = {"null": densities.pop(0), "null_mean": mean, "null_deviation": deviation}
-    layers = [{"number": number, "density": density} for number, density in densities.items()]
+
+    def density(values: Tensor) -> Any:
+        return plain(torch.histc(values, BINS, low, high)[None] / len(values) * BINS)
+
+    layers = [{"number": number, "density": density(values)} for number, values in seen.items()]
+    null = {"null": density(noise_N), "null_mean": float(noise_N.mean()), "null_deviation": float(noise_N.std())}
     return {"low": low, "high": high, "layers": layers, **null}
 
 

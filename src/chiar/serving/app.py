@@ -2,7 +2,6 @@
 that owns the model and writes all texts token by token; and the endpoints before it."""
 
 import asyncio
-import contextlib
 import hmac
 import math
 import sys
@@ -10,11 +9,11 @@ import time
 import traceback
 import uuid
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from starlette.requests import Request
@@ -25,7 +24,7 @@ from chiar import web
 from chiar.data.tokens import TextCodec
 from chiar.generation.writer import Piece, Row, Sampling, Writer, score_prompt
 from chiar.model.modeling import ChiarForCausalLM
-from chiar.web import TEXT, Field, Refused, Site
+from chiar.web import TEXT, Field, Refused, Site, require
 
 COMPLETIONS = "/v1/completions"
 # Seconds of writing between sends, seconds for last answers to be read, connections beyond those that run or wait.
@@ -69,10 +68,9 @@ class Job:
     def __post_init__(self) -> None:
         name, now = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self.head = {"id": name, "object": "text_completion", "created": now, "model": self.model}
-        self.rows: list[Row] = []
-        self.begun = 0  # prompts that were read
-        # Choices that are not finished. Cancelled: nobody reads any more; the writer drops it before its next step.
-        self.left, self.failed, self.cancelled = len(self.prompts) * self.n, False, False
+        self.rows: list[Row] = []  # of the prompts that were read
+        # Choices that are not finished. Ended: failed, or nobody reads any more; dropped before the writer's next step.
+        self.left, self.ended = len(self.prompts) * self.n, False
         self.offsets = [0] * self.left  # characters of each choice that went out
         # The model's thread appends; whoever has it do so tells the loop.
         self.unsent: deque[tuple[int, Piece] | Refused] = deque()
@@ -80,28 +78,27 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        return self.failed or self.cancelled or not self.left
+        return self.ended or not self.left
 
     def put(self, choice: int, piece: Piece) -> None:
-        self.left -= piece.finish is not None
         self.unsent.append((choice, piece))
+        self.left -= piece.finish is not None
 
     def fail(self, error: Refused) -> None:
         if not self.is_over:
-            self.failed = True
+            self.ended = True
             self.unsent.append(error)
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """With the number of their choice, until every choice has ended."""
-        open_choices = len(self.offsets)
-        while open_choices:
-            while not self.unsent:
+        while self.left or self.unsent:
+            if not self.unsent:
                 self.news.clear()
                 await self.news.wait()
+                continue
             item = self.unsent.popleft()
             if isinstance(item, Refused):
                 raise item
-            open_choices -= item[1].finish is not None
             yield item
 
     async def whole(self) -> dict[str, Any]:
@@ -128,15 +125,13 @@ class Job:
     def choice(self, number: int, piece: Piece) -> dict[str, Any]:
         logprobs = None
         if self.sampling.logprobs is not None:
-            texts, offsets = self.codec.pieces([token.id for token in piece.tokens]), []
-            for text in texts:
-                offsets.append(self.offsets[number])
-                self.offsets[number] += len(text)
-            # By text, as OpenAI's; of several tokens that look alike the likeliest, which is the first.
-            by_text = [zip(self.codec.pieces(list(t.top)), t.top.values(), strict=True) for t in piece.tokens]
-            own, top = [token.logprob for token in piece.tokens], [dict([*falling][::-1]) for falling in by_text]
-            top_or_none = [None if p is None else best for p, best in zip(own, top, strict=True)]
-            logprobs = {"tokens": texts, "token_logprobs": own, "top_logprobs": top_or_none, "text_offset": offsets}
+            texts, own = self.codec.pieces([t.id for t in piece.tokens]), [t.logprob for t in piece.tokens]
+            *offsets, self.offsets[number] = accumulate(map(len, texts), initial=self.offsets[number])
+            top: list[dict[str, float] | None] = []
+            for token in piece.tokens:  # by text, as OpenAI's; of several that look alike the likeliest, the first
+                by_text = [*zip(self.codec.pieces(list(token.top)), token.top.values(), strict=True)]
+                top.append(None if token.logprob is None else dict(reversed(by_text)))
+            logprobs = {"tokens": texts, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
         return {"index": number, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
 
     def usage(self) -> dict[str, int]:
@@ -184,28 +179,23 @@ def parse_request(asked: dict[str, Any], model: str, codec: TextCodec, vocabular
     """The request in `asked`, or Refused with the field that is wrong."""
     found = web.check_fields(asked, FIELDS)
     given, n, stop, wanted, echo = (found[name] for name in ("prompt", "n", "stop", "max_tokens", "echo"))
-    if found["model"] not in ("", model):
-        raise Refused(404, f"there is no model of this name here, only {model!r}.", "model", "model_not_found")
+    require(found["model"] in ("", model), 404, f"the only model here is {model!r}.", "model", "model_not_found")
     given = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
-    if len(given) * n > limits.rows:  # before they are encoded, which takes time
-        sentence = f"{len(given)} prompts × n = {n} are more than the {limits.rows} texts a request may ask for."
-        raise Refused(400, sentence, "n" if n > limits.rows else "prompt")
-    if any(not 0 <= token < vocabulary for one in given if isinstance(one, list) for token in one):
-        raise Refused(400, f"token ids must lie between 0 and {vocabulary - 1}.", "prompt")
+    too_many = f"{len(given)} prompts × n = {n} are more than the {limits.rows} texts a request may ask for."
+    require(len(given) * n <= limits.rows, 400, too_many, "n" if n > limits.rows else "prompt")  # encoding takes time
+    known = all(0 <= token < vocabulary for one in given if isinstance(one, list) for token in one)
+    require(known, 400, f"token ids must lie between 0 and {vocabulary - 1}.", "prompt")
     prompts = [(codec.encode(one), one) if isinstance(one, str) else (one, codec.decode(one)) for one in given]
-    if not all(ids for ids, _ in prompts):
-        raise Refused(400, "the prompt is empty: give it at least a word to continue.", "prompt")
-    longest = max(len(ids) for ids, _ in prompts)
+    lengths = [len(ids) for ids, _ in prompts]
+    longest = max(lengths)
     room = limits.length - longest
-    if room < 1:
-        sentence = f"the prompt has {longest} tokens; with its continuation {limits.length} are the most: shorten it."
-        raise Refused(413, sentence, "prompt", "context_length_exceeded")
-    if wanted == 0 and not echo:
-        raise Refused(400, "max_tokens must be above 0, unless the prompt is echoed.", "max_tokens")
-    if wanted is not None and wanted > room:
-        sentence = f"behind {longest} tokens of prompt there is room for {room}: ask for at most {room}."
-        raise Refused(400, sentence, "max_tokens", "context_length_exceeded")
     tokens, stops = min(16, room) if wanted is None else wanted, [stop] if isinstance(stop, str) else stop
+    require(min(lengths) > 0, 400, "the prompt is empty: give it at least a word to continue.", "prompt")
+    too_long = f"the prompt has {longest} tokens; with its continuation {limits.length} are the most: shorten it."
+    require(room > 0, 413, too_long, "prompt", "context_length_exceeded")
+    require(tokens > 0 or echo, 400, "max_tokens must be above 0, unless the prompt is echoed.", "max_tokens")
+    no_room = f"behind {longest} tokens of prompt there is room for {room}: ask for at most {room}."
+    require(tokens <= room, 400, no_room, "max_tokens", "context_length_exceeded")
     how = {name: found[name] for name in ("temperature", "top_p", "seed", "logprobs")}
     options = web.check_fields(found["stream_options"], {"include_usage": FLAG})
     return Job(model, codec, prompts, Sampling(tokens, stops=tuple(stops), **how), n, echo, found["stream"], **options)
@@ -217,7 +207,7 @@ class Engine(Writer):
     def __init__(self, model: ChiarForCausalLM, codec: TextCodec, limits: Limits) -> None:
         super().__init__(model)
         self.codec, self.limits = codec, limits
-        self.waiting: deque[Job] = deque()
+        self.waiting: list[Job] = []
         self.running: list[Job] = []
         self.closed, self.something = False, asyncio.Event()  # closed: takes nothing new; what waits and runs goes on
         self.thread = ThreadPoolExecutor(1, "chiar-engine")
@@ -240,22 +230,22 @@ class Engine(Writer):
     def count(self, jobs: Iterable[Job]) -> int:
         return sum(not job.is_over for job in jobs)
 
-    async def end(self) -> None:
-        self.closed = True
+    async def end(self, seconds: float = 0, hurries: Callable[[], bool] = lambda: False) -> None:
+        """Take nothing new, let the rest finish while there is time, and stop."""
+        self.closed, deadline = True, time.monotonic() + seconds
+        while self.count([*self.waiting, *self.running]) and not hurries() and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
         if self.task is not None:
             self.task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self.task
+            await asyncio.wait([self.task])
 
     async def work(self) -> None:
         try:
             while True:
                 self.running = [job for job in self.running if not job.is_over]
-                taken = sum(job.left for job in self.running)
-                while self.waiting and (self.waiting[0].is_over or taken + self.waiting[0].left <= self.limits.rows):
-                    job = self.waiting.popleft()
-                    taken += 0 if job.is_over else job.left
-                    self.running += [] if job.is_over else [job]
+                self.waiting = [job for job in self.waiting if not job.is_over]
+                while self.waiting and sum(job.left for job in [*self.running, self.waiting[0]]) <= self.limits.rows:
+                    self.running.append(self.waiting.pop(0))
                 if not (self.running or self.rows):
                     self.something.clear()
                     await self.something.wait()
@@ -275,7 +265,7 @@ class Engine(Writer):
         """Read one prompt, no more, or writers would be held up, then add a token to every text; quickly, several."""
         began = time.monotonic()
         while time.monotonic() - began < QUICK:
-            unread = [job for job in self.running if job.begun < len(job.prompts) and not job.is_over]
+            unread = [job for job in self.running if len(job.rows) < len(job.offsets) and not job.is_over]
             if not (unread or self.rows):
                 return
             try:
@@ -290,8 +280,8 @@ class Engine(Writer):
 
     def begin_prompt(self, job: Job) -> None:
         """Read a request's next prompt and write the first token of its choices; choice i has the seed + i."""
-        number, sampling, rows = job.begun, job.sampling, []
-        job.begun, (ids, text) = number + 1, job.prompts[number]
+        first, sampling = len(job.rows), job.sampling
+        ids, text = job.prompts[first // job.n]
         read, operators = self.read_prompt(ids), self.model.config.operators or []
         for route in read.routes or ():
             counts = route.choice_BT.flatten().bincount(minlength=len(operators)).tolist()
@@ -300,14 +290,13 @@ class Engine(Writer):
         scored = job.echo and sampling.logprobs is not None
         scores = score_prompt(self.model, ids, read, sampling.logprobs or 0) if scored else []
         for i in range(job.n):
-            seed, send = None if sampling.seed is None else sampling.seed + i, partial(job.put, number * job.n + i)
-            rows.append(Row(self.codec, replace(sampling, seed=seed), self.model.device, send, job))
+            seed, send = None if sampling.seed is None else sampling.seed + i, partial(job.put, first + i)
+            job.rows.append(Row(self.codec, replace(sampling, seed=seed), self.model.device, send, job))
             if job.echo:
                 send(Piece(text, scores))
-        job.rows += rows
         if sampling.max_new_tokens:
-            return self.begin(read, rows)
-        for row in rows:
+            return self.begin(read, job.rows[first:])
+        for row in job.rows[first:]:
             row.finish("length")
 
     def fail(self, owners: list[Job], error: Exception) -> None:
@@ -327,7 +316,6 @@ class Service(Site):
         self.name, self.engine, self.key = name, engine, key
         self.greeting = f"serving {name} on {{}}/v1, until Ctrl-C"
         self.entry = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "chiar"}
-        self.reader = ThreadPoolExecutor(1)  # long texts are encoded aside, so that the others' streams go on
 
     def check(self, request: Request) -> None:
         """/health and /metrics need no key: they are for those who look after the process."""
@@ -344,18 +332,14 @@ class Service(Site):
             self.engine.seconds.append(seconds)
 
     async def drain(self) -> None:
-        engine, deadline = self.engine, time.monotonic() + self.engine.limits.grace
-        engine.closed = True
-        while engine.count([*engine.waiting, *engine.running]) and not self.should_exit and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        await engine.end()
+        await self.engine.end(self.engine.limits.grace, lambda: self.should_exit)
 
     async def complete(self, request: Request) -> Response:
         engine, limits = self.engine, self.engine.limits
         too_long = f"the request is longer than {limits.body} bytes: shorten it."
         fields = await web.read_json(request, limits.body, too_long)
         given = fields, self.name, engine.codec, engine.model.config.vocab_size, limits
-        job = await asyncio.get_running_loop().run_in_executor(self.reader, parse_request, *given)
+        job = await asyncio.to_thread(parse_request, *given)  # long texts are encoded aside: the others' streams go on
         engine.closed |= self.draining
         engine.submit(job)
         request.scope["over"].callback(self.settle, job)
@@ -365,8 +349,8 @@ class Service(Site):
 
     def settle(self, job: Job) -> None:
         """Nobody reads this answer any more: what is not finished was left."""
-        if job.left and not job.failed:
-            job.cancelled = True
+        if not job.is_over:
+            job.ended = True
             self.engine.counts["clients_gone_total"] += 1
         for name in ("prompt_tokens", "completion_tokens"):
             self.engine.counts[f"{name}_total"] += job.usage()[name]
@@ -377,8 +361,7 @@ class Service(Site):
 
     async def models(self, request: Request) -> Response:
         name = request.path_params.get("name")
-        if name not in (None, self.name):
-            raise Refused(404, f"the only model here is {self.name!r}.", "model", "model_not_found")
+        require(name in (None, self.name), 404, f"the only model here is {self.name!r}.", "model", "model_not_found")
         return web.json_response({"object": "list", "data": [self.entry]} if name is None else self.entry)
 
     async def health(self, request: Request) -> Response:
@@ -394,9 +377,8 @@ class Service(Site):
         now: dict[str, float] = {"rows_running": sum(not row.is_over for row in engine.rows)}
         now |= {f"requests_{name}": engine.count(getattr(engine, name)) for name in ("waiting", "running")}
         if routed:
-            now["attention_fraction"] = routed.get('routed_tokens_total{operator="attention"}', 0) / sum(
-                routed.values()
-            )
+            dark = routed.get('routed_tokens_total{operator="attention"}', 0)
+            now["attention_fraction"] = dark / sum(routed.values())
         for name, samples in groupby(sorted({**counts, **now}.items()), lambda sample: sample[0].split("{")[0]):
             lines += [f"# HELP chiar_{name} {METRICS[name][1]}", f"# TYPE chiar_{name} {METRICS[name][0]}"]
             lines += [f"chiar_{sample} {value:.10g}" for sample, value in samples]

@@ -1,11 +1,32 @@
 "use strict";
-// The views a report carries, drawn where it has a place for them.
-for (const [number, views] of JSON.parse(document.getElementById("views").textContent).entries()) {
-  const place = document.getElementById(`prompt-${number + 1}`);
-  for (const view of views) {
-    const root = ChiarMarks.make("article", { class: "panel", "aria-label": view.model.name },
-      [ChiarMarks.make("header", {}, [ChiarView.heading(view.model)])]);
-    place.append(root);
-    new ChiarView.Panel(root).update(view);
+// What a report carries, as data: sections with a prompt and its views, or a table. Text is only inserted as text.
+(() => {
+  const { make } = ChiarMarks;
+  const row = (kind, texts) => make("tr", {}, texts.map((text, column) =>
+    make(kind, { text, ...(kind === "th" && { scope: "col" }), ...(column && { class: "number" }) })));
+
+  function* parts({ title, prompt, views, picture, head, rows, notes }) {
+    yield make("h2", { class: "section", text: title });
+    if (views) {
+      yield make("blockquote", { dir: "auto", text: prompt });
+      yield make("div", { class: views.length > 1 ? "panels pair" : "panels" }, views.map((view) => make("article",
+        { class: "panel", "aria-label": view.model.name }, [make("header", {}, [ChiarView.heading(view.model)])])));
+    }
+    if (picture) {
+      yield make("div", { class: "curves scroll" }, [make("img", { alt: "training curves", src: picture })]);
+    }
+    if (rows) {
+      yield make("div", { class: "scroll" }, [make("table", {}, [make("thead", {}, [row("th", head)]),
+        make("tbody", {}, rows.map((texts) => row("td", texts)))])]);
+    }
+    for (const text of notes ?? []) yield make("p", { class: "note", text });
   }
-}
+
+  const main = document.querySelector("main");
+  for (const section of JSON.parse(document.getElementById("sections").textContent)) {
+    main.append(make("section", {}, [...parts(section)]));
+    const places = main.lastChild.querySelectorAll("article.panel");
+    // A panel measures its place, which must be on the page by then.
+    for (const [number, place] of places.entries()) new ChiarView.Panel(place).update(section.views[number]);
+  }
+})();
