@@ -271,7 +271,7 @@ class Run:
 
 
 def read_runs(sources: Sequence[Path | str], over: str = "steps") -> list[Run]:
-    from chiar.evaluation.compare import short_names
+    from chiar.evaluation.report import short_names
 
     if over not in OVER:
         raise unknown_name("axis", over, OVER)
@@ -345,7 +345,7 @@ AGAINST = {"parameters": "trainable parameters", "flops": "counted FLOPs a token
 
 def draw_scaling(sources: Sequence[str], against: str = "parameters") -> "Figure":
     """Loss against size of `[LINE=]PATH`s, reports or runs with one."""
-    from chiar.evaluation.compare import differences, read_entry
+    from chiar.evaluation.report import differences, read_entry
     from chiar.model.load import count_parameters, load_config
 
     if against not in AGAINST:

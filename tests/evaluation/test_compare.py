@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from chiar.errors import InputError
-from chiar.evaluation.compare import compare, read_entry, short_names
-from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, LayerUse, RoutingUse
+from chiar.evaluation.report import (
+    ClassScores,
+    EvaluationReport,
+    LanguageScores,
+    LayerUse,
+    RoutingUse,
+    compare,
+    read_entry,
+    short_names,
+)
 from commands import run
 
 BASE = EvaluationReport(

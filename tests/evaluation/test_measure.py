@@ -13,7 +13,7 @@ from chiar.data.prepare import prepare
 from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.evaluation import harness
-from chiar.evaluation.harness import Reading, choose_documents, measure_classification, measure_perplexity
+from chiar.evaluation.harness import Reading, measure_classification, measure_perplexity
 from chiar.evaluation.report import ClassScores
 from chiar.model.modeling import ChiarForSequenceClassification
 
@@ -130,8 +130,8 @@ def test_scores_of_classes():
 
 def test_a_limit_spreads_over_the_split(classes):
     model, split = tiny_model(kind=ChiarForSequenceClassification, num_labels=2), classes.split("valid")
-    assert choose_documents(split, 4) == [0, 5, 11, 17]
-    assert choose_documents(split, 1000) == choose_documents(split, None) == list(range(split.documents))
+    assert split.choose(4) == [0, 5, 11, 17]
+    assert split.choose(1000) == split.choose(None) == list(range(split.documents))
     assert measure_classification(model, classes, split, Reading(LENGTH, rows=4))[0].documents == 4
     other = tiny_model(kind=ChiarForSequenceClassification, num_labels=3)
     with pytest.raises(InputError, match=r"knows 3 classes, but .* has 2"):

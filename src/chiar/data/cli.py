@@ -42,7 +42,7 @@ def prepare(
     from chiar.data.tokenizers import TokenizerChoice
 
     # The flag may be meant for the tokenizer alone; then a corpus that knows no Hub is not troubled with it.
-    corpus_from_hub = from_hub and (tokenizer != "gpt2" or corpus[0].startswith("wikitext"))
+    corpus_from_hub = from_hub and (tokenizer != "gpt2" or corpus[0].lower().startswith("wikitext"))
     source = build_source(
         corpus, from_hub=corpus_from_hub or None, field=field, unit=documents, depth=depth, arguments=arguments,
         min_length=min_length, max_length=max_length, brackets=brackets, seed=seed,

@@ -181,12 +181,6 @@ def unigram_entropy(split: Split, vocab_size: int, targets: int | None = None) -
     return float(-(shares * np.log(shares)).sum())
 
 
-def choose_documents(split: Split, rows: int | None) -> list[int]:
-    """All of them, or `rows` spread over the split: files are often sorted by label."""
-    count = min(rows or split.documents, split.documents)
-    return [row * split.documents // count for row in range(count)]
-
-
 @torch.inference_mode()
 def measure_classification(
     model: ChiarForSequenceClassification, corpus: Corpus, split: Split, reading: Reading
@@ -197,7 +191,7 @@ def measure_classification(
     assert labels is not None, "the corpus is a classification corpus"
     if model.config.num_labels != classes:
         raise InputError(f"the model knows {model.config.num_labels} classes, but {corpus.folder} has {classes}.")
-    chosen = np.array(choose_documents(split, reading.rows))
+    chosen = np.array(split.choose(reading.rows))
     whole = np.diff(split.offsets).astype(np.int64)[chosen]
     if not whole.all():
         raise InputError(f"document {chosen[whole == 0][0]} of split {split.name!r} is empty.")

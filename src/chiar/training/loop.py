@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from chiar.config import ChiarConfig
-from chiar.data import Corpus
+from chiar.data.shards import Corpus
 from chiar.data.tokenizers import check_tokenizer
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError, optional_module

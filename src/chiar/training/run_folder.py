@@ -16,7 +16,7 @@ import transformers
 
 import chiar
 from chiar.config import ChiarConfig
-from chiar.data import Corpus
+from chiar.data.shards import Corpus
 from chiar.errors import InputError, first_line
 from chiar.files import write_whole
 from chiar.model.heads import export_model
