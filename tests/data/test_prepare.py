@@ -29,28 +29,8 @@ def noted():
 
 
 @pytest.fixture
-def small_batches(monkeypatch):
-    """So that each document is noted."""
-    monkeypatch.setattr(module, "CHECKPOINT_SECONDS", 0.0)
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # slow, and only a power cut would show
-
-
-@pytest.fixture
 def source(tmp_path):
     return Text([text_file(tmp_path / "notes.txt")], fractions=(0.8, 0.1, 0.1))
-
-
-@pytest.mark.parametrize("choice", [BYTES, BPE], ids=["bytes", "bpe"])
-@pytest.mark.usefixtures("small_batches")
-def test_any_run_gives_the_same_bytes(tmp_path, source, choice, monkeypatch):
-    prepare(source, tmp_path / "one", choice, shard_tokens=1000)
-    monkeypatch.setattr(module, "CHECKPOINT_SECONDS", 9.0)
-    prepare(source, tmp_path / "again", choice, shard_tokens=1000)
-    expected = tree(tmp_path / "one")
-    assert expected == tree(tmp_path / "again")
-    left = {"manifest.json", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
-    assert {name for name in expected if not name.endswith((".bin", ".npy"))} == left
-    assert {path.name for path in tmp_path.iterdir()} == {"again", "notes.txt", "one"}
 
 
 def test_wikitext_counts_are_those_of_the_literature_and_compression_changes_nothing(tmp_path):
@@ -88,8 +68,9 @@ class Interrupted(Source):
             yield Document(f"{given} {sentence(number)}")
 
 
-@pytest.mark.usefixtures("small_batches")
 def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "CHECKPOINT_SECONDS", 0.0)  # so that each document is noted
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # slow, and only a power cut would show
     # A tokenizer's training would read all of train first.
     Tokenizer.train([sentence(n) for n in range(200)], 300).save(tmp_path / "tokenizer")
     choice = TokenizerChoice("bpe", path=tmp_path / "tokenizer")
@@ -145,6 +126,8 @@ def test_kill_9_and_resume(tmp_path):
     prepare(source, tmp_path / "out", BPE, shard_tokens=1000, display=display)
     assert sentences == ["going on with the unfinished out."]
     prepare(source, tmp_path / "whole", BPE, shard_tokens=1000)
+    left = {"manifest.json", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
+    assert {name for name in tree(tmp_path / "out") if not name.endswith((".bin", ".npy"))} == left
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
@@ -185,11 +168,11 @@ def test_tokens_files_become_a_corpus_unchanged(tmp_path, monkeypatch):
     Corpus.open(tmp_path / "out", verify=True)
 
 
-def test_refusals_leave_nothing_behind(tmp_path, source):
+def test_refusals_leave_nothing_behind(tmp_path, source, monkeypatch):
     contents = {"empty.txt": b"\n \n\n", "short.txt": b"one document", "binary.txt": b"fine\n\n" * 2000 + b"\xff\xfe"}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    empty, binary = (Text([tmp_path / name], fractions=WHOLE) for name in ("empty.txt", "binary.txt"))
+    empty, short, binary = (Text([tmp_path / name]) for name in contents)
     prepare(source, full := tmp_path / "full", BYTES)
     wikitext_folder(tmp_path / "wiki")
     (tmp_path / "wiki" / "wiki.train.tokens").unlink()
@@ -199,17 +182,18 @@ def test_refusals_leave_nothing_behind(tmp_path, source):
     ids, none = TokensFile([tmp_path / "ids"]), TokensFile([tmp_path / "none"])
     before = tree(tmp_path)
     new = tmp_path / "out"
-    cases = [("is empty", empty, new, BYTES), ("is empty", none, new, BYTES), ("is it binary", binary, new, BYTES)]
-    cases += [("its valid split has no text: give more", Text([tmp_path / "short.txt"]), new, BYTES)]
-    cases += [("exists already", source, there, BYTES) for there in (full, tmp_path / "short.txt")]
+    cases = [("exists already", source, there, BYTES) for there in (full, tmp_path / "short.txt")]
     cases += [("--shard-tokens", source, new, BYTES, 0), ("at least 257", source, new, TokenizerChoice(vocab_size=100))]
     other = (TokenizerChoice("bpe", like=full), TokenizerChoice(vocab_size=300, like=full))
     cases += [("leave them out", source, new, choice) for choice in other]
     wiki = WikiText([tmp_path / "wiki"], "wikitext-2")
     cases += [("no train split", wiki, new, TokenizerChoice()), ("tokenised already", ids, new, TokenizerChoice())]
-    cases += [("holds id 300, outside the 257 entries", ids, new, BYTES)]
+    cases += [("holds id 300, outside the 257 entries", ids, new, BYTES), ("is it binary", binary, new, BYTES)]
     for message, *arguments in cases:
         with refused(message):
             prepare(*arguments)
-        assert tree(tmp_path) == before
-        assert not list(tmp_path.glob(".*"))
+        assert tree(tmp_path) == before and not list(tmp_path.glob(".*"))
+    monkeypatch.setattr(module, "partial_folder", Mock(side_effect=AssertionError("work was begun")))
+    for source, message in ((empty, "is empty"), (none, "is empty"), (short, "split has no text: give more")):
+        with refused(message):
+            prepare(source, new, BYTES)
