@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from chiar.data.corpora import Labelled, Text
+from chiar.data.catalog import build_source
 from chiar.data.prepare import prepare
 from chiar.data.shards import Corpus
 from chiar.data.tokenizers import TokenizerChoice
@@ -18,22 +18,17 @@ def sentence(seed: int, words: int = 8) -> str:
     return " ".join(random.Random(seed).choices(["light", "dark", "naïve", "漢", "of", "42", "."], k=words))
 
 
-def language_corpus(folder: Path, tokenizer: TokenizerChoice = BYTES) -> Corpus:
-    """Its test split has about 190 bytes, no multiple of any length used."""
+def make_corpus(folder: Path, name: str = "text", tokenizer: TokenizerChoice = BYTES) -> Corpus:
+    """Text, whose test split has about 190 bytes, no multiple of any length; or CoLA, sentences of 1 to 9 words."""
+    texts = ["\n\n".join(f"{sentence(n)}\n{sentence(n + 50, 3)}" for n in range(count)) for count in (30, 3, 3)]
+    files = dict(zip(("train.txt", "valid.txt", "test.txt"), texts, strict=True))
+    if name == "cola":
+        rows = [f"x\t{int(n % 3 > 0)}\t\t{sentence(n, 1 + n % 9)}" for n in range(23)]
+        files = {"train.tsv": "\n".join(rows[:8]), "dev.tsv": "\n".join(rows)}
     folder.mkdir()
-    for split, documents in (("train", 30), ("valid", 3), ("test", 3)):
-        texts = [f"{sentence(n)}\n{sentence(n + 50, 3)}" for n in range(documents)]
-        (folder / f"{split}.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
-    return prepare(Text([folder]), folder / "corpus", tokenizer)
-
-
-def class_corpus(folder: Path) -> Corpus:
-    """CoLA's layout, sentences of 1 to 9 words."""
-    folder.mkdir()
-    for name, count in (("train", 8), ("dev", 23)):
-        rows = [f"x\t{int(n % 3 > 0)}\t\t{sentence(n, 1 + n % 9)}" for n in range(count)]
-        (folder / f"{name}.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    return prepare(Labelled([folder], "cola"), folder / "corpus", BYTES)
+    for file, text in files.items():
+        (folder / file).write_text(f"{text}\n", encoding="utf-8")
+    return prepare(build_source([name, str(folder)]), folder / "corpus", tokenizer)
 
 
 def tiny_model(preset: str = "v3-tiny", kind: type = ChiarForCausalLM, **changes):

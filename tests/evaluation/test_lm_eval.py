@@ -7,7 +7,7 @@ import sys
 import huggingface_hub
 import pytest
 import torch
-from evaluated import LENGTH, language_corpus, save, tiny_model
+from evaluated import LENGTH, make_corpus, save, tiny_model
 
 from chiar.data.tokenizers import TokenizerChoice
 from chiar.data.tokens import TextCodec
@@ -170,7 +170,7 @@ def test_choices_and_writing_of_several_models(folder, tasks, tmp_path, model, c
     assert figures["mine_choice", "acc"] == pytest.approx(right / len(QUESTIONS))
     assert report["scores"][0]["documents"] == len(QUESTIONS) and report["remarks"] == []
     assert figures["mine_writing", "exact_match"] == pytest.approx(1 / len(QUESTIONS))
-    bpe = language_corpus(tmp_path / "bpe", TokenizerChoice("bpe", vocab_size=270))
+    bpe = make_corpus(tmp_path / "bpe", tokenizer=TokenizerChoice("bpe", vocab_size=270))
     other = tiny_model(vocab_size=280, max_position_embeddings=LENGTH, eos_token_id=bpe.end_of_text, gate_pool="batch")
     models = [folder, save(other, tmp_path / "other", bpe)]
     options = ["--harness", "mine_choice", "--harness-path", tasks, "--rows", 1, "--length", 8]

@@ -6,11 +6,8 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from evaluated import BYTES, LENGTH, tiny_model
+from evaluated import LENGTH, tiny_model
 
-from chiar.data.corpora import Text
-from chiar.data.prepare import prepare
-from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.evaluation import harness
 from chiar.evaluation.harness import Reading, measure_classification, measure_perplexity
@@ -33,8 +30,8 @@ PRESETS = [(preset, None) for preset in ("baseline-tiny", "v1-tiny", "v2-tiny", 
 
 
 @pytest.mark.parametrize(("preset", "stride"), [*PRESETS, ("v3-tiny", 5)])
-def test_equals_a_loop_over_tokens(corpus, split, preset, stride):
-    model = tiny_model(preset)
+def test_equals_a_loop_over_tokens(corpus, preset, stride):
+    model, split = tiny_model(preset), corpus.split("test")
     ids = split.read(0, split.tokens).tolist()
     assert (len(ids) - 1) % LENGTH, "the last block should be a partial one"
     losses = naive_losses(model, ids, stride or LENGTH)
@@ -47,8 +44,8 @@ def test_equals_a_loop_over_tokens(corpus, split, preset, stride):
         assert all(sum(layer.use.values()) == pytest.approx(1) for layer in routing.layers)
 
 
-def test_routing_is_the_trace_over_predicted_tokens(corpus, split):
-    model = tiny_model()
+def test_routing_is_the_trace_over_predicted_tokens(corpus):
+    model, split = tiny_model(), corpus.split("test")
     _, routing, _ = measure_perplexity(model, corpus, split, Reading(split.tokens + 5))  # one block, shorter than that
     with torch.no_grad():
         trace = model(torch.from_numpy(split.rows(split.offsets[:1], split.tokens - 1)), output_routing=True).routing
@@ -59,7 +56,8 @@ def test_routing_is_the_trace_over_predicted_tokens(corpus, split):
     assert routing.gate_pool == "causal"
 
 
-def test_figures_by_word_and_byte_also_of_a_part(corpus, split):
+def test_figures_by_word_and_byte_also_of_a_part(corpus):
+    split = corpus.split("test")
     scores = measure_perplexity(tiny_model(), corpus, split, Reading(LENGTH))[0]
     total, derived = scores.nll * scores.tokens, scores.derived()
     assert derived["perplexity"] == pytest.approx(math.exp(scores.nll))
@@ -77,28 +75,18 @@ def test_figures_by_word_and_byte_also_of_a_part(corpus, split):
         measure_perplexity(model, corpus, split, Reading(LENGTH))
 
 
-def entropy_by_hand(ids):
-    return -sum(n / len(ids) * math.log(n / len(ids)) for n in Counter(ids).values())
-
-
-def test_unigram_entropy_also_in_pieces_over_several_shards(tmp_path, corpus, monkeypatch):
-    for name in corpus.splits:
-        split = corpus.split(name)
-        targets = split.read(1, split.tokens - 1).tolist()
-        # Sums of a few dozen float64 terms.
-        for count in (len(targets), 9):
-            found = harness.unigram_entropy(split, corpus.vocab_size, count)
-            assert found == pytest.approx(entropy_by_hand(targets[:count]), rel=1e-12)
-    whole = harness.unigram_entropy(corpus.split("train"), corpus.vocab_size)
-    prepare(Text([corpus.folder.parent]), tmp_path / "shards", BYTES, shard_tokens=100)
+def test_unigram_entropy_also_in_pieces(corpus, monkeypatch):
     monkeypatch.setattr(harness, "COUNTED_AT_ONCE", 37)
-    sharded = Corpus.open(tmp_path / "shards").split("train")
-    assert harness.unigram_entropy(sharded, corpus.vocab_size) == pytest.approx(whole, rel=1e-12)
+    split = corpus.split("train")
+    targets = split.read(1, split.tokens - 1).tolist()
+    for count in (len(targets), 9):  # sums of a few dozen float64 terms
+        by_hand = -sum(n / count * math.log(n / count) for n in Counter(targets[:count]).values())
+        assert harness.unigram_entropy(split, corpus.vocab_size, count) == pytest.approx(by_hand, rel=1e-12)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 100])
-def test_equals_one_document_at_a_time(classes, batch_size):
-    model, split = tiny_model(kind=ChiarForSequenceClassification, num_labels=2), classes.split("valid")
+def test_equals_one_document_at_a_time(classes, two_classes, batch_size):
+    model, split = two_classes, classes.split("valid")
     confusion, losses, tokens = [[0, 0], [0, 0]], [], []
     for index, label in enumerate(split.labels.tolist()):
         ids = torch.tensor(split.document(index)[:LENGTH].tolist())[None]
@@ -128,11 +116,11 @@ def test_scores_of_classes():
     assert three["accuracy"] == 1.0 and three["f1"] is None and three["matthews"] is None
 
 
-def test_a_limit_spreads_over_the_split(classes):
-    model, split = tiny_model(kind=ChiarForSequenceClassification, num_labels=2), classes.split("valid")
+def test_a_limit_spreads_over_the_split(classes, two_classes):
+    split = classes.split("valid")
     assert split.choose(4) == [0, 5, 11, 17]
     assert split.choose(1000) == split.choose(None) == list(range(split.documents))
-    assert measure_classification(model, classes, split, Reading(LENGTH, rows=4))[0].documents == 4
+    assert measure_classification(two_classes, classes, split, Reading(LENGTH, rows=4))[0].documents == 4
     other = tiny_model(kind=ChiarForSequenceClassification, num_labels=3)
     with pytest.raises(InputError, match=r"knows 3 classes, but .* has 2"):
         measure_classification(other, classes, split, Reading(LENGTH))
