@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from corpora import WHOLE, all_refused, refused, sentence, text_file, wikitext_folder
 
 from chiar.data import corpora
 from chiar.data.catalog import build_source
 from chiar.data.corpora import Labelled, Stdlib, Text, TokensFile, WikiText
+from small_corpora import WHOLE, all_refused, refused, sentence, text_file, wikitext_folder
 
 
 def texts(source, split="train"):

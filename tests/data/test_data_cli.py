@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from corpora import text_file, tree, wikitext_folder
 
 import commands
 from chiar.data.catalog import CATALOG, spelling
 from chiar.data.shards import Corpus
+from small_corpora import text_file, tree, wikitext_folder
 
 
 def run(*arguments):

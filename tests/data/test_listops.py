@@ -6,11 +6,11 @@ from itertools import accumulate
 from random import Random
 
 import pytest
-from corpora import all_refused, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chiar.data.listops import GeneratedListOps, ListOpsFiles, evaluate, generate
+from small_corpora import all_refused, refused
 
 # Rows of the published test set.
 DEEP = "( ( ( ( ( ( [SM ( ( ( ( ( [MIN ( ( ( ( ( ( [MIN 5 ) ( ( ( ( [SM 5 ) 4 ) 1 ) ] ) ) 0 ) 4 ) 9 ) ] ) ) 8 ) 7 ) "

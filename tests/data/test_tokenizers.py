@@ -8,12 +8,12 @@ from unittest.mock import Mock
 import huggingface_hub
 import numpy as np
 import pytest
-from corpora import all_refused, refused, sentence
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from chiar.data.tokenizers import CHARACTER_OF_BYTE, END_OF_TEXT, KINDS, Tokenizer, TokenizerChoice
+from small_corpora import all_refused, refused, sentence
 
 SAMPLE = [sentence(n, 60) for n in range(50)]
 # Every kind of space, including those Python and the tokenizers library disagree about, next to everything else.

@@ -1,24 +1,24 @@
 """Corpora and models that no test changes."""
 
 import pytest
-from evaluated import make_corpus, save, tiny_model
 
 from chiar.model.modeling import ChiarForSequenceClassification
+from small_corpora import measured_corpus, save, tiny_model
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("evaluation") / "text")
+    return measured_corpus(tmp_path_factory.mktemp("evaluation") / "text")
 
 
 @pytest.fixture(scope="session")
 def classes(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("evaluation") / "cola", "cola")
+    return measured_corpus(tmp_path_factory.mktemp("evaluation") / "cola", "cola")
 
 
 @pytest.fixture(scope="session")
 def language(tmp_path_factory, corpus):
-    return str(save(tiny_model(), tmp_path_factory.mktemp("evaluation") / "language", corpus))
+    return str(save(tiny_model(), tmp_path_factory.mktemp("evaluation") / "language", corpus.tokenizer()))
 
 
 @pytest.fixture(scope="session")

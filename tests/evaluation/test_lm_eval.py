@@ -7,7 +7,6 @@ import sys
 import huggingface_hub
 import pytest
 import torch
-from evaluated import LENGTH, make_corpus, save, tiny_model
 
 from chiar.data.tokenizers import TokenizerChoice
 from chiar.data.tokens import TextCodec
@@ -15,8 +14,9 @@ from chiar.errors import InputError
 from chiar.evaluation.cli import OFFLINE, prepare_harness
 from chiar.evaluation.harness import Reading
 from commands import run
+from small_corpora import measured_corpus, save, tiny_model
 
-END = 256
+END, LENGTH = 256, 16
 BYTES = TextCodec(None, None)
 TEXTS = ["light and dark tokens", "naïve 漢 filters of attention, and more than one window of them", "x"]
 QUESTIONS = [
@@ -170,9 +170,9 @@ def test_choices_and_writing_of_several_models(folder, tasks, tmp_path, model, c
     assert figures["mine_choice", "acc"] == pytest.approx(right / len(QUESTIONS))
     assert report["scores"][0]["documents"] == len(QUESTIONS) and report["remarks"] == []
     assert figures["mine_writing", "exact_match"] == pytest.approx(1 / len(QUESTIONS))
-    bpe = make_corpus(tmp_path / "bpe", tokenizer=TokenizerChoice("bpe", vocab_size=270))
+    bpe = measured_corpus(tmp_path / "bpe", tokenizer=TokenizerChoice("bpe", vocab_size=270))
     other = tiny_model(vocab_size=280, max_position_embeddings=LENGTH, eos_token_id=bpe.end_of_text, gate_pool="batch")
-    models = [folder, save(other, tmp_path / "other", bpe)]
+    models = [folder, save(other, tmp_path / "other", bpe.tokenizer())]
     options = ["--harness", "mine_choice", "--harness-path", tasks, "--rows", 1, "--length", 8]
     code, output = run("eval", *models, *options, "--json", tmp_path / "both.json")
     assert code == 0 and "note: gate_pool" in output
