@@ -6,7 +6,7 @@ import json
 import lzma
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -56,19 +56,13 @@ def test_wikitext_documents_are_articles_and_lose_no_byte(tmp_path, form, name):
 
 def test_wikitext_from_the_hub_equals_the_files(tmp_path, monkeypatch):
     """The Hub stores lines, and blank ones as empty text."""
-    expected, asked = wikitext_folder(tmp_path), []
-
-    def load_dataset(*where, **how):
-        asked.append((*where, *how.values()))
-        if len(asked) > 1:
-            raise ConnectionError("no network")
-        lines = (tmp_path / "wiki.valid.tokens").read_text().splitlines(keepends=True)
-        return [{"text": "" if line.isspace() else line} for line in lines]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    source = WikiText([], "wikitext-103", from_hub=True)
+    expected, source = wikitext_folder(tmp_path), WikiText([], "wikitext-103", from_hub=True)
+    lines = (tmp_path / "wiki.valid.tokens").read_text().splitlines(keepends=True)
+    rows = [{"text": "" if line.isspace() else line} for line in lines]
+    load_dataset = Mock(side_effect=[rows, ConnectionError("no network")])
+    monkeypatch.setitem(sys.modules, "datasets", Mock(load_dataset=load_dataset))
     assert texts(source, "valid") == expected["valid"]
-    assert asked == [("Salesforce/wikitext", "wikitext-103-v1", "validation", True)]
+    load_dataset.assert_called_with("Salesforce/wikitext", "wikitext-103-v1", split="validation", streaming=True)
     with refused("could not be fetched from the Hub: no network"):
         texts(source)
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -186,15 +180,6 @@ def test_damaged_and_missing_files(tmp_path):
     for name, message in [("missing.txt", "there is no file or folder"), ("empty", "holds no text file")]:
         with refused(message):
             Text([tmp_path / name])
-
-
-def test_the_embedded_corpus_is_the_documentation_of_this_python():
-    source = Stdlib()
-    source.files = [path for path in source.files if path.parent.name in ("json", "pydoc_data")]  # all take seconds
-    found = [document.text for document in everything(source)]
-    assert len(found) == len(set(found)) > 50
-    assert any(text.startswith("json.decoder") and "Simple JSON" in text for text in found)
-    assert any(text.startswith("types\n\n") and "standard type hierarchy" in text for text in found)
 
 
 def test_harvesting_runs_no_code(tmp_path, monkeypatch):

@@ -24,24 +24,14 @@ QUESTIONS = [
     {"question": "a filter and a", "choices": ["gate", "token of it"], "answer": 1},
     {"question": "H is", "choices": ["an entropy", "no"], "answer": 0},
 ]
-TASK = "task: {}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {}.jsonl}}}}\ntest_split: test\n{}"
-ROLLING = """output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list: [{metric: byte_perplexity}, {metric: bits_per_byte}]
-"""
-CHOICE = """output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: answer
-metric_list: [{metric: acc}]
-"""
-WRITING = """output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{written}}"
-generation_kwargs: {until: ["\\n"], max_gen_toks: 8, do_sample: false}
-metric_list: [{metric: exact_match}]
-"""
+# What is asked, what is right, and in what figure.
+ROLLING = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+ROLLING["metric_list"] = [{"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}]
+CHOICE = {"output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}"}
+CHOICE |= {"doc_to_target": "answer", "metric_list": [{"metric": "acc"}]}
+WRITING = {"output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{written}}"}
+WRITING["generation_kwargs"] = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+WRITING["metric_list"] = [{"metric": "exact_match"}]
 
 
 def test_what_cannot_be_asked_for(monkeypatch):
@@ -92,14 +82,13 @@ def tasks(tmp_path_factory, downstream, model):
     folder = tmp_path_factory.mktemp("tasks")
     answers = [written(model, QUESTIONS[0]["question"].encode(), 8), "no", "nor this"]
     questions = [{**question, "written": answer} for question, answer in zip(QUESTIONS, answers, strict=True)]
-    for name, data, text in (
-        ("mine_text", "texts", ROLLING),
-        ("mine_choice", "questions", CHOICE),
-        ("mine_writing", "questions", WRITING),
-        ("lost", "nowhere", ROLLING),
-        ("wrong", "questions", CHOICE.replace("{{choices}}", "{{other}}")),
-    ):
-        (folder / f"{name}.yaml").write_text(TASK.format(name, data, text))
+    known = {"mine_text": ("texts", ROLLING), "mine_choice": ("questions", CHOICE), "lost": ("nowhere", ROLLING)}
+    known["mine_writing"] = "questions", WRITING
+    known["wrong"] = "questions", {**CHOICE, "doc_to_choice": "{{other}}"}
+    for name, (data, told) in known.items():
+        told = {"task": name, "dataset_path": "json", "test_split": "test", **told}
+        told["dataset_kwargs"] = {"data_files": {"test": f"{data}.jsonl"}}
+        (folder / f"{name}.yaml").write_text(json.dumps(told))  # which is YAML
     for name, lines in (("texts", [{"text": text} for text in TEXTS]), ("questions", questions)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     return folder
