@@ -13,7 +13,8 @@ import pytest
 
 from chiar.data import corpora
 from chiar.data.catalog import build_source
-from chiar.data.corpora import Labelled, Stdlib, Text, TokensFile, WikiText
+from chiar.data.corpora import Labelled, Stdlib, Text, WikiText
+from chiar.data.prepare import TokensFile
 from small_corpora import WHOLE, all_refused, refused, sentence, text_file, wikitext_folder
 
 

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chiar.data import prepare as module
-from chiar.data.corpora import Document, Source, Text, TokensFile, WikiText
+from chiar.data.corpora import Document, Source, Text, WikiText
 from chiar.data.listops import GeneratedListOps
-from chiar.data.prepare import Display, prepare
+from chiar.data.prepare import Display, TokensFile, prepare
 from chiar.data.shards import Corpus, fingerprint
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
 from small_corpora import BYTES, WHOLE, all_refused, refused, sentence, text_file, tree, wikitext_folder
@@ -147,7 +147,7 @@ def test_two_preparations_of_one_corpus_do_not_meet(tmp_path, source):
 
 
 def test_tokens_files_become_a_corpus_unchanged(tmp_path, monkeypatch):
-    monkeypatch.setattr("chiar.data.corpora.BLOCK_BYTES", 64)  # words and characters lie across blocks
+    monkeypatch.setattr("chiar.data.prepare.BLOCK_BYTES", 64)  # words and characters lie across blocks
     monkeypatch.setattr(os, "fsync", lambda _: None)
     tokenizer = Tokenizer.train([sentence(n, 40) for n in range(30)], 300)
     tokenizer.save(tmp_path / "tokenizer")

@@ -58,7 +58,7 @@ def test_routing_is_the_trace_over_predicted_tokens(corpus):
         trace = model(torch.from_numpy(split.rows(split.offsets[:1], split.tokens - 1)), output_routing=True).routing
     for layer in routing.layers:
         assert layer.use == pytest.approx(trace.operator_use(layer.layer))
-        assert 0 < layer.fraction < 1
+        assert 0 < layer.use["attention"] < 1
     assert routing.gate == pytest.approx(float(trace.layers[0].gate_BT.mean()), abs=1e-6)
     assert routing.gate_pool == "causal"
 

@@ -51,7 +51,7 @@ def prepare(
     )  # fmt: skip
     source.name = name or source.name
     choice = TokenizerChoice(tokenizer, tokenizer_path, vocab_size, like, from_hub)
-    with (display := preparation.Display(quiet=False)).progress:
+    with preparation.Display(quiet=False) as display:
         preparation.prepare(source, out, choice, shard_tokens=shard_tokens, display=display)
     typer.echo(f"wrote {out}")
     show_corpus(out)

@@ -19,8 +19,6 @@ from lzma import LZMAError
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import numpy as np
-
 from chiar.errors import InputError, errors_as, optional_module, unknown_name
 
 SPLITS = ("train", "valid", "test")
@@ -37,7 +35,6 @@ LABELLED = {"imdb": ("aclImdb", "neg", "pos"), "sst-2": ("SST-2", "negative", "p
 LABELLED |= {"cola": ("CoLA", "unacceptable", "acceptable"), "mrpc": ("MRPC", "different", "paraphrase")}
 LABELLED |= {"rte": ("RTE", "entailment", "not_entailment")}
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text", ".jsonl", ".parquet")
-BLOCK_BYTES = 1 << 22
 DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # What JSON and Python sources can spell and no text file holds: NUL, and halves of characters.
 NO_CHARACTER = re.compile("[\0\ud800-\udfff]")
@@ -378,29 +375,3 @@ def docstrings(node: Any, name: str) -> Iterator[tuple[str, str]]:
             yield from docstrings(child, f"{name}.{child.name}")
         elif isinstance(child, ast.stmt | ast.ExceptHandler):
             yield from docstrings(child, name)
-
-
-class TokensFile(Source):
-    """Ids made elsewhere, stored as they are; a document ends at each end of text. It gives ids, not documents."""
-
-    def __init__(self, paths: list[Path], name: str = "tokens") -> None:
-        layout = "train.u16 (or train.0.u16, train.1.u16…), valid.u16 and test.u16 (or .bin)"
-        folder, files = one_folder(name, paths, layout)
-        matches = {path: re.fullmatch(r"[a-z]+(?:\.(\d+))?\.(?:u16|bin)", file) for file, path in files.items()}
-        numbers = {path: int(match[1] or 0) for path, match in matches.items() if match and split_of_file(path)}
-        given = by_split(sorted(numbers, key=numbers.__getitem__))
-        if not given:
-            raise InputError(f"{folder} holds none of {layout}.")
-        for split, parts in given.items():
-            if [numbers[path] for path in parts] != list(range(len(parts))):
-                raise InputError(f"{folder}: the files of {split} are not numbered 0 to {len(parts) - 1}.")
-        super().__init__(folder.resolve().name if name == "tokens" else name, given, {"documents": "ids as given"})
-
-    def blocks(self, split: str) -> Iterator[np.ndarray]:
-        """The ids of a split in order, a few million at a time."""
-        for path in self.paths[split]:
-            with open_bytes(path) as handle:
-                while data := handle.read(BLOCK_BYTES):
-                    if len(data) % 2:
-                        raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")
-                    yield np.frombuffer(data, "<u2")

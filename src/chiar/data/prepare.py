@@ -4,6 +4,7 @@ import codecs
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -14,39 +15,65 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import progress as rich
+from rich.console import Console
 
 from chiar import __version__
-from chiar.data.corpora import Document, Source, TokensFile
+from chiar.data.corpora import Document, Source, by_split, one_folder, open_bytes, split_of_file
 from chiar.data.shards import COUNTED, FORMAT, Corpus, file_hash, fingerprint
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
 from chiar.errors import InputError
 from chiar.files import check_new, hold, write_whole
 
 CHECKPOINT_SECONDS = 2.0
+BLOCK_BYTES = 1 << 22
 # Some documents' ids in a row, (documents, 2) where each ends there and its label, and what they add to the counts.
 Encoded = tuple[np.ndarray, np.ndarray, list[int]]
 
 
-class Display:
+class TokensFile(Source):
+    """Ids made elsewhere, stored as they are; a document ends at each end of text. It gives ids, not documents."""
+
+    def __init__(self, paths: list[Path], name: str = "tokens") -> None:
+        layout = "train.u16 (or train.0.u16, train.1.u16…), valid.u16 and test.u16 (or .bin)"
+        folder, files = one_folder(name, paths, layout)
+        matches = {path: re.fullmatch(r"[a-z]+(?:\.(\d+))?\.(?:u16|bin)", file) for file, path in files.items()}
+        numbers = {path: int(match[1] or 0) for path, match in matches.items() if match and split_of_file(path)}
+        given = by_split(sorted(numbers, key=numbers.__getitem__))
+        if not given:
+            raise InputError(f"{folder} holds none of {layout}.")
+        for split, parts in given.items():
+            if [numbers[path] for path in parts] != list(range(len(parts))):
+                raise InputError(f"{folder}: the files of {split} are not numbered 0 to {len(parts) - 1}.")
+        super().__init__(folder.resolve().name if name == "tokens" else name, given, {"documents": "ids as given"})
+
+    def blocks(self, split: str) -> Iterator[np.ndarray]:
+        """The ids of a split in order, a few million at a time."""
+        for path in self.paths[split]:
+            with open_bytes(path) as handle:
+                while data := handle.read(BLOCK_BYTES):
+                    if len(data) % 2:
+                        raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")
+                    yield np.frombuffer(data, "<u2")
+
+
+class Display(rich.Progress):
     """What a person sees meanwhile, on standard error: bars in a terminal and notes anywhere, or nothing if quiet."""
 
     def __init__(self, quiet: bool = True) -> None:
-        from rich import progress as rich
-        from rich.console import Console
-
         columns = "{task.description}", rich.BarColumn(16), rich.DownloadColumn(), rich.TransferSpeedColumn()
         shown: Any = {"console": Console(stderr=True, quiet=quiet), "disable": quiet or not sys.stderr.isatty()}
-        self.progress = rich.Progress(*columns, rich.TimeRemainingColumn(), "{task.fields[note]}", **shown)
-        self.tasks: dict[str, Any] = {}
+        super().__init__(*columns, rich.TimeRemainingColumn(), "{task.fields[note]}", **shown)
+        self.known: dict[str, rich.TaskID] = {}
 
     def at(self, task: str, done: int, expected: int | None = None, note: str = "") -> None:
         """A split, or the training of a tokenizer, has come so many bytes far."""
-        if task not in self.tasks:
-            self.tasks[task] = self.progress.add_task(task, total=None, note="")
-        self.progress.update(self.tasks[task], completed=done, total=expected, note=note)
+        if task not in self.known:
+            self.known[task] = self.add_task(task, total=None, note="")
+        self.update(self.known[task], completed=done, total=expected, note=note)
 
     def note(self, sentence: str) -> None:
-        self.progress.console.print(f"note: {sentence}", markup=False, highlight=False, soft_wrap=True)
+        self.console.print(f"note: {sentence}", markup=False, highlight=False, soft_wrap=True)
 
 
 def prepare(
@@ -83,9 +110,8 @@ def prepare(
         manifest |= {"labels": list(source.labels), "tokenizer": used.describe()}
         manifest |= {"dtype": used.dtype.newbyteorder("=").name, "shard_tokens": shard_tokens}
         # The remarks of older corpora say how they differ from the published ones.
-        manifest |= {"options": source.options, "remarks": []}
+        manifest |= {"options": source.options, "remarks": [], "splits": splits}
         manifest["inputs"] = {"files": len(files), "bytes": sum(size for _, size, _ in files)}
-        manifest["splits"] = splits
         manifest["fingerprint"] = fingerprint(manifest)
         write_whole(folder / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
         for path in [*folder.glob("*.part"), *folder.glob("*.progress.json")]:

@@ -48,9 +48,7 @@ class Reading:
         trained = config.max_position_embeddings
         reading = cls(length or trained, **how)
         if reading.length > trained and config.positions == "learned":
-            raise InputError(
-                f"the model has {trained} learned positions: --length can be {trained} at most, not {length}."
-            )
+            raise InputError(f"the model has {trained} learned positions: --length {length} is too long.")
         if reading.stride is not None and not 1 <= reading.stride <= reading.length:
             raise InputError(f"the stride must lie between 1 and the length {reading.length}, got {reading.stride}.")
         if reading.precision not in ("fp32", "bf16"):
@@ -61,9 +59,8 @@ class Reading:
 def evaluate(
     model: str, data: Path | str, split: str | None = None, *, device: str = "auto", **how: Any
 ) -> EvaluationReport:
-    """Perplexity on a language corpus, accuracy on a classification corpus, of a model folder, a training run (its best
-    model is taken) or a preset. `split` is test by default, or valid with a remark where a corpus has no test split
-    (GLUE's are without labels); `how` has fields of `Reading`."""
+    """Perplexity or accuracy of a model folder, a training run (its best model is taken) or a preset. `split` is test
+    by default, or valid where a corpus has no labelled test split (GLUE); `how` has fields of `Reading`."""
     target, (folder, run) = choose_device(device), resolve_model(model)
     corpus, config = Corpus.open(data), load_config(folder)
     reading = Reading.of(config, **how)
@@ -117,8 +114,7 @@ class Tally:
     def __init__(self, model: ChiarForCausalLM | ChiarForSequenceClassification) -> None:
         self.config, self.operators = model.config, model.config.operators or []
         self.loss, self.gate, self.tokens = torch.zeros(3, dtype=torch.float64, device=model.device)
-        shape = len(self.config.routed_layers), len(self.operators)
-        self.counts_LK = torch.zeros(shape, dtype=torch.int64, device=model.device)
+        self.counts_LK = self.loss.new_zeros(len(self.config.routed_layers), len(self.operators), dtype=torch.int64)
 
     def add(self, trace: RoutingTrace, head: nn.Module, states_ND: Tensor, targets_N: Tensor) -> None:
         for states_nD, targets_n in zip(states_ND.split(LOGIT_ROWS), targets_N.split(LOGIT_ROWS), strict=True):

@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from rich.table import Table
 
@@ -87,11 +87,6 @@ class LayerUse:
     layer: int
     use: dict[str, float]
 
-    @property
-    def fraction(self) -> float:
-        """f: the share sent to attention."""
-        return self.use["attention"]
-
 
 @dataclass(frozen=True)
 class RoutingUse:
@@ -101,8 +96,8 @@ class RoutingUse:
 
     @property
     def fraction(self) -> float | None:
-        """Mean f over the routed layers."""
-        return sum(layer.fraction for layer in self.layers) / len(self.layers) if self.layers else None
+        """Mean f, the share sent to attention, over the routed layers."""
+        return sum(layer.use["attention"] for layer in self.layers) / len(self.layers) if self.layers else None
 
 
 @dataclass(frozen=True)
@@ -191,8 +186,7 @@ def cost_rows(report: EvaluationReport) -> list[tuple[str, str]]:
     ]
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """What a run's metrics say: validation losses of the last evaluation, the middle of all tokens/s."""
 
     validation: dict[str, float]
@@ -200,8 +194,7 @@ class Training:
     measured_on: dict[str, Any]  # what decides which rows a validation loss is of
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     name: str
     report: EvaluationReport | None
     training: Training | None
@@ -257,7 +250,7 @@ def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
     columns: dict[str, dict[str, str]] = {}
     differing: dict[str, list[str]] = {}
     shared, losses = first.report, first.training.validation if first.training else {}
-    for name, report, training in ((entry.name, entry.report, entry.training) for entry in entries):
+    for name, report, training in entries:
         found: dict[str, str] = {}
         if report and shared:
             differing[name] = differences(report, shared)

@@ -70,9 +70,6 @@ class Piece:
     finish: str | None = None
 
 
-Sink = Callable[[Piece], None] | None
-
-
 @dataclass
 class Characters:
     """Hands on text as soon as its bytes are whole: a token may be a part of a character."""
@@ -104,7 +101,7 @@ class Row:
     generator draws, so neighbours change nothing. It is also over when its `owner` is."""
 
     def __init__(
-        self, codec: TextCodec, sampling: Sampling, device: Any = "cpu", send: Sink = None, owner: Any = None
+        self, codec: TextCodec, sampling: Sampling, device: Any = "cpu", send: Callable | None = None, owner: Any = None
     ) -> None:
         self.sampling, self.warpers, self.send, self.owner = sampling, sampling.warpers(), send, owner
         self.characters, self.generator = Characters(codec), torch.Generator(device)
