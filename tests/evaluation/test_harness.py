@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from chiar.data.tokenizers import TokenizerChoice
-from chiar.errors import InputError
 from chiar.evaluation import harness
 from chiar.evaluation.harness import Reading, evaluate, measure_classification, measure_perplexity
 from chiar.evaluation.report import ClassScores, EvaluationReport
 from chiar.model.modeling import ChiarForSequenceClassification
 from chiar.routing.flops import baseline_of, count_flops
 from commands import run
-from small_corpora import measured_corpus, save, tiny_model
+from small_corpora import measured_corpus, refused, save, tiny_model
 
 LENGTH = 16  # of the models
 
@@ -78,7 +77,7 @@ def test_figures_by_word_and_byte_also_of_a_part(corpus):
     model = tiny_model("baseline-tiny")
     with torch.no_grad():
         model.model.embed_tokens.weight[0] = math.nan
-    with pytest.raises(InputError, match="not finite"):
+    with refused("not finite"):
         measure_perplexity(model, corpus, split, Reading(LENGTH))
 
 
@@ -120,7 +119,7 @@ def test_scores_of_classes():
     one_sided = ClassScores(3, 0, 0, 0.5, ["no", "yes"], [[3, 0], [0, 0]]).derived()
     assert one_sided["matthews"] == one_sided["f1"] == 0.0 and one_sided["class_accuracy"]["yes"] is None
     three = ClassScores(3, 0, 0, 0.5, ["a", "b", "c"], [[1, 0, 0], [0, 1, 0], [0, 0, 1]]).derived()
-    assert three["accuracy"] == 1.0 and three["f1"] is None and three["matthews"] is None
+    assert three["accuracy"] == 1.0 and three["f1"] is three["matthews"] is None
 
 
 def test_a_limit_spreads_over_the_split(classes, two_classes):
@@ -129,7 +128,7 @@ def test_a_limit_spreads_over_the_split(classes, two_classes):
     assert split.choose(1000) == split.choose(None) == list(range(split.documents))
     assert measure_classification(two_classes, classes, split, Reading(LENGTH, rows=4))[0].documents == 4
     other = tiny_model(kind=ChiarForSequenceClassification, num_labels=3)
-    with pytest.raises(InputError, match=r"knows 3 classes, but .* has 2"):
+    with refused(r"knows 3 classes, but .* has 2"):
         measure_classification(other, classes, split, Reading(LENGTH))
 
 
@@ -183,7 +182,7 @@ def test_every_kind_of_model(tmp_path, corpus, changes, remark):
 
 def test_a_run_gives_its_best_model(tmp_path, corpus):
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(InputError, match="without a best model"):
+    with refused("without a best model"):
         evaluate(str(tmp_path), corpus.folder)
     save(tiny_model(), tmp_path / "best", corpus.tokenizer())
     report = evaluate(str(tmp_path), corpus.folder, rows=1)
@@ -192,10 +191,10 @@ def test_a_run_gives_its_best_model(tmp_path, corpus):
 
 def test_another_tokenizer_is_refused(tmp_path, corpus, language):
     other = measured_corpus(tmp_path / "bpe", tokenizer=TokenizerChoice("bpe", vocab_size=270))
-    with pytest.raises(InputError, match=r"vocabulary of 2[67].*more than the 257 entries"):
+    with refused(r"vocabulary of 2[67].*more than the 257 entries"):
         evaluate(language, other.folder)
     wide = save(tiny_model(vocab_size=300), tmp_path / "wide", corpus.tokenizer())
-    with pytest.raises(InputError, match="prepared with another tokenizer"):
+    with refused("prepared with another tokenizer"):
         evaluate(str(wide), other.folder)
     (wide / "tokenizer.json").write_text("{}")
     assert any("not compared" in remark for remark in evaluate(str(wide), other.folder, rows=1).remarks)
@@ -214,10 +213,9 @@ def test_what_does_not_fit(tmp_path, corpus, classes, language, classifier):
         (classifier, classes, {"stride": 4}, "--stride is for language corpora"),
         (str(tmp_path / "none"), corpus, {}, "no folder"),
     ):
-        with pytest.raises(InputError, match=sentence):
+        with refused(sentence):
             evaluate(model, data.folder, **options)
-    preset = evaluate("v3-tiny", corpus.folder, length=LENGTH, rows=1)
-    assert "v3-tiny is a preset with random weights." in preset.remarks
+    assert "a preset with random" in evaluate("v3-tiny", corpus.folder, length=LENGTH, rows=1).remarks[0]
 
 
 def test_tables_and_json(tmp_path, corpus, language):

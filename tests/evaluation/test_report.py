@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from chiar.errors import InputError
 from chiar.evaluation.report import (
     ClassScores,
     EvaluationReport,
@@ -18,6 +17,7 @@ from chiar.evaluation.report import (
     short_names,
 )
 from commands import run
+from small_corpora import refused
 
 BASE = EvaluationReport(
     model="base", run=None, corpus="text", fingerprint="abc", split="test", length=16, stride=None, rows=None,
@@ -68,11 +68,8 @@ def test_gap_and_ratio(two):
     assert routed["f, mean of the routed layers"] == "0.2500" and "(pool: batch)" in routed["g, mean of the gate"]
     assert columns["base"]["gap to the baseline, nats"] == "+0.0000"
     assert text.count("a subset") == 1
-    classes = ClassScores(10, 50, 0, 0.5, ["no", "yes"], [[3, 1], [2, 4]])
-    for path, loss in zip(two, (0.5, 0.75), strict=True):
-        write(path, dataclasses.replace(BASE, scores=dataclasses.replace(classes, loss=loss)))
-    routed = compared(two)[1]["routed"]
-    assert (routed["accuracy"], routed["gap to the baseline, nats"]) == ("70.00%", "+0.2500")
+    write(two[0], dataclasses.replace(BASE, scores=ClassScores(10, 50, 0, 0.5, ["no", "yes"], [[3, 1], [2, 4]])))
+    assert compared(two[:1])[1]["base"]["accuracy"] == "70.00%"
 
 
 @pytest.fixture
@@ -90,7 +87,7 @@ def test_what_was_measured_otherwise_is_refused_or_marked(tmp_path, two, runs, k
         paths = [*two, write(tmp_path / "other.json", dataclasses.replace(ROUTED, **changes))]
     else:
         paths = [*runs, run_folder(tmp_path / "other", {"text": 2.5}, **changes)]
-    with pytest.raises(InputError, match=f"other was evaluated with another {field} than {paths[0].stem}"):
+    with refused(f"other was evaluated with another {field} than {paths[0].stem}"):
         compared(paths)
     text, columns = compared(paths, True)
     assert columns["other"]["evaluated"] == f"≠ {field}" and columns[paths[1].stem]["evaluated"] == "alike"
@@ -102,10 +99,10 @@ def test_runs_show_what_training_measured(runs):
     assert list(columns["b"].values()) == ["2.5000", "+0.5000", "100"] and "training's own evaluations" in text
     (runs[1] / "run.json").unlink()  # it says its data no more
     for order in (runs, runs[::-1]):
-        with pytest.raises(InputError, match="was evaluated with another data"):
+        with refused("was evaluated with another data"):
             compared(order)
     (runs[0] / "run.json").write_text('{"settings": {}}')
-    with pytest.raises(InputError, match=r"run\.json is damaged"):
+    with refused(r"run\.json is damaged"):
         compared(runs)
 
 
@@ -123,11 +120,9 @@ def test_runs_beside_reports(tmp_path, two):
 def test_bad_arguments(tmp_path, two):
     damaged, torn = tmp_path / "damaged.json", run_folder(tmp_path / "run", {"text": 1.0})
     (torn / "metrics.jsonl").write_text('x\n{"step": 1}\n')
-    cases = [([tmp_path / "none.json"], "there is no file"), ([two[0], two[0]], "named twice")]
-    cases += [([torn], "line 1 is damaged"), ([tmp_path], "neither a training run")]
-    cases += [([Path("v3-tiny")], "give --data or --harness")]
-    for arguments, sentence in cases:
-        assert sentence in run("eval", *arguments)[1]
+    assert "there is no file" in run("eval", tmp_path / "none.json")[1]
+    assert "named twice" in run("eval", two[0], two[0])[1]
+    assert "line 1 is damaged" in run("eval", torn)[1]
     for text in ("{", "[]", "{}", '{"format": "chiar-evaluation/2"}', '{"format": "chiar-evaluation/1"}'):
         damaged.write_text(text)
         assert "not an evaluation report" in run("eval", damaged)[1]

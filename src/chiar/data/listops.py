@@ -118,9 +118,10 @@ def evaluate(expression: str) -> tuple[int, str]:
             stack[-1][1].append(int(value))
             stack[-1][2].append(text)
     operator, values, texts = stack.pop()
-    if stack or len(values) != 1:
-        wrong = f"{operator} is never closed" if stack else f"it holds {len(values)} expressions, expected one"
-        raise ValueError(wrong)
+    if stack:
+        raise ValueError(f"{operator} is never closed")
+    if len(values) != 1:
+        raise ValueError(f"it holds {len(values)} expressions, expected one")
     return values[0], texts[0]
 
 

@@ -67,8 +67,8 @@ class ClassScores:
         return sum(row[i] for i, row in enumerate(self.confusion)) / self.documents
 
     def derived(self) -> dict[str, Any]:
-        """With the recognised share of each class (None: no documents); of two classes also GLUE's other metrics: F1 of
-        the second (0 if nobody names it) and Matthews correlation (0 if either side knows one class only)."""
+        """With the recognised share of each class (None: no documents); of two classes also F1 of the second, and
+        Matthews correlation (0 if either side knows one class only): GLUE's other metrics."""
         rows = zip(self.labels, self.confusion, strict=True)
         shares = {name: row[i] / sum(row) if sum(row) else None for i, (name, row) in enumerate(rows)}
         f1 = matthews = None
@@ -120,14 +120,10 @@ class EvaluationReport:
     flops_length: int
     remarks: list[str] = field(default_factory=list)
 
-    @property
-    def kind(self) -> str:
-        return self.scores.kind
-
     def to_dict(self) -> dict[str, Any]:
         record = asdict(self)
         record["scores"] |= self.scores.derived()  # for readers of the file
-        return {"format": FORMAT, "kind": self.kind, **record}
+        return {"format": FORMAT, "kind": self.scores.kind, **record}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
@@ -205,8 +201,7 @@ def is_report(argument: Path) -> bool:
 
 
 def read_entry(argument: Path, name: str, report: EvaluationReport | None = None) -> Entry:
-    """A report just measured or saved, or a run folder with the evaluation.json somebody saved there; and what the
-    run's metrics say, if that is here."""
+    """A report just measured or saved, or a run folder with a saved one; and what the run's metrics say, if here."""
     saved = argument if is_report(argument) else argument / REPORT
     if report is None and (saved == argument or saved.is_file()):
         report = EvaluationReport.read(saved)
@@ -247,8 +242,7 @@ def differences(report: EvaluationReport, reference: EvaluationReport) -> list[s
 def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
     """A column an entry; runs nobody evaluated are compared by the validation losses of training."""
     first = next((entry for entry in entries if entry.report), entries[0])
-    columns: dict[str, dict[str, str]] = {}
-    differing: dict[str, list[str]] = {}
+    columns, differing = dict[str, dict[str, str]](), dict[str, list[str]]()
     shared, losses = first.report, first.training.validation if first.training else {}
     for name, report, training in entries:
         found: dict[str, str] = {}
