@@ -265,8 +265,8 @@ def test_classification_keeps_labels_and_adds_no_end_of_text(tmp_path):
     assert (corpus.kind, corpus.labels) == ("classification", list("0123456789"))
     split = corpus.split("train")
     expected = list(source.documents("train"))
-    assert split.labels.tolist() == [document.label for document in expected]
-    assert [corpus.tokenizer().decode(split.document(n)) for n in range(300)] == [d.text for d in expected]
+    stored = [corpus.tokenizer().decode(split.document(n)) for n in range(300)]
+    assert [*zip(stored, split.labels.tolist(), strict=True)] == expected
     assert corpus.manifest["splits"]["train"]["label_counts"] == np.bincount(split.labels, minlength=10).tolist()
     manifest = Corpus.open(tmp_path / "corpus", verify=True).manifest
     assert str(tmp_path) not in json.dumps(manifest)
@@ -293,7 +293,7 @@ def test_damaged_files_are_found(copy):
         Corpus.open(copy)
 
 
-def test_manifests_that_cannot_be_used(copy, tmp_path):
+def test_manifests_that_cannot_be_used(copy):
     path = copy / "manifest.json"
     right = json.loads(path.read_text())
     outside = json.loads(path.read_text().replace("valid.000.bin", "../outside.bin"))["splits"]
@@ -304,9 +304,6 @@ def test_manifests_that_cannot_be_used(copy, tmp_path):
         manifest = right | change
         cases[json.dumps(manifest | {"fingerprint": fingerprint(manifest)})] = message
     all_refused(lambda: Corpus.open(copy), path, cases)
-    for folder, message in [(tmp_path, "not a prepared corpus"), (tmp_path / "nowhere", "there is no folder")]:
-        with refused(message):
-            Corpus.open(folder)
     path.write_text(json.dumps(right))  # nor are arrays ever unpickled
     for array, message in [(np.array([{"a": 1}]), r"not a readable \.npy"), (np.zeros(3), "whole numbers")]:
         np.save(copy / "valid.documents.npy", array, allow_pickle=True)

@@ -6,16 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from chiar.evaluation.report import (
-    ClassScores,
-    EvaluationReport,
-    LanguageScores,
-    LayerUse,
-    RoutingUse,
-    compare,
-    read_entry,
-    short_names,
-)
+from chiar.evaluation import report as reports
+from chiar.evaluation.report import EvaluationReport, LanguageScores, RoutingUse
 from commands import run
 from small_corpora import refused
 
@@ -24,12 +16,8 @@ BASE = EvaluationReport(
     batch_size=4, precision="fp32", device="cpu", scores=LanguageScores(100, 2.0, 30, 5, 90),
     routing=RoutingUse([], None, None), flops=4e6, baseline_flops=4e6, flops_length=16, remarks=["a subset"],
 )  # fmt: skip
-ROUTED = dataclasses.replace(
-    BASE,
-    scores=LanguageScores(100, 2.25, 30, 5, 90),
-    routing=RoutingUse([LayerUse(1, {"spectral": 0.75, "attention": 0.25})], 0.5, "batch"),
-    flops=3e6,
-)
+USE = RoutingUse([reports.LayerUse(1, {"spectral": 0.75, "attention": 0.25})], 0.5, "batch")
+ROUTED = dataclasses.replace(BASE, scores=LanguageScores(100, 2.25, 30, 5, 90), routing=USE, flops=3e6)
 
 
 def write(path, report):
@@ -39,8 +27,8 @@ def write(path, report):
 
 def compared(paths, *options):
     """The notes, and the figures of each column."""
-    entries = [read_entry(path, name) for path, name in zip(paths, short_names(paths), strict=True)]
-    table, *notes = compare(entries, *options)
+    entries = [reports.read_entry(path, name) for path, name in zip(paths, reports.short_names(paths), strict=True)]
+    table, *notes = reports.compare(entries, *options)
     figures, *columns = table.columns
     return "\n".join(notes), {one.header: dict(zip(figures.cells, one.cells, strict=True)) for one in columns}
 
@@ -68,7 +56,9 @@ def test_gap_and_ratio(two):
     assert routed["f, mean of the routed layers"] == "0.2500" and "(pool: batch)" in routed["g, mean of the gate"]
     assert columns["base"]["gap to the baseline, nats"] == "+0.0000"
     assert text.count("a subset") == 1
-    write(two[0], dataclasses.replace(BASE, scores=ClassScores(10, 50, 0, 0.5, ["no", "yes"], [[3, 1], [2, 4]])))
+    write(
+        two[0], dataclasses.replace(BASE, scores=reports.ClassScores(10, 50, 0, 0.5, ["no", "yes"], [[3, 1], [2, 4]]))
+    )
     assert compared(two[:1])[1]["base"]["accuracy"] == "70.00%"
 
 
