@@ -33,8 +33,7 @@ with_bar = partial(track, console=Console(stderr=True), transient=True, disable=
 
 @dataclass(frozen=True)
 class Reading:
-    """How a split is read: in blocks of `length`, in windows of it that predict their last `stride` tokens, or in
-    documents cut to it; `rows` limits how many."""
+    """Blocks of `length`, windows of it that predict their last `stride` tokens, or documents cut to it; at most `rows`."""
 
     length: int
     stride: int | None = None

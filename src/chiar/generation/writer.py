@@ -133,9 +133,8 @@ class Row:
         elif len(self.tokens) == self.sampling.max_new_tokens:
             self.finish("length")
         else:  # but for the longest end that a stop text begins with
-            held, stops = self.held, self.sampling.stops
-            ends_like = (size for stop in stops for size in range(len(stop)) if held.endswith(stop[:size]))
-            if safe := len(held) - max(ends_like, default=0):
+            starts = (stop[:size] for stop in self.sampling.stops for size in range(len(stop)))
+            if safe := len(self.held) - max(map(len, filter(self.held.endswith, starts)), default=0):
                 self.release(safe)
 
     def finish(self, why: str) -> None:
