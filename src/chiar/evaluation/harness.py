@@ -33,7 +33,7 @@ with_bar = partial(track, console=Console(stderr=True), transient=True, disable=
 
 @dataclass(frozen=True)
 class Reading:
-    """Blocks of `length`, windows of it that predict their last `stride` tokens, or documents cut to it; at most `rows`."""
+    """At most `rows` blocks of `length`, windows that predict their last `stride` tokens, or documents cut to it."""
 
     length: int
     stride: int | None = None
