@@ -120,10 +120,14 @@ class EvaluationReport:
     flops_length: int
     remarks: list[str] = field(default_factory=list)
 
+    @property
+    def kind(self) -> str:
+        return self.scores.kind
+
     def to_dict(self) -> dict[str, Any]:
         record = asdict(self)
         record["scores"] |= self.scores.derived()  # for readers of the file
-        return {"format": FORMAT, "kind": self.scores.kind, **record}
+        return {"format": FORMAT, "kind": self.kind, **record}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
