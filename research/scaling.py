@@ -10,7 +10,7 @@ import typer
 from chiar.config_checks import check
 from chiar.console import Overwrite, guarded
 from chiar.errors import InputError, unknown_name
-from chiar.evaluation.compare import differences, read_entry
+from chiar.evaluation.report import differences, read_entry
 from chiar.model.load import count_parameters, load_config
 from chiar.plots import COLOURS, DASHES, Line, Panel, Points, check_picture, save
 from chiar.routing.flops import compare_flops, operator_shares

@@ -1,6 +1,7 @@
 """Errors a user can act on. The command line prints them as one sentence and exits with code 2."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -20,6 +21,17 @@ def require(right: object, otherwise: str) -> None:
 def first_line(error: BaseException) -> str:
     """A library's error in one line; its type where it says nothing."""
     return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+@contextmanager
+def errors_as(sentence: str, *kinds: type[Exception]) -> Iterator[None]:
+    """What a library raises of these kinds becomes an InputError that begins with this sentence."""
+    try:
+        yield
+    except InputError:
+        raise
+    except kinds as error:
+        raise InputError(f"{sentence}: {first_line(error)}") from error
 
 
 def refuse_misspelt(kind: str, received: Iterable[str], allowed: Iterable[str]) -> None:

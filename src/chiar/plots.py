@@ -264,7 +264,7 @@ class Run:
 def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: str = "steps") -> "Figure":
     """Run folders: losses, learning rate, each operator's share of tokens by layer (the first one gets the rest), g and
     how often it took which value. With a corpus, its validation split's unigram entropy."""
-    from chiar.evaluation.compare import short_names
+    from chiar.evaluation.report import short_names
 
     if over not in OVER:
         raise unknown_name("axis", over, OVER)

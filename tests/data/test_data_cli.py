@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from corpora import text_file, tree, wikitext_folder
 
 import commands
 from chiar.data.catalog import CATALOG, spelling
 from chiar.data.shards import Corpus
+from small_corpora import text_file, tree, wikitext_folder
 
 
 def run(*arguments):
@@ -42,11 +42,6 @@ def test_prepare_and_show(tmp_path):
     counts = [f"{corpus.split(split).tokens:,}" for split in corpus.splits]
     assert code == 0
     assert all(expected in shown for expected in ("every hash is right", corpus.fingerprint, *counts))
-    path = out / "train.000.bin"
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    assert run("show", out)[0] == 0
-    code, output = run("show", out, "--verify")
-    assert (code, "train.000.bin does not have the hash" in output) == (2, True)
     assert all(name in run("show")[1] for name in CATALOG)
 
 
@@ -66,26 +61,18 @@ def test_options_reach_the_corpus(tmp_path):
     Corpus.open(first).require_same_tokenizer(Corpus.open(second))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("wikitext-3", "Did you mean 'wikitext-103'"),
-        ("missing.txt", "there is no file or folder missing.txt"),
-        ("notes.txt --tokenizer gpt2", "--tokenizer-path FOLDER"),
-        ("notes.txt --from-hub", "--from-hub is an option of wikitext-103"),
-        ("notes.txt --split-fractions 1", "three numbers"),
-        ("notes.txt --split-fractions a,b,c", "three numbers"),
-        ("notes.txt --out notes.txt", "exists already"),
-        ("binary.txt", "is it binary"),
-        ("listops --examples many", "three whole numbers"),
-    ],
-)
-def test_bad_input_is_refused_and_nothing_written(arguments, message, tmp_path, monkeypatch):
+WRONG = {"wikitext-3": "Did you mean 'wikitext-103'", "notes.txt --tokenizer gpt2": "--tokenizer-path FOLDER"}
+WRONG |= {"notes.txt --from-hub": "--from-hub is an option of wikitext-103", "notes.txt --out notes.txt": "exists"}
+WRONG |= {f"notes.txt --split-fractions {given}": "three numbers" for given in ("1", "a,b,c")}
+# The flag is WikiText's too, in any spelling, not the tokenizer's alone.
+WRONG |= {"listops --examples many": "three whole", "WikiText-2 --tokenizer gpt2 --from-hub": "from the Hub"}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_bad_input_is_refused_and_nothing_written(arguments, tmp_path, monkeypatch):
     text_file(tmp_path / "notes.txt")
-    (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
     monkeypatch.chdir(tmp_path)
     before = tree(Path())
     code, output = run("prepare", "--out", "x", *arguments.split())
-    assert (code, message in output) == (2, True)
-    assert tree(Path()) == before
-    assert not list(tmp_path.glob(".*"))
+    assert (code, WRONG[arguments] in output) == (2, True)
+    assert tree(Path()) == before and not list(tmp_path.glob(".*"))

@@ -1,8 +1,9 @@
-"""Preparation: the same bytes however it is done, whatever happens on the way."""
+"""Preparation: the same bytes whatever happens on the way. The format: random access, and damage that is found."""
 
 import json
 import lzma
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -10,13 +11,16 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from corpora import BYTES, WHOLE, refused, sentence, text_file, tree, wikitext_folder
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chiar.data import prepare as module
-from chiar.data.corpora import Document, Source, Text, TokensFile, WikiText
-from chiar.data.prepare import Display, prepare
-from chiar.data.shards import Corpus
+from chiar.data.corpora import Document, Source, Text, WikiText
+from chiar.data.listops import GeneratedListOps
+from chiar.data.prepare import Display, TokensFile, prepare
+from chiar.data.shards import Corpus, fingerprint
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
+from small_corpora import BYTES, WHOLE, all_refused, refused, sentence, text_file, tree, wikitext_folder
 
 BPE = TokenizerChoice("bpe", vocab_size=300)
 
@@ -29,28 +33,8 @@ def noted():
 
 
 @pytest.fixture
-def small_batches(monkeypatch):
-    """So that each document is noted."""
-    monkeypatch.setattr(module, "CHECKPOINT_SECONDS", 0.0)
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # slow, and only a power cut would show
-
-
-@pytest.fixture
 def source(tmp_path):
     return Text([text_file(tmp_path / "notes.txt")], fractions=(0.8, 0.1, 0.1))
-
-
-@pytest.mark.parametrize("choice", [BYTES, BPE], ids=["bytes", "bpe"])
-@pytest.mark.usefixtures("small_batches")
-def test_any_run_gives_the_same_bytes(tmp_path, source, choice, monkeypatch):
-    prepare(source, tmp_path / "one", choice, shard_tokens=1000)
-    monkeypatch.setattr(module, "CHECKPOINT_SECONDS", 9.0)
-    prepare(source, tmp_path / "again", choice, shard_tokens=1000)
-    expected = tree(tmp_path / "one")
-    assert expected == tree(tmp_path / "again")
-    left = {"manifest.json", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
-    assert {name for name in expected if not name.endswith((".bin", ".npy"))} == left
-    assert {path.name for path in tmp_path.iterdir()} == {"again", "notes.txt", "one"}
 
 
 def test_wikitext_counts_are_those_of_the_literature_and_compression_changes_nothing(tmp_path):
@@ -88,8 +72,9 @@ class Interrupted(Source):
             yield Document(f"{given} {sentence(number)}")
 
 
-@pytest.mark.usefixtures("small_batches")
 def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "CHECKPOINT_SECONDS", 0.0)  # so that each document is noted
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # slow, and only a power cut would show
     # A tokenizer's training would read all of train first.
     Tokenizer.train([sentence(n) for n in range(200)], 300).save(tmp_path / "tokenizer")
     choice = TokenizerChoice("bpe", path=tmp_path / "tokenizer")
@@ -145,6 +130,8 @@ def test_kill_9_and_resume(tmp_path):
     prepare(source, tmp_path / "out", BPE, shard_tokens=1000, display=display)
     assert sentences == ["going on with the unfinished out."]
     prepare(source, tmp_path / "whole", BPE, shard_tokens=1000)
+    left = {"manifest.json", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
+    assert {name for name in tree(tmp_path / "out") if not name.endswith((".bin", ".npy"))} == left
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
@@ -160,7 +147,7 @@ def test_two_preparations_of_one_corpus_do_not_meet(tmp_path, source):
 
 
 def test_tokens_files_become_a_corpus_unchanged(tmp_path, monkeypatch):
-    monkeypatch.setattr("chiar.data.corpora.BLOCK_BYTES", 64)  # words and characters lie across blocks
+    monkeypatch.setattr("chiar.data.prepare.BLOCK_BYTES", 64)  # words and characters lie across blocks
     monkeypatch.setattr(os, "fsync", lambda _: None)
     tokenizer = Tokenizer.train([sentence(n, 40) for n in range(30)], 300)
     tokenizer.save(tmp_path / "tokenizer")
@@ -185,11 +172,11 @@ def test_tokens_files_become_a_corpus_unchanged(tmp_path, monkeypatch):
     Corpus.open(tmp_path / "out", verify=True)
 
 
-def test_refusals_leave_nothing_behind(tmp_path, source):
+def test_refusals_leave_nothing_behind(tmp_path, source, monkeypatch):
     contents = {"empty.txt": b"\n \n\n", "short.txt": b"one document", "binary.txt": b"fine\n\n" * 2000 + b"\xff\xfe"}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    empty, binary = (Text([tmp_path / name], fractions=WHOLE) for name in ("empty.txt", "binary.txt"))
+    empty, short, binary = (Text([tmp_path / name]) for name in contents)
     prepare(source, full := tmp_path / "full", BYTES)
     wikitext_folder(tmp_path / "wiki")
     (tmp_path / "wiki" / "wiki.train.tokens").unlink()
@@ -199,17 +186,126 @@ def test_refusals_leave_nothing_behind(tmp_path, source):
     ids, none = TokensFile([tmp_path / "ids"]), TokensFile([tmp_path / "none"])
     before = tree(tmp_path)
     new = tmp_path / "out"
-    cases = [("is empty", empty, new, BYTES), ("is empty", none, new, BYTES), ("is it binary", binary, new, BYTES)]
-    cases += [("its valid split has no text: give more", Text([tmp_path / "short.txt"]), new, BYTES)]
-    cases += [("exists already", source, there, BYTES) for there in (full, tmp_path / "short.txt")]
+    cases = [("exists already", source, there, BYTES) for there in (full, tmp_path / "short.txt")]
     cases += [("--shard-tokens", source, new, BYTES, 0), ("at least 257", source, new, TokenizerChoice(vocab_size=100))]
     other = (TokenizerChoice("bpe", like=full), TokenizerChoice(vocab_size=300, like=full))
     cases += [("leave them out", source, new, choice) for choice in other]
     wiki = WikiText([tmp_path / "wiki"], "wikitext-2")
     cases += [("no train split", wiki, new, TokenizerChoice()), ("tokenised already", ids, new, TokenizerChoice())]
-    cases += [("holds id 300, outside the 257 entries", ids, new, BYTES)]
+    cases += [("holds id 300, outside the 257 entries", ids, new, BYTES), ("is it binary", binary, new, BYTES)]
     for message, *arguments in cases:
         with refused(message):
             prepare(*arguments)
-        assert tree(tmp_path) == before
-        assert not list(tmp_path.glob(".*"))
+        assert tree(tmp_path) == before and not list(tmp_path.glob(".*"))
+    monkeypatch.setattr(module, "partial_folder", Mock(side_effect=AssertionError("work was begun")))
+    for source, message in ((empty, "is empty"), (none, "is empty"), (short, "split has no text: give more")):
+        with refused(message):
+            prepare(source, new, BYTES)
+
+
+SHARD = 1000
+FRACTIONS = (0.8, 0.1, 0.1)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    source = Text([text_file(folder / "notes.txt")], fractions=FRACTIONS)
+    return prepare(source, folder / "corpus", BYTES, shard_tokens=SHARD)
+
+
+@pytest.fixture(scope="module")
+def ids(corpus):
+    """The train split as one array, from the files themselves."""
+    return np.concatenate([np.fromfile(path, "<u2") for path in sorted(corpus.folder.glob("train.*.bin"))])
+
+
+@pytest.fixture
+def copy(corpus, tmp_path):
+    shutil.copytree(corpus.folder, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+@given(st.data())
+def test_reading_is_slicing(corpus, ids, data):
+    start = data.draw(st.integers(0, len(ids)))
+    count = data.draw(st.integers(0, len(ids) - start))
+    assert np.array_equal(corpus.split("train").read(start, count), ids[start : start + count])
+
+
+def test_views_rows_and_what_lies_outside(corpus, ids):
+    split = corpus.split("train")
+    assert not split.read(SHARD, 257).flags.writeable  # inside a shard: nothing is copied
+    rows = split.rows(starts := np.array([0, 998, 5]), 257)
+    assert rows.dtype == np.int64 and np.array_equal(rows, [ids[start : start + 257] for start in starts])
+    for start, count in [(-1, 2), (0, -1), (10**9, 1)]:
+        with pytest.raises(IndexError, match="split 'train'"):
+            split.read(start, count)
+    with refused("Did you mean 'valid'"):
+        corpus.split("val")
+
+
+def test_documents_end_with_the_end_of_text_and_decode_to_the_source(corpus):
+    tokenizer = corpus.tokenizer()
+    source = Text([corpus.folder.parent / "notes.txt"], fractions=FRACTIONS)
+    for name in corpus.splits:
+        split = corpus.split(name)
+        texts = [document.text for document in source.documents(name)]
+        stored = [split.document(index) for index in range(split.documents)]
+        assert all(document[-1] == corpus.end_of_text == 256 for document in stored)
+        assert [tokenizer.decode(document[:-1]) for document in stored] == texts
+        assert split.offsets[0] == 0 and split.offsets[-1] == split.tokens
+        assert split.bytes == sum(len(text.encode()) for text in texts) == split.tokens - split.documents
+        assert split.labels is None
+
+
+def test_classification_keeps_labels_and_adds_no_end_of_text(tmp_path):
+    source = GeneratedListOps([], "listops", examples=(300, 20, 20))
+    corpus = prepare(source, tmp_path / "corpus", BYTES)
+    assert (corpus.kind, corpus.labels) == ("classification", list("0123456789"))
+    split = corpus.split("train")
+    expected = list(source.documents("train"))
+    stored = [corpus.tokenizer().decode(split.document(n)) for n in range(300)]
+    assert [*zip(stored, split.labels.tolist(), strict=True)] == expected
+    assert corpus.manifest["splits"]["train"]["label_counts"] == np.bincount(split.labels, minlength=10).tolist()
+    manifest = Corpus.open(tmp_path / "corpus", verify=True).manifest
+    assert str(tmp_path) not in json.dumps(manifest)
+    assert fingerprint(manifest) == manifest["fingerprint"] != fingerprint({**manifest, "name": "other"})
+
+
+def test_damaged_files_are_found(copy):
+    Corpus.open(copy, verify=True)
+    for name in ("train.002.bin", "valid.000.bin", "train.documents.npy"):
+        right = (copy / name).read_bytes()
+        (copy / name).write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+        Corpus.open(copy)
+        with refused(f"{name} does not have the hash"):
+            Corpus.open(copy, verify=True)
+        (copy / name).write_bytes(right)
+    path = copy / "tokenizer" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"use_regex": false', '"use_regex": true'))
+    with refused("not the tokenizer this corpus"):
+        Corpus.open(copy, verify=True)
+    path = copy / "train.001.bin"
+    all_refused(lambda: Corpus.open(copy), path, {path.read_bytes()[:-2]: "has 1998 bytes, expected 2000"})
+    path.unlink()
+    with refused(r"train\.001\.bin is missing"):
+        Corpus.open(copy)
+
+
+def test_manifests_that_cannot_be_used(copy):
+    path = copy / "manifest.json"
+    right = json.loads(path.read_text())
+    outside = json.loads(path.read_text().replace("valid.000.bin", "../outside.bin"))["splits"]
+    cases = {json.dumps(right | {"name": "other"}): "changed after the preparation", "{": "damaged"}
+    changes = {"lies outside its folder": {"splits": outside}, "incomplete": {"splits": {"train": {}}}}
+    changes["'chiar-corpus/9', expected 'chiar-corpus/1'"] = {"format": "chiar-corpus/9"}
+    for message, change in changes.items():
+        manifest = right | change
+        cases[json.dumps(manifest | {"fingerprint": fingerprint(manifest)})] = message
+    all_refused(lambda: Corpus.open(copy), path, cases)
+    path.write_text(json.dumps(right))  # nor are arrays ever unpickled
+    for array, message in [(np.array([{"a": 1}]), r"not a readable \.npy"), (np.zeros(3), "whole numbers")]:
+        np.save(copy / "valid.documents.npy", array, allow_pickle=True)
+        with refused(message):
+            _ = Corpus.open(copy).split("valid").offsets

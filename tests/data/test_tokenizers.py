@@ -8,12 +8,12 @@ from unittest.mock import Mock
 import huggingface_hub
 import numpy as np
 import pytest
-from corpora import all_refused, refused, sentence
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from chiar.data.tokenizers import CHARACTER_OF_BYTE, END_OF_TEXT, KINDS, Tokenizer, TokenizerChoice
+from small_corpora import all_refused, refused, sentence
 
 SAMPLE = [sentence(n, 60) for n in range(50)]
 # Every kind of space, including those Python and the tokenizers library disagree about, next to everything else.
@@ -46,12 +46,8 @@ def pairs(tmp_path_factory):
 def test_ids_of_bytes_are_the_byte_values(pairs):
     tokenizer, auto, _ = pairs["bytes"]
     assert "".join(CHARACTER_OF_BYTE[byte] for byte in b"a \n\xad") == "aĠĊŃ"  # GPT-2's alphabet
-    assert tokenizer.vocab_size == len(auto) == 257
-    assert tokenizer.end_of_text == auto.eos_token_id == 256
     assert tokenizer.token_bytes == [*(bytes([i]) for i in range(256)), b""]
     assert auto.convert_tokens_to_ids([CHARACTER_OF_BYTE[i] for i in range(256)]) == list(range(256))
-    text = "".join(map(chr, range(0x250))) + "漢🙂"
-    assert auto(text)["input_ids"] == list(text.encode()) == tokenizer.encode_batch([text])[0].tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,14 +65,19 @@ def test_auto_tokenizer_agrees_and_decoding_returns_the_text(pairs, kind, text):
     assert auto.decode([tokenizer.end_of_text]) == END_OF_TEXT
 
 
-def test_saved_and_opened_it_is_the_same(pairs):
-    for tokenizer, _, folder in pairs.values():
+def test_saved_and_opened_it_is_the_same(pairs, tmp_path):
+    for tokenizer, auto, folder in pairs.values():
         assert Tokenizer.open(folder).describe() == tokenizer.describe()
+        assert (len(auto), auto.eos_token_id) == (tokenizer.vocab_size, tokenizer.end_of_text)
+    as_large = Tokenizer("bpe", pairs["gpt2"][0].vocabulary, pairs["gpt2"][0].merges)
+    as_large.save(tmp_path)
+    assert Tokenizer.open(tmp_path).kind == "bpe"
+    (tmp_path / "tokenizer_config.json").write_text("{}")  # as it was saved once
+    assert Tokenizer.open(tmp_path).kind == "gpt2"
     for entries, dtype in [(65_536, "<u2"), (65_537, "<u4")]:
         assert Tokenizer("bpe", map(str, range(entries - 1)), ()).dtype == np.dtype(dtype)
-    smallest = Tokenizer.train(SAMPLE, 257)
-    assert smallest.vocabulary != () and smallest.merges == ()
-    assert len({smallest.fingerprint, *(tokenizer.fingerprint for tokenizer, _, _ in pairs.values())}) == 4
+    assert Tokenizer.train(SAMPLE, 257).merges == ()
+    assert len({tokenizer.fingerprint for tokenizer, _, _ in pairs.values()}) == 3
 
 
 def test_training_is_deterministic_and_does_not_depend_on_the_order(pairs):
@@ -84,19 +85,14 @@ def test_training_is_deterministic_and_does_not_depend_on_the_order(pairs):
     code += "print(Tokenizer.train(json.load(sys.stdin)[::-1], 300).fingerprint)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, input=json.dumps(SAMPLE), check=True, capture_output=True, text=True)
-    tokenizer, auto, _ = pairs["bpe"]
-    assert done.stdout.strip() == tokenizer.fingerprint
-    assert tokenizer.vocab_size == len(auto) == tokenizer.end_of_text + 1 == 300
+    assert done.stdout.strip() == pairs["bpe"][0].fingerprint and pairs["bpe"][0].vocab_size == 300
     with refused("at least 257"):
         Tokenizer.train(SAMPLE, 256)
 
 
 def test_gpt2_from_any_of_its_files(tmp_path, pairs, monkeypatch):
-    tokenizer, auto, folder = pairs["gpt2"]
-    assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.end_of_text) == ("gpt2", 50_257, 50_256)
-    assert Tokenizer.open(folder).fingerprint == tokenizer.fingerprint
-    assert Tokenizer.open(gpt2_folder(tmp_path, ("encoder.json", "vocab.bpe"))).fingerprint == tokenizer.fingerprint
-    assert auto(SAMPLE[:10])["input_ids"] == [row.tolist() for row in tokenizer.encode_batch(SAMPLE[:10])]
+    other = Tokenizer.open(gpt2_folder(tmp_path, ("encoder.json", "vocab.bpe")))
+    assert other.kind == "gpt2" and other.describe() == pairs["gpt2"][0].describe()
     unreachable = Mock(side_effect=ConnectionError("no network\nand more"))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repository, name: str(tmp_path / name))
     assert TokenizerChoice("gpt2", from_hub=True).ready().vocab_size == 50_257

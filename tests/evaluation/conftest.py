@@ -1,32 +1,31 @@
 """Corpora and models that no test changes."""
 
 import pytest
-from evaluated import class_corpus, language_corpus, save, tiny_model
 
 from chiar.model.modeling import ChiarForSequenceClassification
+from small_corpora import measured_corpus, save, tiny_model
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    return language_corpus(tmp_path_factory.mktemp("evaluation") / "text")
-
-
-@pytest.fixture(scope="session")
-def split(corpus):
-    return corpus.split("test")
+    return measured_corpus(tmp_path_factory.mktemp("evaluation") / "text")
 
 
 @pytest.fixture(scope="session")
 def classes(tmp_path_factory):
-    return class_corpus(tmp_path_factory.mktemp("evaluation") / "cola")
+    return measured_corpus(tmp_path_factory.mktemp("evaluation") / "cola", "cola")
 
 
 @pytest.fixture(scope="session")
 def language(tmp_path_factory, corpus):
-    return str(save(tiny_model(), tmp_path_factory.mktemp("evaluation") / "language", corpus))
+    return str(save(tiny_model(), tmp_path_factory.mktemp("evaluation") / "language", corpus.tokenizer()))
 
 
 @pytest.fixture(scope="session")
-def classifier(tmp_path_factory):
-    model = tiny_model(kind=ChiarForSequenceClassification, num_labels=2)
-    return str(save(model, tmp_path_factory.mktemp("evaluation") / "classifier"))
+def two_classes():
+    return tiny_model(kind=ChiarForSequenceClassification, num_labels=2)
+
+
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory, two_classes):
+    return str(save(two_classes, tmp_path_factory.mktemp("evaluation") / "classifier"))

@@ -7,16 +7,15 @@ import sys
 import huggingface_hub
 import pytest
 import torch
-from evaluated import LENGTH, language_corpus, save, tiny_model
 
 from chiar.data.tokenizers import TokenizerChoice
 from chiar.data.tokens import TextCodec
-from chiar.errors import InputError
 from chiar.evaluation.cli import OFFLINE, prepare_harness
 from chiar.evaluation.harness import Reading
 from commands import run
+from small_corpora import measured_corpus, refused, save, tiny_model
 
-END = 256
+END, LENGTH = 256, 16
 BYTES = TextCodec(None, None)
 TEXTS = ["light and dark tokens", "naïve 漢 filters of attention, and more than one window of them", "x"]
 QUESTIONS = [
@@ -24,24 +23,14 @@ QUESTIONS = [
     {"question": "a filter and a", "choices": ["gate", "token of it"], "answer": 1},
     {"question": "H is", "choices": ["an entropy", "no"], "answer": 0},
 ]
-TASK = "task: {}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {}.jsonl}}}}\ntest_split: test\n{}"
-ROLLING = """output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list: [{metric: byte_perplexity}, {metric: bits_per_byte}]
-"""
-CHOICE = """output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: answer
-metric_list: [{metric: acc}]
-"""
-WRITING = """output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{written}}"
-generation_kwargs: {until: ["\\n"], max_gen_toks: 8, do_sample: false}
-metric_list: [{metric: exact_match}]
-"""
+# What is asked, what is right, and in what figure.
+ROLLING = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+ROLLING["metric_list"] = [{"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}]
+CHOICE = {"output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}"}
+CHOICE |= {"doc_to_target": "answer", "metric_list": [{"metric": "acc"}]}
+WRITING = {"output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{written}}"}
+WRITING["generation_kwargs"] = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+WRITING["metric_list"] = [{"metric": "exact_match"}]
 
 
 def test_what_cannot_be_asked_for(monkeypatch):
@@ -92,14 +81,13 @@ def tasks(tmp_path_factory, downstream, model):
     folder = tmp_path_factory.mktemp("tasks")
     answers = [written(model, QUESTIONS[0]["question"].encode(), 8), "no", "nor this"]
     questions = [{**question, "written": answer} for question, answer in zip(QUESTIONS, answers, strict=True)]
-    for name, data, text in (
-        ("mine_text", "texts", ROLLING),
-        ("mine_choice", "questions", CHOICE),
-        ("mine_writing", "questions", WRITING),
-        ("lost", "nowhere", ROLLING),
-        ("wrong", "questions", CHOICE.replace("{{choices}}", "{{other}}")),
-    ):
-        (folder / f"{name}.yaml").write_text(TASK.format(name, data, text))
+    known = {"mine_text": ("texts", ROLLING), "mine_choice": ("questions", CHOICE), "lost": ("nowhere", ROLLING)}
+    known["mine_writing"] = "questions", WRITING
+    known["wrong"] = "questions", {**CHOICE, "doc_to_choice": "{{other}}"}
+    for name, (data, told) in known.items():
+        told = {"task": name, "dataset_path": "json", "test_split": "test", **told}
+        told["dataset_kwargs"] = {"data_files": {"test": f"{data}.jsonl"}}
+        (folder / f"{name}.yaml").write_text(json.dumps(told))  # which is YAML
     for name, lines in (("texts", [{"text": text} for text in TEXTS]), ("questions", questions)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     return folder
@@ -141,7 +129,7 @@ def test_scores_are_those_of_each_row_alone(downstream, preset, pool):
         assert total == pytest.approx(alone[0], abs=1e-4)  # fp32, sums of up to 12 losses of up to 20 nats
         assert greedy == alone[1]
     assert scored[3][1]
-    with pytest.raises(InputError, match="raise --length"):
+    with refused("raise --length"):
         lm._loglikelihood_tokens([(("", ""), [1], [2] * 65)], disable_tqdm=True)
 
 
@@ -170,9 +158,9 @@ def test_choices_and_writing_of_several_models(folder, tasks, tmp_path, model, c
     assert figures["mine_choice", "acc"] == pytest.approx(right / len(QUESTIONS))
     assert report["scores"][0]["documents"] == len(QUESTIONS) and report["remarks"] == []
     assert figures["mine_writing", "exact_match"] == pytest.approx(1 / len(QUESTIONS))
-    bpe = language_corpus(tmp_path / "bpe", TokenizerChoice("bpe", vocab_size=270))
+    bpe = measured_corpus(tmp_path / "bpe", tokenizer=TokenizerChoice("bpe", vocab_size=270))
     other = tiny_model(vocab_size=280, max_position_embeddings=LENGTH, eos_token_id=bpe.end_of_text, gate_pool="batch")
-    models = [folder, save(other, tmp_path / "other", bpe)]
+    models = [folder, save(other, tmp_path / "other", bpe.tokenizer())]
     options = ["--harness", "mine_choice", "--harness-path", tasks, "--rows", 1, "--length", 8]
     code, output = run("eval", *models, *options, "--json", tmp_path / "both.json")
     assert code == 0 and "note: gate_pool" in output

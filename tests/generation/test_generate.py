@@ -1,26 +1,31 @@
-"""`chiar generate` shows what model.generate produces, as it comes, and nothing that harms a terminal."""
+"""`chiar generate` shows what model.generate produces, up to a stop text, and nothing that harms a terminal."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from chiar.cli import app
 from chiar.data.tokenizers import Tokenizer
+from chiar.data.tokens import TextCodec
 from chiar.generation.cli import SHADES
+from chiar.generation.writer import Piece, Row, Sampling, TokenScore, write_text
 from chiar.model.decoding import FastDecoder
 from chiar.model.modeling import ChiarForCausalLM
 from chiar.visible import visible
-from helpers import randomise, small_config
+from small_corpora import save, tiny_model
 
 PROMPT = "light and dark"
+BYTES = TextCodec(None, None)
+SHORT = st.text("ab漢", min_size=1, max_size=4)
+HALF = "漢".encode()
 
 
 def make(folder, tokenizer=None, preset="v3-tiny", **changes):
     tokenizer = tokenizer or Tokenizer.of_bytes()
-    fields = {"vocab_size": tokenizer.vocab_size, "gate_pool": "causal", "max_position_embeddings": 64, **changes}
-    randomise(ChiarForCausalLM(small_config(preset, **fields)), seed=4).save_pretrained(folder)
-    tokenizer.save(folder)
-    return folder
+    fields = {"vocab_size": tokenizer.vocab_size, "max_position_embeddings": 64, **changes}
+    return save(tiny_model(preset, seed=4, **fields), folder, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -36,29 +41,24 @@ def generate(*arguments):
 
 def expected(folder, prompt=PROMPT, **settings):
     model, tokenizer = ChiarForCausalLM.from_pretrained(folder).eval(), Tokenizer.open(folder)
+    model.config.gate_generation = "prefill"
     ids = torch.tensor([tokenizer.encode_batch([prompt])[0].tolist()])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **{"do_sample": False, **settings})[0]
-    return model, out, tokenizer.decode(out.numpy())
+    return model, out, visible(tokenizer.decode(out.numpy())) + "\n"
 
 
 def test_the_output_is_what_generate_gives(folder, tmp_path):
     trained = make(tmp_path / "model", Tokenizer.train(["light and dark tokens 漢 naïve " * 20], 300))
     for place, prompt in ((folder, PROMPT), (trained, "dark 漢 tokens")):
         code, output, _ = generate(place, "--prompt", prompt, "--max-new-tokens", 30)
-        assert code == 0
-        assert output == visible(expected(place, prompt, max_new_tokens=30)[2]) + "\n"
+        assert (code, output) == (0, expected(place, prompt, max_new_tokens=30)[2])
 
 
 @pytest.mark.parametrize("routes", [[], ["--routes"]], ids=["plain", "routes"])
 def test_fast_decoding_writes_the_same(folder, monkeypatch, routes):
     """Asked for on a CPU, where it is off by itself; routes are read beside it, by traces."""
     steps, step = [], FastDecoder.step
-
-    def recorded(decoder, *arguments):
-        steps.append(1)
-        return step(decoder, *arguments)
-
-    monkeypatch.setattr(FastDecoder, "step", recorded)
+    monkeypatch.setattr(FastDecoder, "step", lambda *inputs: steps.append(1) or step(*inputs))
     arguments = [folder, "--prompt", PROMPT, "--max-new-tokens", 30, *routes]
     slow = generate(*arguments)
     assert not steps and slow == generate(*arguments, "--no-fast")
@@ -70,17 +70,14 @@ def test_sampling_is_seeded_and_keeps_all_tokens_unless_told(folder):
     drawn = [generate(folder, "--prompt", PROMPT, "--temperature", 1.5, "--seed", seed)[1] for seed in (3, 3, 4)]
     assert drawn[0] == drawn[1] != drawn[2]
     torch.manual_seed(3)
-    sampled = expected(folder, max_new_tokens=64, do_sample=True, temperature=1.5, top_k=0)[2]
-    assert drawn[0] == visible(sampled) + "\n"
+    assert drawn[0] == expected(folder, max_new_tokens=64, do_sample=True, temperature=1.5, top_k=0)[2]
     greedy = generate(folder, "--prompt", PROMPT)[1]
     for option in (["--top-k", 1], *(["--temperature", t, "--top-p", 0.9] for t in (0, 1e-320, 1e-45, 1e-6))):
         assert generate(folder, "--prompt", PROMPT, *option)[1] == greedy
 
 
 def test_routes_are_those_of_the_whole_text(folder):
-    _, output, _ = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 1, "--routes")
-    legend, shown = output.split("\n", 1)
-    assert "light" in legend and "dark" in legend
+    shown = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 1, "--routes")[1].split("\n", 1)[1]
     model, out, _ = expected(folder, max_new_tokens=1)
     with torch.no_grad():
         trace = model(out[None], output_routing=True).routing
@@ -102,22 +99,18 @@ def test_colour_where_there_is_colour_but_a_prompt_commands_no_terminal(folder, 
 
 def test_a_gate_that_sees_the_future_is_frozen_with_a_note(tmp_path):
     folder = make(tmp_path / "model", gate_pool="batch")
-    code, output, notes = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 20, "--routes")
+    code, _, notes = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 20, "--routes")
     assert code == 0 and "stays as the prompt set it" in notes
     _, output, _ = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 20)
-    model = ChiarForCausalLM.from_pretrained(folder, gate_generation="prefill").eval()
-    ids = torch.tensor([list(PROMPT.encode())])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)[0]
-    assert output == visible(Tokenizer.of_bytes().decode(out.numpy())) + "\n"
+    assert output == expected(folder, max_new_tokens=20)[2]
     code, output, message = generate(folder, "--prompt", PROMPT, "--gate", "refuse")
     assert code != 0 and not output and "generation is not defined" in message
 
 
 def test_learned_positions_end(tmp_path):
     folder = make(tmp_path / "model", preset="v2-tiny", max_position_embeddings=20)
-    code, output, notes = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 50)
-    assert code == 0 and "6 tokens fit" in notes
-    assert output == visible(expected(folder, max_new_tokens=6)[2]) + "\n"
+    _, output, notes = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 50)
+    assert "6 tokens fit" in notes and output == expected(folder, max_new_tokens=6)[2]
     assert "shorten it" in generate(folder, "--prompt", "x" * 20)[2]
 
 
@@ -130,3 +123,64 @@ def test_bad_input_a_run_stands_for_its_best_model_and_a_baseline_has_no_routes(
     code, _, notes = generate(tmp_path, "--prompt", PROMPT, "--max-new-tokens", 2)
     assert code == 0 and "its best model writes" in notes
     assert "no routed layers" in generate(tmp_path, "--prompt", "a", "--routes")[2]
+
+
+def write(data, stops=()):
+    """The pieces of a text that a model writes byte by byte, until it is stopped."""
+    pieces = []
+    row = Row(BYTES, Sampling(len(data), stops=tuple(stops)), send=pieces.append)
+    for byte in data:
+        if not row.is_over:
+            row.take(TokenScore(byte), set())
+    return pieces
+
+
+@given(st.text("ab漢", min_size=1, max_size=30), st.lists(SHORT, max_size=3))
+def test_pieces_add_up(text, stops):
+    pieces = write(text.encode(), stops)
+    found = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
+    # The one that is complete first counts; of several that end together the longest.
+    expected = text[: min(found)[1]] if found else text
+    assert "".join(piece.text for piece in pieces) == expected
+    assert pieces[-1].finish == ("stop" if found else "length")
+    assert all(piece.finish is None for piece in pieces[:-1])
+
+
+def test_bytes_that_are_no_character_are_shown_at_once():
+    """All but what may still become one."""
+    for data in (HALF[:1] * 3 + HALF, b"\x80" * 9 + b"a", b"\xf0\x9f\x98" + HALF, b"\xff\xf0\x9f" * 4, HALF[:2] * 9):
+        row = Row(BYTES, Sampling(100))
+        for seen, byte in enumerate(data, 1):
+            row.take(TokenScore(byte), set())
+            assert seen - row.sent <= 3, (data, seen)
+
+
+@given(st.lists(st.sampled_from([0x61, 0x80, 0xBC, *HALF, *"😀é".encode(), 0xFF]), min_size=1, max_size=24))
+def test_pieces_of_any_bytes_add_up(data):
+    assert "".join(piece.text for piece in write(data)) == bytes(data).decode("utf-8", "replace")
+
+
+def test_a_character_with_tokens_between_that_show_nothing():
+    first, second, third = HALF
+    assert "".join(piece.text for piece in write([first, 256, second, 256, 256, third, 97])) == "漢a"
+    assert len(write([first, *[256] * 40])) > 1  # it is not waited for for ever
+
+
+def test_every_token_comes_with_a_piece():
+    pieces = [Piece("a", [TokenScore(97)]), Piece("bc", [TokenScore(98), TokenScore(99)], "length")]
+    assert write(b"abc", ["bx"]) == pieces
+    assert [piece.text for piece in write(b"xabyabc", ["abc"])] == ["x", "aby", ""]  # held back: it may be a stop text
+    found = [(piece.text, len(piece.tokens)) for piece in write("é".encode() + b"\xe6")]
+    assert found == [("é", 2), ("\N{REPLACEMENT CHARACTER}", 1)]  # characters are whole, remains are shown
+
+
+def test_a_model_in_training_writes_as_its_own_evaluation_and_goes_on_training():
+    model = tiny_model(seed=4, dropout=0.5, gate_pool="batch").train()
+    text = write_text(model, BYTES, "light", Sampling(9))
+    assert model.training and model.config.gate_generation == "refuse"
+    model.eval()
+    model.config.gate_generation = "prefill"
+    ids = torch.tensor([list(b"light")])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    assert text == BYTES.decode(out[0, 5:].tolist())
+    assert text.startswith(write_text(model, BYTES, "light", Sampling(9, stops=(text[3:5],)))) and len(text) > 5

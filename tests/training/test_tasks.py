@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from chiar.data import Corpus
+from chiar.data.shards import Corpus
 from chiar.training.cli import parse
 from chiar.training.settings import TrainSettings, train_arguments
 from chiar.training.tasks import Rows, Schedule, materialise, outline, read_ahead

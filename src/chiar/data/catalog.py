@@ -4,8 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chiar.data.corpora import Labelled, Source, Stdlib, Text, TokensFile, WikiText
+from chiar.data.corpora import Labelled, Source, Stdlib, Text, WikiText
 from chiar.data.listops import GENERATOR, GeneratedListOps, ListOpsFiles
+from chiar.data.prepare import TokensFile
 from chiar.errors import InputError, unknown_name
 
 _WIKI, _GLUE = "a folder with wiki.{train,valid,test}.", "a folder with train.tsv and dev.tsv"

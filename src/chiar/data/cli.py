@@ -42,7 +42,7 @@ def prepare(
     from chiar.data.tokenizers import TokenizerChoice
 
     # The flag may be meant for the tokenizer alone; then a corpus that knows no Hub is not troubled with it.
-    corpus_from_hub = from_hub and (tokenizer != "gpt2" or corpus[0].startswith("wikitext"))
+    corpus_from_hub = from_hub and (tokenizer != "gpt2" or corpus[0].lower().startswith("wikitext"))
     source = build_source(
         corpus, from_hub=corpus_from_hub or None, field=field, unit=documents, depth=depth, arguments=arguments,
         min_length=min_length, max_length=max_length, brackets=brackets, seed=seed,
@@ -51,7 +51,7 @@ def prepare(
     )  # fmt: skip
     source.name = name or source.name
     choice = TokenizerChoice(tokenizer, tokenizer_path, vocab_size, like, from_hub)
-    with (display := preparation.Display(quiet=False)).progress:
+    with preparation.Display(quiet=False) as display:
         preparation.prepare(source, out, choice, shard_tokens=shard_tokens, display=display)
     typer.echo(f"wrote {out}")
     show_corpus(out)

@@ -14,13 +14,12 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
+from lzma import LZMAError
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
-import numpy as np
-
-from chiar.errors import InputError, first_line, optional_module, unknown_name
+from chiar.errors import InputError, errors_as, optional_module, unknown_name
 
 SPLITS = ("train", "valid", "test")
 # Other people's names for the three splits, in file names.
@@ -36,7 +35,6 @@ LABELLED = {"imdb": ("aclImdb", "neg", "pos"), "sst-2": ("SST-2", "negative", "p
 LABELLED |= {"cola": ("CoLA", "unacceptable", "acceptable"), "mrpc": ("MRPC", "different", "paraphrase")}
 LABELLED |= {"rte": ("RTE", "entailment", "not_entailment")}
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text", ".jsonl", ".parquet")
-BLOCK_BYTES = 1 << 22
 DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # What JSON and Python sources can spell and no text file holds: NUL, and halves of characters.
 NO_CHARACTER = re.compile("[\0\ud800-\udfff]")
@@ -91,26 +89,26 @@ class Table(Source):
         style: Any = {} if plain_name(path).endswith(".csv") else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
         rows = csv.reader(read_lines(path), **style)
         try:
-            head = [cell.strip().lower() for cell in next(rows, ())]
-            texts = next(([head.index(name) for name in names] for names in TEXT_COLUMNS if {*names} <= {*head}), None)
-            label_at = next((head.index(name) for name in LABEL_COLUMNS if name in head), None)
-            if texts is None or label_at is None:
-                texts, label_at = self.columns
-                rows = csv.reader(read_lines(path), **style)
-            for row in filter(any, rows):
+            if (first := next(rows, None)) is None:
+                raise InputError(f"{path} is empty.")
+            head, (texts, label_at) = [cell.strip().lower() for cell in first], self.columns
+            columns = next((names for names in TEXT_COLUMNS if {*names} <= {*head}), None)
+            labels = [name for name in LABEL_COLUMNS if name in head]
+            if columns and labels:
+                texts, label_at = [head.index(name) for name in columns], head.index(labels[0])
+            for row in filter(any, rows if columns and labels else chain([first], rows)):
                 if len(row) <= max(*texts, label_at):
                     raise ValueError(f"it has {len(row)} columns, expected {max(*texts, label_at) + 1}")
                 label, text = self.spellings.get(row[label_at].strip().lower()), "\n".join(row[at] for at in texts)
-                if label is None or not text.strip():
-                    unknown = f"label {row[label_at]!r} is none of {', '.join(self.spellings)}"
-                    raise ValueError(unknown if label is None else "it has a label but no text")
+                if label is None:
+                    raise ValueError(f"label {row[label_at]!r} is none of {', '.join(self.spellings)}")
+                if not text.strip():
+                    raise ValueError("it has a label but no text")
                 yield Document(self.checked(text, label), label)
         except InputError:
             raise
         except (csv.Error, ValueError) as error:
             raise InputError(f"{path}, line {rows.line_num} cannot be read: {error}.") from error
-        if rows.line_num == 0:
-            raise InputError(f"{path} is empty.")
 
 
 def split_by_hash(text: str, fractions: dict[str, float]) -> str:
@@ -145,6 +143,14 @@ def split_of_file(path: Path) -> str | None:
     return named.pop() if len(named) == 1 else None
 
 
+def by_split(files: Iterable[Path]) -> dict[str, list[Path]]:
+    """Files by the split their names speak of, those that speak of none under the empty name."""
+    found: dict[str, list[Path]] = {}
+    for file in files:
+        found.setdefault(split_of_file(file) or "", []).append(file)
+    return found
+
+
 def one_folder(name: str, paths: list[Path], layout: str, inner: str = "") -> tuple[Path, dict[str, Path]]:
     """The folder of a corpus that is read from one, or the `inner` one there; its files by name without compression."""
     if len(paths) != 1 or not paths[0].is_dir():
@@ -156,11 +162,9 @@ def one_folder(name: str, paths: list[Path], layout: str, inner: str = "") -> tu
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    try:
-        with COMPRESSIONS.get(path.suffix, open)(path, "rb") as handle:
-            yield cast(IO[bytes], handle)
-    except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
-        raise InputError(f"{path} is damaged or not a {path.suffix} file: {error}") from error
+    damaged = errors_as(f"{path} is damaged or not a {path.suffix} file", OSError, LZMAError, zlib.error, EOFError)
+    with damaged, COMPRESSIONS.get(path.suffix, open)(path, "rb") as handle:
+        yield handle
 
 
 def read_lines(path: Path) -> Iterator[str]:
@@ -198,11 +202,9 @@ class WikiText(Source):
     def _hub_lines(self, split: str) -> Iterator[str]:
         datasets = optional_module("datasets", "hub", f"{self.name} from the Hub")
         name = "validation" if split == "valid" else split
-        try:
+        with errors_as(f"{self.name} could not be fetched from the Hub", Exception):  # of many libraries
             for row in datasets.load_dataset("Salesforce/wikitext", f"{self.name}-v1", split=name, streaming=True):
                 yield row["text"] or " \n"  # rows are the lines of the file, the blank ones emptied
-        except Exception as error:  # of many libraries; each means that the text did not come
-            raise InputError(f"{self.name} could not be fetched from the Hub: {first_line(error)}") from error
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:
@@ -225,7 +227,6 @@ class Labelled(Table):
         inner, self.labels = LABELLED[name][0], LABELLED[name][1:]
         self.spellings = {spelling: n for n in (0, 1) for spelling in (str(n), self.labels[n])}
         self.columns = ([3], 1) if name == "cola" else ([1], 0)
-        options = {"pair_separator": "\n"} if name in ("mrpc", "rte") else {}
         layout, read = "train.tsv and dev.tsv", SPLITS[: 3 if name == "imdb" else 2]
         if name == "imdb":
             self.spellings |= {"negative": 0, "positive": 1}
@@ -241,6 +242,7 @@ class Labelled(Table):
             given[place.name] = sorted(reviews, key=lambda file: (file.stem.split("_")[0].zfill(9), file.name, file))
         if not given:
             raise InputError(f"{folder} holds neither {layout} (also as .xz or .gz).")
+        options = {"pair_separator": "\n"} if name in ("mrpc", "rte") else {}
         super().__init__(name, given, options, carve=carve_valid(given, fractions) if name == "imdb" else {})
 
     def read_file(self, path: Path) -> Iterator[Document]:
@@ -272,13 +274,10 @@ class Text(Source):
         if not files:
             where = ", ".join(map(str, paths)) or "nothing"
             raise InputError(f"{where} holds no text file ({', '.join(TEXT_ENDINGS)}): name at least one text file.")
-        splits = [split_of_file(file) for file in files]
-        named = "train" in splits and None not in splits
-        given: dict[str, list[Path]] = {}
-        for file, split in zip(files, splits, strict=True):
-            given.setdefault(split if named and split else "train", []).append(file)
+        given = by_split(files)
+        named = "train" in given and "" not in given
         carve = carve_valid(given, fractions) if named else carve_all(fractions)
-        super().__init__(name, given, {"documents": unit, "field": field}, files, carve)
+        super().__init__(name, given if named else {"train": files}, {"documents": unit, "field": field}, files, carve)
 
     def read_file(self, path: Path) -> Iterator[Document]:
         fields = plain_name(path).endswith((".parquet", ".jsonl", ".ndjson"))
@@ -300,10 +299,10 @@ class Text(Source):
             if not isinstance(row, dict) or self.field not in row:
                 names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                 raise InputError(f"{where} has no field {self.field!r} (it has {names}): choose another --field.")
-            if not isinstance(text := row[self.field], str) or NO_CHARACTER.search(text):
-                binary = "holds NUL or half of a surrogate pair: is it binary?"
-                wrong = binary if isinstance(text, str) else f"is {type(text).__name__}, expected text."
-                raise InputError(f"{where}, field {self.field!r} {wrong}")
+            if not isinstance(text := row[self.field], str):
+                raise InputError(f"{where}, field {self.field!r} is {type(text).__name__}, expected text.")
+            if NO_CHARACTER.search(text):
+                raise InputError(f"{where}, field {self.field!r} holds NUL or half a surrogate pair: is it binary?")
             yield text
 
 
@@ -311,18 +310,14 @@ def rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
     """Of parquet or JSON lines, with where each lies; of parquet only the column of this name, if there is one."""
     if not plain_name(path).endswith(".parquet"):
         for number, line in enumerate(read_lines(path), start=1):
-            try:
-                row = json.loads(line) if line.strip() else None
-            except ValueError as error:
-                raise InputError(f"{path}, line {number} is not JSON: {error}.") from error
             if line.strip():
+                with errors_as(f"{path}, line {number} is not JSON", ValueError):
+                    row = json.loads(line)
                 yield f"{path}, line {number}", row
         return
     parquet = optional_module("pyarrow.parquet", "parquet", str(path))
-    try:
+    with errors_as(f"{path} is not a readable parquet file", ValueError, OSError):  # pyarrow's own are kinds of these
         table = parquet.ParquetFile(path)
-    except (ValueError, OSError) as error:  # pyarrow's own errors are kinds of these
-        raise InputError(f"{path} is not a readable parquet file: {error}") from error
     with table:
         batches = table.iter_batches(1024, columns=[field] if field in table.schema_arrow.names else None)
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
@@ -350,8 +345,7 @@ class Stdlib(Source):
 
     @cached_property  # a few MB, and parsing takes seconds for each of the three splits
     def _texts(self) -> list[str]:
-        texts: list[str] = []
-        seen: set[str] = set()
+        texts, seen = list[str](), set[str]()
         for path in self.files:
             try:
                 tree = ast.parse(path.read_bytes())
@@ -363,12 +357,11 @@ class Stdlib(Source):
                 topics = sorted(item for table in tables for item in ast.literal_eval(table).items())
                 texts += [f"{name}\n\n{text.strip()}\n" for name, text in topics]
                 continue
-            new = {}
+            new = []
             for heading, text in docstrings(tree, ".".join(place.parts).removesuffix(".__init__")):
-                if text not in seen:
-                    new[text] = f"{heading}\n\n{text}\n"
-                    seen.add(text)
-            texts += ["\n".join(new.values())] if new else []
+                new += [] if text in seen else [f"{heading}\n\n{text}\n"]
+                seen.add(text)
+            texts += ["\n".join(new)] if new else []
         return texts
 
 
@@ -382,32 +375,3 @@ def docstrings(node: Any, name: str) -> Iterator[tuple[str, str]]:
             yield from docstrings(child, f"{name}.{child.name}")
         elif isinstance(child, ast.stmt | ast.ExceptHandler):
             yield from docstrings(child, name)
-
-
-class TokensFile(Source):
-    """Ids made elsewhere, stored as they are; a document ends at each end of text. It gives ids, not documents."""
-
-    def __init__(self, paths: list[Path], name: str = "tokens") -> None:
-        layout = "train.u16 (or train.0.u16, train.1.u16…), valid.u16 and test.u16 (or .bin)"
-        folder, files = one_folder(name, paths, layout)
-        parts: dict[str, list[tuple[int, Path]]] = {}
-        for file, path in files.items():
-            match = re.fullmatch(r"(\w+?)(?:\.(\d+))?\.(?:u16|bin)", file)
-            if match and match[1] in SPLIT_ALIASES:
-                parts.setdefault(SPLIT_ALIASES[match[1]], []).append((int(match[2] or 0), path))
-        if not parts:
-            raise InputError(f"{folder} holds none of {layout}.")
-        for split, numbered in parts.items():
-            if sorted(number for number, _ in numbered) != list(range(len(numbered))):
-                raise InputError(f"{folder}: the files of {split} are not numbered 0 to {len(numbered) - 1}.")
-        given = {split: [path for _, path in sorted(parts[split])] for split in SPLITS if split in parts}
-        super().__init__(folder.resolve().name if name == "tokens" else name, given, {"documents": "ids as given"})
-
-    def blocks(self, split: str) -> Iterator[np.ndarray]:
-        """The ids of a split in order, a few million at a time."""
-        for path in self.paths[split]:
-            with open_bytes(path) as handle:
-                while data := handle.read(BLOCK_BYTES):
-                    if len(data) % 2:
-                        raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")
-                    yield np.frombuffer(data, "<u2")

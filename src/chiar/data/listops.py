@@ -11,7 +11,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from chiar.data.corpora import SPLITS, Document, Fractions, Source, Table, carve_valid, split_of_file
+from chiar.data.corpora import SPLITS, Document, Fractions, Source, Table, by_split, carve_valid
 from chiar.errors import InputError
 
 OPERATORS: dict[str, Any] = {"[MIN": min, "[MAX": max, "[MED": median, "[SM": lambda values: sum(values) % 10}
@@ -81,12 +81,10 @@ class ListOpsFiles(Table):
 
     def __init__(self, paths: list[Path], name: str, fractions: Fractions = None, brackets: bool | None = None) -> None:
         self.brackets = brackets
-        given: dict[str, list[Path]] = {}
-        for file in [file for path in paths for file in (sorted(path.glob("*.tsv*")) if path.is_dir() else [path])]:
-            split = split_of_file(file)
-            if split is None or split in given:
-                raise InputError(f"{file}: one file a split, with train, valid or test in its name, is expected.")
-            given[split] = [file]
+        given = by_split(file for path in paths for file in (sorted(path.glob("*.tsv*")) if path.is_dir() else [path]))
+        for split, files in given.items():
+            if not split or len(files) > 1:
+                raise InputError(f"{files[-1]}: one file a split, with train, valid or test in its name, is expected.")
         if not given:
             raise InputError(f"{', '.join(map(str, paths))}: no .tsv file there.")
         options = {"brackets": "as given" if brackets is None else brackets}
@@ -120,9 +118,10 @@ def evaluate(expression: str) -> tuple[int, str]:
             stack[-1][1].append(int(value))
             stack[-1][2].append(text)
     operator, values, texts = stack.pop()
-    if stack or len(values) != 1:
-        wrong = f"{operator} is never closed" if stack else f"it holds {len(values)} expressions, expected one"
-        raise ValueError(wrong)
+    if stack:
+        raise ValueError(f"{operator} is never closed")
+    if len(values) != 1:
+        raise ValueError(f"it holds {len(values)} expressions, expected one")
     return values[0], texts[0]
 
 

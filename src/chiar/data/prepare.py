@@ -4,6 +4,7 @@ import codecs
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -14,39 +15,65 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import progress as rich
+from rich.console import Console
 
 from chiar import __version__
-from chiar.data.corpora import Document, Source, TokensFile
+from chiar.data.corpora import Document, Source, by_split, one_folder, open_bytes, split_of_file
 from chiar.data.shards import COUNTED, FORMAT, Corpus, file_hash, fingerprint
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
 from chiar.errors import InputError
 from chiar.files import check_new, hold, write_whole
 
 CHECKPOINT_SECONDS = 2.0
-# Some documents' ids in a row, (documents, 2) their lengths and labels, and what they add to the counts.
+BLOCK_BYTES = 1 << 22
+# Some documents' ids in a row, (documents, 2) where each ends there and its label, and what they add to the counts.
 Encoded = tuple[np.ndarray, np.ndarray, list[int]]
 
 
-class Display:
+class TokensFile(Source):
+    """Ids made elsewhere, stored as they are; a document ends at each end of text. It gives ids, not documents."""
+
+    def __init__(self, paths: list[Path], name: str = "tokens") -> None:
+        layout = "train.u16 (or train.0.u16, train.1.u16…), valid.u16 and test.u16 (or .bin)"
+        folder, files = one_folder(name, paths, layout)
+        matches = {path: re.fullmatch(r"[a-z]+(?:\.(\d+))?\.(?:u16|bin)", file) for file, path in files.items()}
+        numbers = {path: int(match[1] or 0) for path, match in matches.items() if match and split_of_file(path)}
+        given = by_split(sorted(numbers, key=numbers.__getitem__))
+        if not given:
+            raise InputError(f"{folder} holds none of {layout}.")
+        for split, parts in given.items():
+            if [numbers[path] for path in parts] != list(range(len(parts))):
+                raise InputError(f"{folder}: the files of {split} are not numbered 0 to {len(parts) - 1}.")
+        super().__init__(folder.resolve().name if name == "tokens" else name, given, {"documents": "ids as given"})
+
+    def blocks(self, split: str) -> Iterator[np.ndarray]:
+        """The ids of a split in order, a few million at a time."""
+        for path in self.paths[split]:
+            with open_bytes(path) as handle:
+                while data := handle.read(BLOCK_BYTES):
+                    if len(data) % 2:
+                        raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")
+                    yield np.frombuffer(data, "<u2")
+
+
+class Display(rich.Progress):
     """What a person sees meanwhile, on standard error: bars in a terminal and notes anywhere, or nothing if quiet."""
 
     def __init__(self, quiet: bool = True) -> None:
-        from rich import progress as rich
-        from rich.console import Console
-
         columns = "{task.description}", rich.BarColumn(16), rich.DownloadColumn(), rich.TransferSpeedColumn()
         shown: Any = {"console": Console(stderr=True, quiet=quiet), "disable": quiet or not sys.stderr.isatty()}
-        self.progress = rich.Progress(*columns, rich.TimeRemainingColumn(), "{task.fields[note]}", **shown)
-        self.tasks: dict[str, Any] = {}
+        super().__init__(*columns, rich.TimeRemainingColumn(), "{task.fields[note]}", **shown)
+        self.known: dict[str, rich.TaskID] = {}
 
     def at(self, task: str, done: int, expected: int | None = None, note: str = "") -> None:
         """A split, or the training of a tokenizer, has come so many bytes far."""
-        if task not in self.tasks:
-            self.tasks[task] = self.progress.add_task(task, total=None, note="")
-        self.progress.update(self.tasks[task], completed=done, total=expected, note=note)
+        if task not in self.known:
+            self.known[task] = self.add_task(task, total=None, note="")
+        self.update(self.known[task], completed=done, total=expected, note=note)
 
     def note(self, sentence: str) -> None:
-        self.progress.console.print(f"note: {sentence}", markup=False, highlight=False, soft_wrap=True)
+        self.console.print(f"note: {sentence}", markup=False, highlight=False, soft_wrap=True)
 
 
 def prepare(
@@ -60,6 +87,11 @@ def prepare(
     if used is None and (given_ids or "train" not in source.splits):
         what = "is tokenised already" if given_ids else "has no train split to train a BPE on"
         raise InputError(f"{source.name} {what}: name its tokenizer, such as --tokenizer gpt2 --tokenizer-path FOLDER.")
+    for split in source.splits:
+        pieces = source.blocks(split) if isinstance(source, TokensFile) else (d.text for d in source.documents(split))
+        if not any(map(len, pieces)):
+            few = ": give more documents, another --split-fractions or, for plain text, another --documents"
+            raise InputError(f"{source.name} is empty: its {split} split has no text{few if source.carve else ''}.")
     files = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in source.files]
     inputs = [__version__, FORMAT, source.name, source.kind, source.options, shard_tokens, files]
     inputs.append(used.describe() if used else vocab_size)
@@ -78,9 +110,8 @@ def prepare(
         manifest |= {"labels": list(source.labels), "tokenizer": used.describe()}
         manifest |= {"dtype": used.dtype.newbyteorder("=").name, "shard_tokens": shard_tokens}
         # The remarks of older corpora say how they differ from the published ones.
-        manifest |= {"options": source.options, "remarks": []}
+        manifest |= {"options": source.options, "remarks": [], "splits": splits}
         manifest["inputs"] = {"files": len(files), "bytes": sum(size for _, size, _ in files)}
-        manifest["splits"] = splits
         manifest["fingerprint"] = fingerprint(manifest)
         write_whole(folder / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
         for path in [*folder.glob("*.part"), *folder.glob("*.progress.json")]:
@@ -122,32 +153,27 @@ def write_split(
 ) -> dict[str, Any]:
     """Shards, and a table of document ends and labels; what is synced is noted, and the next run goes on from there."""
     progress, table = folder / f"{split}.progress.json", folder / f"{split}.documents.part"
-    noted: Any = json.loads(progress.read_text()) if progress.is_file() else {"counts": [0] * len(COUNTED), "end": 0}
+    noted: Any = json.loads(progress.read_text()) if progress.is_file() else {"counts": [0] * len(COUNTED)}
     if "entry" in noted:
         return noted["entry"]
-    counts, end = np.array(noted["counts"]), noted["end"]
+    counts = np.array(noted["counts"])
     if isinstance(source, TokensFile):
         stream = read_ids(source, split, tokenizer)
     else:
         stream = encode(islice(source.documents(split), int(counts[0]), None), tokenizer, bool(source.labels))
     for ids, documents, more in stream:
-        written, place = divmod(int(counts[1]), shard_tokens)
-        for part in np.split(ids, range(shard_tokens - place, len(ids), shard_tokens)):
-            shard = folder / f"{split}.{written:03d}.bin"
-            write_at(shard, place * tokenizer.dtype.itemsize, part.astype(tokenizer.dtype))
-            written, place = written + 1, 0
-        documents[:, 0] = end + np.cumsum(documents[:, 0])
+        first, place = divmod(int(counts[1]), shard_tokens)
+        for shard, part in enumerate(np.split(ids, range(shard_tokens - place, len(ids), shard_tokens)), first):
+            start = place * tokenizer.dtype.itemsize if shard == first else 0
+            write_at(folder / f"{split}.{shard:03d}.bin", start, part.astype(tokenizer.dtype))
+        documents[:, 0] += counts[1]
         write_at(table, 16 * int(counts[0]), documents)
-        end = int(documents[-1, 0]) if len(documents) else end
         counts += more
         display.at(split, int(counts[2]), None, f"{counts[1]:,} tokens")
         if not isinstance(source, TokensFile):  # words of ids are counted across blocks: such a split is one piece
-            write_whole(progress, json.dumps({"counts": counts.tolist(), "end": end}))
-    if not counts[1]:
-        few = ": give more documents, another --split-fractions or, for plain text, another --documents"
-        raise InputError(f"{source.name} is empty: its {split} split has no text{few if source.carve else ''}.")
+            write_whole(progress, json.dumps({"counts": counts.tolist()}))
     documents = np.fromfile(table, "<i8").reshape(-1, 2)
-    if counts[1] > end:  # ids after the last end of text are a document too
+    if counts[1] > documents[-1:, 0].sum():  # ids after the last end of text are a document too
         documents = np.append(documents, [[counts[1], 0]], axis=0)
     counts[0] = len(documents)
     display.at(split, int(counts[2]), int(counts[2]), f"{counts[1]:,} tokens")
@@ -155,15 +181,9 @@ def write_split(
     for start in range(0, entry["tokens"], shard_tokens):
         path, tokens = folder / f"{split}.{start // shard_tokens:03d}.bin", min(shard_tokens, entry["tokens"] - start)
         entry["shards"].append({"file": path.name, "tokens": tokens, "sha256": file_hash(path)})
-    arrays = [
-        ("offsets", "documents", np.append(0, documents[:, 0]).astype("<u8")),
-        ("labels", "labels", documents[:, 1]),
-    ]
-    for what, name, array in arrays[: 2 if source.labels else 1]:
-        np.save(buffer := io.BytesIO(), array)
-        write_at(path := folder / f"{split}.{name}.npy", 0, buffer.getbuffer())
-        entry[what] = {"file": path.name, "sha256": file_hash(path)}
+    entry["offsets"] = write_array(folder / f"{split}.documents.npy", np.append(0, documents[:, 0]).astype("<u8"))
     if source.labels:
+        entry["labels"] = write_array(folder / f"{split}.labels.npy", documents[:, 1])
         entry["label_counts"] = np.bincount(documents[:, 1], minlength=len(source.labels)).tolist()
     write_whole(progress, json.dumps({"entry": entry}))
     return entry
@@ -178,12 +198,18 @@ def write_at(path: Path, place: int, data: Any) -> None:
         os.fsync(handle.fileno())
 
 
+def write_array(path: Path, array: np.ndarray) -> dict[str, str]:
+    np.save(buffer := io.BytesIO(), array)
+    write_at(path, 0, buffer.getbuffer())
+    return {"file": path.name, "sha256": file_hash(path)}
+
+
 def read_ids(source: TokensFile, split: str, tokenizer: Tokenizer) -> Iterator[Encoded]:
     """Counts bytes and words of the text the ids stand for, so that figures by byte and by word can be given."""
     # A space stands for the end of text, which parts words but is no text itself.
     spoken = [*tokenizer.token_bytes[:-1], b" "]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    before_last_end, in_word = 0, False
+    in_word = False
     for ids in source.blocks(split):
         if int(ids.max(initial=0)) >= tokenizer.vocab_size:
             entries = f"the {tokenizer.vocab_size} entries of the {tokenizer.kind} tokenizer: is it the right one?"
@@ -193,25 +219,23 @@ def read_ids(source: TokensFile, split: str, tokenizer: Tokenizer) -> Iterator[E
         text = decoder.decode(data)
         words = len(text.split()) - (in_word and text[:1].strip() != "")
         in_word = text[-1:].strip() != "" if text else in_word
-        lengths = np.diff(ends, prepend=-before_last_end)
-        before_last_end = len(ids) - int(ends[-1]) if len(ends) else before_last_end + len(ids)
         counts = [len(ends), len(ids), len(data) - len(ends), words, text.count("\n")]
-        yield ids, np.stack([lengths, np.zeros_like(lengths)], axis=1), counts
+        yield ids, np.stack([ends, np.zeros_like(ends)], axis=1), counts
 
 
 def encode(documents: Iterator[Document], tokenizer: Tokenizer, labelled: bool) -> Iterator[Encoded]:
     """Language documents are followed by the end of text; labelled ones are not, the label is what comes next."""
     end = np.array([] if labelled else [tokenizer.end_of_text], tokenizer.dtype)
     rows: list[np.ndarray] = []
-    table: list[tuple[int, int]] = []
+    labels: list[int] = []
     counts, began = np.zeros(3, np.int64), time.monotonic()
     for document in chain(documents, [None]):
         if document is not None:
             text = document.text
             rows.append(np.concatenate([*tokenizer.encode_batch([text]), end]))
-            table.append((len(rows[-1]), document.label or 0))
+            labels.append(document.label or 0)
             counts += (len(text.encode()), len(text.split()), text.count("\n"))
         if rows and (document is None or time.monotonic() - began >= CHECKPOINT_SECONDS):
-            ids = np.concatenate(rows)
-            yield ids, np.array(table, "<i8"), [len(rows), len(ids), *counts.tolist()]
-            rows, table, counts, began = [], [], np.zeros(3, np.int64), time.monotonic()
+            ids, ends = np.concatenate(rows), np.cumsum([len(row) for row in rows])
+            yield ids, np.stack([ends, labels], axis=1), [len(rows), len(ids), *counts.tolist()]
+            rows, labels, counts, began = [], [], np.zeros(3, np.int64), time.monotonic()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from chiar.data.tokenizers import Tokenizer
-from chiar.errors import InputError, unknown_name
+from chiar.errors import InputError, errors_as, unknown_name
 
 FORMAT = "chiar-corpus/1"
 COUNTED = ("documents", "tokens", "bytes", "words", "lines")
@@ -37,10 +37,8 @@ def file_hash(path: Path) -> str:
 
 def map_npy(path: Path, length: int) -> np.ndarray:
     """So many whole numbers, mapped into memory."""
-    try:
+    with errors_as(f"{path} is not a readable .npy file", ValueError, OSError, EOFError):
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise InputError(f"{path} is not a readable .npy file: {error}") from error
     if array.shape != (length,) or array.dtype.kind not in "iu":
         raise InputError(f"{path} holds {array.dtype} of shape {array.shape}, expected {length} whole numbers.")
     return array
@@ -82,6 +80,11 @@ class Split:
         entry = self._entry.get("labels")
         return None if entry is None else map_npy(self._folder / entry["file"], self.documents)
 
+    def choose(self, rows: int | None) -> list[int]:
+        """All documents, or `rows` of them spread over the split: files are often sorted by label."""
+        count = min(rows or self.documents, self.documents)
+        return [row * self.documents // count for row in range(count)]
+
     def document(self, index: int) -> np.ndarray:
         if not 0 <= index < self.documents:
             raise IndexError(f"document {index} of split {self.name!r}, which has {self.documents}")
@@ -109,7 +112,8 @@ class Corpus:
         if not where.is_file():
             what = f"{folder} is not a prepared corpus" if folder.exists() else f"there is no folder {folder}"
             raise InputError(f"{what}: chiar data prepare makes one, with a manifest.json.")
-        try:
+        damaged = f"{where} is damaged or incomplete, prepare the corpus again"
+        with errors_as(damaged, KeyError, TypeError, AttributeError, ValueError):
             manifest = json.loads(where.read_text(encoding="utf-8"))
             if manifest["format"] != FORMAT:
                 raise InputError(f"{where} has the format {manifest['format']!r}, expected {FORMAT!r}.")
@@ -129,10 +133,6 @@ class Corpus:
                         wrong = "does not have the hash in the manifest"
                     if wrong:
                         raise InputError(f"{stored} {wrong}: prepare the corpus again.")
-        except InputError:
-            raise
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise InputError(f"{where} is damaged or incomplete: {error!r}. Prepare the corpus again.") from error
         if verify:
             corpus.tokenizer()
         return corpus

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chiar.errors import InputError, first_line, unknown_name
+from chiar.errors import InputError, errors_as, unknown_name
 
 if TYPE_CHECKING:
     from chiar.config import ChiarConfig
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 KINDS = ("gpt2", "bpe", "bytes")
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
-GPT2_ENTRIES = 50_257
+GPT2_ENTRIES, GPT2_MERGES = 50_257, 50_000
+# A file beside tokenizer.json, and what we note there: a BPE trained here may be just as large as GPT-2's.
+SETTINGS, IS_GPT2 = "tokenizer_config.json", "chiar_gpt2"
 # GPT-2's alphabet, which fits vocabularies of bytes into JSON text: printable Latin-1 characters stand for themselves;
 # the other bytes take the characters from U+0100 on, in order.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -45,11 +47,8 @@ class Tokenizer:
         self.dtype = np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
         # Of what the tokenizer does, not of its files: libraries write the same tokenizer in several ways.
         definition: dict[str, Any] = {"family": "byte-level-bpe", "pattern": None if kind == "bytes" else "gpt2"}
-        definition |= {
-            "vocabulary": self.vocabulary,
-            "merges": self.merges,
-            "end_of_text": [END_OF_TEXT, self.end_of_text],
-        }
+        definition |= {"vocabulary": self.vocabulary, "merges": self.merges}
+        definition["end_of_text"] = [END_OF_TEXT, self.end_of_text]
         self.fingerprint = hashlib.sha256(json.dumps(definition, separators=(",", ":")).encode()).hexdigest()
 
     @cached_property
@@ -90,8 +89,8 @@ class Tokenizer:
         model.save(str(folder / "tokenizer.json"))
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
         settings |= {"bos_token": END_OF_TEXT, "split_special_tokens": True, "clean_up_tokenization_spaces": False}
-        settings["model_max_length"] = 10**30
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        settings |= {"model_max_length": 10**30, IS_GPT2: self.kind == "gpt2"}
+        (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     def _model(self) -> Any:
         from tokenizers import Tokenizer as Model
@@ -110,25 +109,24 @@ class Tokenizer:
         path = folder / (pair[0] if pair else "tokenizer.json")
         if not path.is_file():
             raise InputError(f"{folder} has no tokenizer.json, and neither vocab.json with merges.txt.")
-        try:
+        with errors_as(f"{path} is not a readable tokenizer", KeyError, TypeError, ValueError, AttributeError):
             stored = json.loads(path.read_text(encoding="utf-8"))
             if pair:
                 lines = (folder / pair[1]).read_text(encoding="utf-8").splitlines()
                 merges = [line for line in lines if line and not line.startswith("#version")]
-                return cls.checked("gpt2" if len(merges) == GPT2_ENTRIES - 257 else "bpe", stored, merges, str(path))
+                return cls.checked("gpt2" if len(merges) == GPT2_MERGES else "bpe", stored, merges, str(path))
             model, before = stored["model"], stored["pre_tokenizer"]
             plain = not any((stored["normalizer"], model.get("dropout"), model.get("ignore_merges")))
             if not plain or (model["type"], before["type"], before["add_prefix_space"]) != ("BPE", "ByteLevel", False):
                 raise InputError(f"{path} is not plain byte-level BPE, the only family of tokenizers known here.")
-            kind = "bytes" if not before.get("use_regex", True) else "gpt2" if len(model["merges"]) == 50_000 else "bpe"
+            told = json.loads((folder / SETTINGS).read_text(encoding="utf-8")) if (folder / SETTINGS).is_file() else {}
+            kind = "gpt2" if told.get(IS_GPT2, len(model["merges"]) == GPT2_MERGES) else "bpe"
+            if not before.get("use_regex", True):
+                kind = "bytes"
             opened = cls.checked(kind, model["vocab"], model["merges"], str(path))
             if kind == "bytes" and opened.fingerprint != cls.of_bytes().fingerprint:
                 raise InputError(f"{path} does not split words and yet is not the tokenizer of bytes.")
             return opened
-        except InputError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"{path} is not a readable tokenizer: {error!r}.") from error
 
     @classmethod
     def checked(cls, kind: str, vocab: dict[str, int], merges: Iterable[Any], where: str) -> "Tokenizer":
@@ -199,10 +197,8 @@ class TokenizerChoice:
                 raise InputError(f"gpt2 needs --tokenizer-path FOLDER with {files}, or --from-hub to fetch them.")
             from huggingface_hub import hf_hub_download
 
-            try:
+            with errors_as("gpt2 could not be fetched from the Hub", Exception):  # of many libraries
                 _, path = (Path(hf_hub_download("openai-community/gpt2", name)).parent for name in GPT2_FILES[0])
-            except Exception as error:  # of many libraries; each means that the files did not come
-                raise InputError(f"gpt2 could not be fetched from the Hub: {first_line(error)}") from error
         found = None if path is None else Tokenizer.open(path)
         if found and self.kind == "gpt2" and found.vocab_size != GPT2_ENTRIES:
             raise InputError(f"{path} holds {found.vocab_size} entries, but GPT-2's tokenizer has {GPT2_ENTRIES}.")

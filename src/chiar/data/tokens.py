@@ -1,7 +1,5 @@
 """Text and token files for the commands that run a model, as token ids in rows of one length."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,11 @@ import torch
 from torch import Tensor
 
 from chiar.config import ChiarConfig
-from chiar.errors import InputError, first_line
+from chiar.data.corpora import read_lines
+from chiar.errors import InputError, errors_as
 from chiar.files import check_file
+
+UNUSABLE = "the tokenizer in {} cannot be used"  # the library raises plain Exception for a damaged file
 
 
 class TextCodec:
@@ -26,7 +27,7 @@ class TextCodec:
         if source is not None and any((source / name).is_file() for name in ("tokenizer.json", "vocab.json")):
             from transformers import AutoTokenizer
 
-            with blamed_on(source):
+            with errors_as(UNUSABLE.format(source), Exception):
                 return cls(AutoTokenizer.from_pretrained(source), source)
         if tokenizer is not None:
             raise InputError(f"{tokenizer} is not a tokenizer folder: it has no tokenizer.json or vocab.json.")
@@ -37,7 +38,7 @@ class TextCodec:
     def encode(self, text: str) -> list[int]:
         if self.source is None:
             return list(text.encode())
-        with blamed_on(self.source):
+        with errors_as(UNUSABLE.format(self.source), Exception):
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
@@ -53,14 +54,6 @@ class TextCodec:
         return [self.tokenizer.decode([i]) for i in ids]
 
 
-@contextmanager
-def blamed_on(source: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
-        raise InputError(f"the tokenizer in {source} cannot be used: {first_line(error)}") from error
-
-
 def encode(text: str, config: ChiarConfig, folder: Path | None, tokenizer: Path | None) -> tuple[list[int], list[str]]:
     """Ids and the piece of text each stands for."""
     codec = TextCodec.open(config, folder, tokenizer)
@@ -70,10 +63,7 @@ def encode(text: str, config: ChiarConfig, folder: Path | None, tokenizer: Path 
 
 def read_text_file(path: Path) -> str:
     check_file(path)
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text (byte {error.start}): is it binary?") from error
+    return "".join(read_lines(path))
 
 
 def batches(ids: np.ndarray, rows: int, length: int, batch_size: int) -> list[dict[str, Tensor]]:

@@ -58,8 +58,8 @@ def evaluate(
         reports = [run_tasks(model, tasks, harness_path, few_shot, device, **how) for model in models]
         parts = downstream_tables(reports)
     else:
-        from chiar.evaluation.compare import compare, is_report, read_entry, short_names
         from chiar.evaluation.harness import evaluate as measure
+        from chiar.evaluation.report import compare, is_report, read_entry, short_names
 
         how |= {"device": device, "stride": stride}
         entries, paths = [], [Path(model) for model in models]

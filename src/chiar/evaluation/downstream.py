@@ -44,11 +44,10 @@ class ChiarLM(HFLM):
         tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(end)
         tokenizer.clean_up_tokenization_spaces = False
         # HFLM pads likelihoods without a mask, which only a causal gate does not see.
-        how: dict[str, Any]
-        how = {"batch_size": 1 if pooled else reading.batch_size, "max_length": reading.length, "add_bos_token": False}
-        how |= {"mixed_precision_dtype": "bfloat16" if reading.precision == "bf16" else None}
-        how |= {"backend": "causal", "prefix_token_id": end, "softmax_dtype": "float32"}
-        super().__init__(model, tokenizer=tokenizer, **how)
+        how: dict[str, Any] = {"backend": "causal", "prefix_token_id": end, "softmax_dtype": "float32"}
+        how |= {"batch_size": 1 if pooled else reading.batch_size, "max_length": reading.length, "add_bos_token": False}
+        dtype = "bfloat16" if reading.precision == "bf16" else None
+        super().__init__(model, tokenizer=tokenizer, mixed_precision_dtype=dtype, **how)
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         self.asked, most = True, self.max_length

@@ -33,8 +33,7 @@ with_bar = partial(track, console=Console(stderr=True), transient=True, disable=
 
 @dataclass(frozen=True)
 class Reading:
-    """How a split is read: in blocks of `length`, in windows of it that predict their last `stride` tokens, or in
-    documents cut to it; `rows` limits how many."""
+    """At most `rows` blocks of `length`, windows that predict their last `stride` tokens, or documents cut to it."""
 
     length: int
     stride: int | None = None
@@ -48,9 +47,7 @@ class Reading:
         trained = config.max_position_embeddings
         reading = cls(length or trained, **how)
         if reading.length > trained and config.positions == "learned":
-            raise InputError(
-                f"the model has {trained} learned positions: --length can be {trained} at most, not {length}."
-            )
+            raise InputError(f"the model has {trained} learned positions: --length {length} is too long.")
         if reading.stride is not None and not 1 <= reading.stride <= reading.length:
             raise InputError(f"the stride must lie between 1 and the length {reading.length}, got {reading.stride}.")
         if reading.precision not in ("fp32", "bf16"):
@@ -61,9 +58,8 @@ class Reading:
 def evaluate(
     model: str, data: Path | str, split: str | None = None, *, device: str = "auto", **how: Any
 ) -> EvaluationReport:
-    """Perplexity on a language corpus, accuracy on a classification corpus, of a model folder, a training run (its best
-    model is taken) or a preset. `split` is test by default, or valid with a remark where a corpus has no test split
-    (GLUE's are without labels); `how` has fields of `Reading`."""
+    """Perplexity or accuracy of a model folder, a training run (its best model is taken) or a preset. `split` is test
+    by default, or valid where a corpus has no labelled test split (GLUE); `how` has fields of `Reading`."""
     target, (folder, run) = choose_device(device), resolve_model(model)
     corpus, config = Corpus.open(data), load_config(folder)
     reading = Reading.of(config, **how)
@@ -117,8 +113,7 @@ class Tally:
     def __init__(self, model: ChiarForCausalLM | ChiarForSequenceClassification) -> None:
         self.config, self.operators = model.config, model.config.operators or []
         self.loss, self.gate, self.tokens = torch.zeros(3, dtype=torch.float64, device=model.device)
-        shape = len(self.config.routed_layers), len(self.operators)
-        self.counts_LK = torch.zeros(shape, dtype=torch.int64, device=model.device)
+        self.counts_LK = self.loss.new_zeros(len(self.config.routed_layers), len(self.operators), dtype=torch.int64)
 
     def add(self, trace: RoutingTrace, head: nn.Module, states_ND: Tensor, targets_N: Tensor) -> None:
         for states_nD, targets_n in zip(states_ND.split(LOGIT_ROWS), targets_N.split(LOGIT_ROWS), strict=True):
@@ -181,12 +176,6 @@ def unigram_entropy(split: Split, vocab_size: int, targets: int | None = None) -
     return float(-(shares * np.log(shares)).sum())
 
 
-def choose_documents(split: Split, rows: int | None) -> list[int]:
-    """All of them, or `rows` spread over the split: files are often sorted by label."""
-    count = min(rows or split.documents, split.documents)
-    return [row * split.documents // count for row in range(count)]
-
-
 @torch.inference_mode()
 def measure_classification(
     model: ChiarForSequenceClassification, corpus: Corpus, split: Split, reading: Reading
@@ -197,7 +186,7 @@ def measure_classification(
     assert labels is not None, "the corpus is a classification corpus"
     if model.config.num_labels != classes:
         raise InputError(f"the model knows {model.config.num_labels} classes, but {corpus.folder} has {classes}.")
-    chosen = np.array(choose_documents(split, reading.rows))
+    chosen = np.array(split.choose(reading.rows))
     whole = np.diff(split.offsets).astype(np.int64)[chosen]
     if not whole.all():
         raise InputError(f"document {chosen[whole == 0][0]} of split {split.name!r} is empty.")

@@ -12,8 +12,7 @@ from typing import Any
 from chiar import __version__
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, optional_module
-from chiar.evaluation.compare import REPORT
-from chiar.evaluation.report import EvaluationReport, cost_rows, score_rows
+from chiar.evaluation.report import REPORT, EvaluationReport, cost_rows, score_rows
 from chiar.explore.view import STATIC, LoadedModel, open_models, route_text
 from chiar.files import check_new, write_new
 from chiar.plots import draw_curves, svg_text

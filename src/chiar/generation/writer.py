@@ -70,9 +70,6 @@ class Piece:
     finish: str | None = None
 
 
-Sink = Callable[[Piece], None] | None
-
-
 @dataclass
 class Characters:
     """Hands on text as soon as its bytes are whole: a token may be a part of a character."""
@@ -104,7 +101,7 @@ class Row:
     generator draws, so neighbours change nothing. It is also over when its `owner` is."""
 
     def __init__(
-        self, codec: TextCodec, sampling: Sampling, device: Any = "cpu", send: Sink = None, owner: Any = None
+        self, codec: TextCodec, sampling: Sampling, device: Any = "cpu", send: Callable | None = None, owner: Any = None
     ) -> None:
         self.sampling, self.warpers, self.send, self.owner = sampling, sampling.warpers(), send, owner
         self.characters, self.generator = Characters(codec), torch.Generator(device)
@@ -136,9 +133,8 @@ class Row:
         elif len(self.tokens) == self.sampling.max_new_tokens:
             self.finish("length")
         else:  # but for the longest end that a stop text begins with
-            held, stops = self.held, self.sampling.stops
-            ends_like = (size for stop in stops for size in range(len(stop)) if held.endswith(stop[:size]))
-            if safe := len(held) - max(ends_like, default=0):
+            starts = (stop[:size] for stop in self.sampling.stops for size in range(len(stop)))
+            if safe := len(self.held) - max(map(len, filter(self.held.endswith, starts)), default=0):
                 self.release(safe)
 
     def finish(self, why: str) -> None:

@@ -15,9 +15,8 @@ from typer import echo
 from chiar.config import ChiarConfig
 from chiar.config_checks import LAST_COMMIT, REMOVED, REMOVED_OPERATORS
 from chiar.errors import require
-from chiar.evaluation.compare import REPORT, read_training
 from chiar.evaluation.harness import measured_shares
-from chiar.evaluation.report import EvaluationReport, exponential, finite, shown
+from chiar.evaluation.report import REPORT, EvaluationReport, exponential, finite, read_training, shown
 from chiar.files import write_whole
 from chiar.model.load import count_parameters, load_config
 from chiar.plots import draw_pareto, svg_text

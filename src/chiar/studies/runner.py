@@ -28,8 +28,8 @@ from chiar.console import guarded
 from chiar.data.shards import Corpus
 from chiar.data.tokens import batches
 from chiar.errors import InputError, first_line, optional_module, require
-from chiar.evaluation.compare import REPORT
 from chiar.evaluation.harness import describe_device, evaluate
+from chiar.evaluation.report import REPORT
 from chiar.files import aside_of, hold, write_whole
 from chiar.model.load import choose_device, load_config, load_model
 from chiar.routing.calibration import calibrate

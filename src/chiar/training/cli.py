@@ -78,7 +78,7 @@ def finetune(
 ) -> None:
     """Train a classifier on labelled corpora, from a model's weights or from scratch; --resume as in chiar train."""
     from chiar import presets
-    from chiar.data import Corpus
+    from chiar.data.shards import Corpus
     from chiar.model.load import resolve_model
 
     launch, chosen, changes = sort_options(given)
@@ -115,7 +115,7 @@ def configuration(model: str, changes: dict[str, Any], corpus: Path) -> "ChiarCo
     """The model's configuration; a preset takes vocabulary and end of text from the corpus."""
     from chiar import presets
     from chiar.config import ChiarConfig
-    from chiar.data import Corpus
+    from chiar.data.shards import Corpus
     from chiar.model.load import load_config
 
     for name in changes.keys() - ChiarConfig.__annotations__.keys():

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from chiar.config import ChiarConfig
-from chiar.data import Corpus
+from chiar.data.shards import Corpus
 from chiar.data.tokenizers import check_tokenizer
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError, optional_module, require

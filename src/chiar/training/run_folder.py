@@ -16,7 +16,7 @@ import transformers
 
 import chiar
 from chiar.config import ChiarConfig
-from chiar.data import Corpus
+from chiar.data.shards import Corpus
 from chiar.errors import InputError, first_line, require
 from chiar.files import new_folder, write_whole
 from chiar.model.heads import export_model

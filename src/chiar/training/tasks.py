@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
 from chiar.config import ChiarConfig
-from chiar.data import Corpus
+from chiar.data.shards import Corpus
 from chiar.errors import require
-from chiar.evaluation.harness import choose_documents
 from chiar.kernels.linear_cross_entropy import linear_cross_entropy
 from chiar.layers.routers import mean_over_tokens, one_hot
 from chiar.model.load import open_weights
@@ -61,7 +60,7 @@ class Rows:
 
     def evaluated(self, limit: int) -> list[int]:
         if self.labelled:
-            return choose_documents(self.split, limit or None)
+            return self.split.choose(limit or None)
         return list(range(min(limit or self.count, self.count)))
 
     def batch(self, corpus: int, rows: list[int]) -> Batch:

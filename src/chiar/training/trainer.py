@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from chiar.config import ChiarConfig
-from chiar.data import Corpus
+from chiar.data.shards import Corpus
 from chiar.routing.calibration import calibrate
 from chiar.training import checkpoint
 from chiar.training.compiling import Forward, GraphedPasses, miscompiled
