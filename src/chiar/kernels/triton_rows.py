@@ -200,9 +200,9 @@ class UnpackSum(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Any:
-        (_, _, chosen_N, count), (grad_ND,) = context.saved_tensors, grads
+        (token_P, place_N, chosen_N, count), (grad_ND,) = context.saved_tensors, grads
         u_dtype, more_dtype, bias_dtype = context.dtypes
-        inputs = grad_ND, *context.saved_tensors, *(None,) * 4
+        inputs = grad_ND, token_P, place_N, chosen_N, count, None, None, None, None
         du_PD, dmore_PD, _, _ = norm_forward(*inputs, "none", 0.0, more_dtype, True)
         dbias_D = row_sum(dmore_PD, count, "triton")
         dother_ND = torch.where(chosen_N[:, None], 0.0, grad_ND)
