@@ -87,7 +87,7 @@ CASES = {
     "nothing to calibrate on": (["calibrate", "v3-tiny"], "exactly one of --text-file"),
     "no such text": (["calibrate", "v3-tiny", "--text-file", "missing.txt"], "there is no file"),
     "less than a row": (["calibrate", "v3-tiny", "--text-file", "empty.txt"], "fewer than one row"),
-    "no UTF-8": (["calibrate", "v3-tiny", "--text-file", "binary.txt"], "not UTF-8"),
+    "no UTF-8": (["calibrate", "v3-tiny", "--text-file", "binary.txt"], "is it binary"),
     "no such checkpoint": (["convert", "missing.pt", "--out", "new"], "there is no file"),
     "a folder's option": (["convert", "missing.pt", "--out", "new", "--coordinates", "dct"], "is for a model folder"),
     "a preset to convert": (["convert", "v2-tiny", "--out", "new"], "is a preset"),
