@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from chiar.errors import InputError, first_line
+from chiar.errors import InputError, first_line, require
 from chiar.model.decoder import ChiarModel
 from chiar.model.load import load_config, open_weights
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
@@ -78,6 +78,5 @@ def open_classifier(name: str, corpus: Classified) -> ChiarForSequenceClassifica
         return as_classifier(open_weights(kind, name).model, head, corpus.labels)
     if own:
         return open_weights(kind, name)
-    if heads:
-        raise InputError(f"{name} has no head for {corpus.name}, only for {', '.join(heads)}.")
+    require(not heads, f"{name} has no head for {corpus.name}, only for {', '.join(heads)}.")
     raise InputError(f"{name} is a language model without a classifier: chiar finetune makes one.")

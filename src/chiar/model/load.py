@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from chiar import presets
 from chiar.config import ChiarConfig
-from chiar.errors import InputError, first_line, unknown_name
+from chiar.errors import InputError, first_line, require, unknown_name
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
 
@@ -26,8 +26,7 @@ def copy_tokenizer(source: Path | None, target: Path) -> None:
 def choose_device(name: str) -> torch.device:
     if name not in (known := ("auto", "cpu", "cuda")):
         raise unknown_name("device", name, known)
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("there is no CUDA device here: use --device cpu.")
+    require(name != "cuda" or torch.cuda.is_available(), "there is no CUDA device here: use --device cpu.")
     return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -53,11 +52,9 @@ def load_config(name: str) -> ChiarConfig:
             kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
         except (ValueError, AttributeError) as error:
             raise InputError(f"{path} is damaged: {first_line(error)}") from error
-        if kind != ChiarConfig.model_type:
-            raise InputError(f"{name} holds a {kind!r} model, not a CHIAR-Former.")
+        require(kind == ChiarConfig.model_type, f"{name} holds a {kind!r} model, not a CHIAR-Former.")
         return ChiarConfig.from_pretrained(name)
-    if Path(name).exists() or "/" in name:
-        raise InputError(f"there is no folder {name} with a config.json.")
+    require(not Path(name).exists() and "/" not in name, f"there is no folder {name} with a config.json.")
     if name not in presets.NAMES:
         raise unknown_name("preset or folder", name, presets.NAMES)
     return presets.get(name)

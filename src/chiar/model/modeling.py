@@ -10,7 +10,7 @@ from transformers.generation import GenerationMixin
 from transformers.utils import can_return_tuple
 
 from chiar.config import ChiarConfig
-from chiar.errors import InputError
+from chiar.errors import InputError, require
 from chiar.layers.context import Maybe
 from chiar.model.cache import ChiarCache
 from chiar.model.decoder import ChiarModel, ChiarPreTrainedModel
@@ -73,8 +73,7 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
         logits_BTV = self.lm_head(states_BTD[:, -logits_to_keep:] if logits_to_keep else states_BTD)
         loss = None
         if labels is not None:
-            if logits_to_keep:
-                raise InputError("labels need the logits of every token: leave logits_to_keep at 0.")
+            require(not logits_to_keep, "labels need the logits of every token: leave logits_to_keep at 0.")
             targets = labels[:, 1:].flatten().to(logits_BTV.device)
             loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), targets)
             if self.training and decoded.routing_loss is not None:
