@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from chiar.config import ChiarConfig
-from chiar.errors import InputError, first_line, require, unknown_name
+from chiar.errors import InputError, errors_as, require, unknown_name
 from chiar.files import check_file
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import Transform
@@ -177,15 +177,13 @@ def to_json(found: Calibration, config: ChiarConfig) -> str:
 def read_thresholds(path: Path, target: ChiarConfig) -> list:
     """Thresholds for `target` as its configuration stores them: one τ everywhere, or those measured layer by layer."""
     check_file(path)
-    try:
+    with errors_as(f"{path} is not a calibration", ValueError, KeyError, TypeError):
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["format"] != FORMAT:
             raise ValueError(f"it does not say format {FORMAT!r}.")
         measured = [[float(value) for value in layer["thresholds"]] for layer in stored["layers"]]
         rule, routed = stored["rule"], len(target.routed_layers)
         differing = {name: (stored["measured"][name], getattr(target, name)) for name in MUST_AGREE}
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is not a calibration: {first_line(error)}") from error
     for name, (ours, theirs) in differing.items():
         require(ours == theirs, f"the two models differ in {name} ({ours!r}, {theirs!r}), so thresholds do not carry.")
     require(target.router_kind.has_thresholds, f"the model has router={target.router!r}, which has no thresholds.")
