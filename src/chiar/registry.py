@@ -145,14 +145,9 @@ def adopted(kind: str, name: str | None, module: Any) -> Any:
 
 
 def register_router(
-    name: str,
-    build: "Callable[[ChiarConfig, int], Any]",
-    *,
-    reads_entropy: bool = False,
-    reads_state: bool = False,
-    has_gradient: bool = False,
-    flops: "Callable[[ChiarConfig], float] | None" = None,
-) -> None:
+    name: str, build: "Callable[[ChiarConfig, int], Any]", *, reads_entropy: bool = False, reads_state: bool = False,
+    has_gradient: bool = False, flops: "Callable[[ChiarConfig], float] | None" = None,
+) -> None:  # fmt: skip
     """`reads_entropy`: H is computed for it. `reads_state`: under pre-norm it gets what attention would read.
     `has_gradient`: the weight of the chosen operator depends on a score. `flops`: of one token in one layer."""
     check_name("router", name, [known for known, kind in ROUTERS.items() if built_in(kind)])

@@ -31,9 +31,7 @@ def models() -> None:
 
 
 def convert(
-    source: Annotated[
-        str, Argument(metavar="SOURCE", help="A model folder, or a .pt file of the author's (never run).")
-    ],
+    source: Annotated[str, Argument(metavar="SOURCE", help="A model folder, or the author's .pt file (never run).")],
     out: Annotated[Path, Option(metavar="FOLDER", help="New model folder.")],
     coordinates: Annotated[str | None, Option(metavar="spectral|features", help="Of a folder's stream.")] = None,
     tau: Annotated[float | None, Option(help="Of a file: its threshold (0.8954 at width 1024).")] = None,

@@ -45,18 +45,11 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: Maybe = None,
-        attention_mask: Maybe = None,
-        position_ids: Maybe = None,
-        past_key_values: ChiarCache | None = None,
-        inputs_embeds: Maybe = None,
-        labels: Maybe = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        num_items_in_batch: int | Tensor | None = None,
+        self, input_ids: Maybe = None, attention_mask: Maybe = None, position_ids: Maybe = None,
+        past_key_values: ChiarCache | None = None, inputs_embeds: Maybe = None, labels: Maybe = None,
+        use_cache: bool | None = None, logits_to_keep: int = 0, num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
-    ) -> ChiarOutput:
+    ) -> ChiarOutput:  # fmt: skip
         """Arguments of ChiarModel, and `labels` (the ids themselves; −100 is ignored) for the next-token loss: a mean
         over labels, in training with what routers are asked for; with `num_items_in_batch` this batch's share of a mean
         over that many labels (transformers' Trainer counts all accumulated batches)."""

@@ -136,10 +136,8 @@ def visible_pairs(length: int, queries: float, keys: float) -> float:
 def layer_costs(config: ChiarConfig, layer: int, works: Mapping[str, Work], transformed: float) -> Costs:
     """What each operator of a layer has to do, the router, the feed-forward network and a filter for every token."""
     assert config.intermediate_size is not None and config.layer_types is not None
-    routed, dark = (
-        config.layer_types[layer] == "routed",
-        sum(w.share for name, w in works.items() if not is_light(name)),
-    )
+    routed = config.layer_types[layer] == "routed"
+    dark = sum(work.share for name, work in works.items() if not is_light(name))
     fed = dark if routed and not config.light_ffn else 1.0
     costs = {"ffn": fed * 4 * config.hidden_size * config.intermediate_size}
     if routed:
