@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from chiar import config_checks, registry
 from chiar.config_checks import LIGHT_LAYERS
-from chiar.errors import InputError, refuse_misspelt
+from chiar.errors import refuse_misspelt, require
 from chiar.kernels.white_noise import white_noise_entropy
 
 AUTO_CLASSES = {
@@ -141,8 +141,7 @@ class ChiarConfig(PreTrainedConfig):
     def _fill_in_defaults(self) -> None:
         if self.layer_types is None:
             layers = 4 if self.num_hidden_layers is None else self.num_hidden_layers
-            if layers < 3:
-                raise InputError(f"num_hidden_layers={layers} is too few for spectral, routed, attention.")
+            require(layers >= 3, f"num_hidden_layers={layers} is too few for spectral, routed, attention.")
             self.layer_types = ["spectral", *["routed"] * (layers - 2), "attention"]
         self.layer_types = list(self.layer_types)
         if self.num_hidden_layers is None:

@@ -4,7 +4,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from chiar import registry
-from chiar.errors import InputError, unknown_name
+from chiar.errors import InputError, require, unknown_name
 
 if TYPE_CHECKING:
     from chiar.config import ChiarConfig
@@ -94,19 +94,15 @@ def check_sizes(config: "ChiarConfig") -> None:
     """Numbers that can be, and fit together."""
     sizes = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
     for name in (*sizes, "rbf_features", "temporal_coefficients"):
-        if getattr(config, name) < 1:
-            raise InputError(f"{name} must be a positive whole number, got {getattr(config, name)!r}.")
+        require(getattr(config, name) >= 1, f"{name} must be a positive whole number, got {getattr(config, name)!r}.")
     for name in ("dropout", "random_fraction", "gate_skip_below", "filter_init"):
         value = getattr(config, name)
         if value is not None and not 0.0 <= value <= 1.0:
             raise InputError(f"{name} must lie between 0 and 1, got {value!r}.")
     for name in ("entropy_eps", "entropy_dc_weight", "collapse_regulariser", "initializer_range"):
-        if not getattr(config, name) >= 0:
-            raise InputError(f"{name} must not be negative, got {getattr(config, name)!r}.")
-    if not config.rope_base > 0:
-        raise InputError(f"rope_base must be positive, got {config.rope_base!r}.")
-    if config.hidden_size < 2:
-        raise InputError("hidden_size must be at least 2: the entropy of one coefficient is undefined.")
+        require(getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)!r}.")
+    require(config.rope_base > 0, f"rope_base must be positive, got {config.rope_base!r}.")
+    require(config.hidden_size >= 2, "hidden_size must be at least 2: the entropy of one coefficient is undefined.")
     if config.hidden_size % (heads := config.num_attention_heads):
         raise InputError(f"hidden_size={config.hidden_size} is not divisible by num_attention_heads={heads}.")
     if config.positions == "rope" and config.head_size % 2:
@@ -115,8 +111,7 @@ def check_sizes(config: "ChiarConfig") -> None:
         raise InputError(f"temporal_window must be at least 2, got {window}: 1 is no look back.")
     if config.temporal_coefficients > window:
         raise InputError(f"temporal_coefficients={config.temporal_coefficients} is more than temporal_window={window}.")
-    if not (layers := config.layer_types or []):
-        raise InputError("layer_types is empty: a model needs at least one layer.")
+    require(layers := config.layer_types or [], "layer_types is empty: a model needs at least one layer.")
     if (count := config.num_hidden_layers) != len(layers):
         raise InputError(f"num_hidden_layers={count} but layer_types has {len(layers)} entries: give one.")
 
@@ -167,12 +162,10 @@ def check_thresholds(config: "ChiarConfig") -> None:
             raise InputError(f"target_fraction must lie strictly between 0 and 1, got {config.target_fraction!r}.")
     check_entries(config, "thresholds")
     for values in map(list, config.layer_thresholds() if config.thresholds is not None else ()):
-        if len(values) != count - 1:
-            raise InputError(f"{count} operators need {count - 1} threshold(s) a layer, got {values}.")
+        require(len(values) == count - 1, f"{count} operators need {count - 1} threshold(s) a layer, got {values}.")
         if not all(fits(value, float) and 0.0 <= value <= 1.0 for value in values):
             raise InputError(f"thresholds are entropies between 0 and 1, got {values}.")
-        if values != sorted(values):
-            raise InputError(f"thresholds of a layer must rise (τ_low, τ_high), got {values}.")
+        require(values == sorted(values), f"thresholds of a layer must rise (τ_low, τ_high), got {values}.")
 
 
 def check_combinations(config: "ChiarConfig") -> None:

@@ -8,12 +8,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from chiar.errors import InputError
+from chiar.errors import InputError, require
 
 
 def check_file(path: Path) -> None:
-    if not path.is_file():
-        raise InputError(f"there is no file {path}.")
+    require(path.is_file(), f"there is no file {path}.")
 
 
 def check_new(out: Path, overwrite: bool = False) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chiar.errors import InputError, optional_module, unknown_name
+from chiar.errors import InputError, optional_module, require, unknown_name
 from chiar.files import check_file, check_new
 from chiar.visible import visible
 
@@ -213,8 +213,7 @@ class Run:
 
         self.name, self.path, self.colour = name, path, colour
         stored, self.records = RunFolder(path).read(), RunFolder(path).read_metrics()
-        if not self.records:
-            raise InputError(f"{path} has no measurements yet: let it train a few steps.")
+        require(self.records, f"{path} has no measurements yet: let it train a few steps.")
         config, settings = stored.get("config", {}), stored.get("settings", {})
         self.routed = [layer for layer, kind in enumerate(config.get("layer_types") or []) if kind == "routed"]
         self.operators: list[str] = config.get("operators") or []
@@ -228,8 +227,7 @@ class Run:
         if over == "time":
             # A speed is that of the steps since the record before, without evaluations. The first step compiles.
             speeds = [record.get("tokens_per_second") or 0.0 for record in self.records[1:]]
-            if not all(speeds):
-                raise InputError(f"{path} has records without tokens_per_second: draw it over steps.")
+            require(all(speeds), f"{path} has records without tokens_per_second: draw it over steps.")
             spent = [(b - a) / speed for (a, b), speed in zip(pairwise(self.places), speeds, strict=True)]
             self.places = [0.0, *accumulate(spent)]
 
@@ -290,8 +288,7 @@ def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: s
         counts = Counter(min(int(50 * g), 49) for _, g in line.points)
         outline = [(bar / 50, counts[bar] / len(line.points)) for bar in range(51)]
         bars.lines.append(Line(outline, line.label, drawstyle="steps-post", **line.look))
-    if not losses.lines:
-        raise InputError("no finite loss was measured in these runs: there is nothing to draw.")
+    require(losses.lines, "no finite loss was measured in these runs: there is nothing to draw.")
     if data is not None:
         from chiar.data.shards import Corpus
         from chiar.evaluation.harness import unigram_entropy
@@ -421,8 +418,7 @@ def layer_rows(config: "ChiarConfig", kind: str, gated: bool) -> list[list[Box]]
 def draw_routes(sources: Sequence[str], prompt: str = "", tokenizer: Path | None = None, seed: int = 0) -> "Figure":
     from chiar.routing.tables import route_text
 
-    if not prompt:
-        raise InputError("routing shows the routes of a text: give it with --prompt.")
+    require(prompt, "routing shows the routes of a text: give it with --prompt.")
     routed = route_text(sources[0], prompt, tokenizer, seed)
     return draw_routing(routed.trace, routed.pieces, routed.heading)
 

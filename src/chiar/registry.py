@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chiar.errors import InputError, first_line
+from chiar.errors import InputError, first_line, require
 
 if TYPE_CHECKING:
     from chiar.config import ChiarConfig
@@ -145,14 +145,9 @@ def adopted(kind: str, name: str | None, module: Any) -> Any:
 
 
 def register_router(
-    name: str,
-    build: "Callable[[ChiarConfig, int], Any]",
-    *,
-    reads_entropy: bool = False,
-    reads_state: bool = False,
-    has_gradient: bool = False,
-    flops: "Callable[[ChiarConfig], float] | None" = None,
-) -> None:
+    name: str, build: "Callable[[ChiarConfig, int], Any]", *, reads_entropy: bool = False, reads_state: bool = False,
+    has_gradient: bool = False, flops: "Callable[[ChiarConfig], float] | None" = None,
+) -> None:  # fmt: skip
     """`reads_entropy`: H is computed for it. `reads_state`: under pre-norm it gets what attention would read.
     `has_gradient`: the weight of the chosen operator depends on a score. `flops`: of one token in one layer."""
     check_name("router", name, [known for known, kind in ROUTERS.items() if built_in(kind)])
@@ -172,8 +167,7 @@ def register_operator(
 def check_name(kind: str, name: str, taken: Iterable[str]) -> None:
     if not isinstance(name, str) or not name.isidentifier():
         raise InputError(f"a {kind}'s name must be letters, digits and underscores, got {name!r}.")
-    if name in taken:
-        raise InputError(f"{name!r} is one of the project's own names: call your {kind} something else.")
+    require(name not in taken, f"{name!r} is one of the project's own names: call your {kind} something else.")
 
 
 def load_plugins() -> None:
@@ -186,8 +180,7 @@ def add_plugins(names: list[str]) -> None:
     """Import these, and let processes that are started from here import them too."""
     full = [str(Path(name).resolve()) if name.endswith(".py") else name for name in names]
     for name in full:
-        if "," in name:
-            raise InputError(f"a plugin's name may not have a comma in it, got {name!r}.")
+        require("," not in name, f"a plugin's name may not have a comma in it, got {name!r}.")
         load_plugin(name)
     known = [name for name in os.environ.get(PLUGINS, "").split(",") if name]
     os.environ[PLUGINS] = ",".join([*known, *full])
@@ -199,8 +192,7 @@ def load_plugin(name: str) -> None:
             importlib.import_module(name)
             return
         path = Path(name).resolve()
-        if not path.is_file():
-            raise InputError(f"there is no plugin {name}.")
+        require(path.is_file(), f"there is no plugin {name}.")
         called = f"chiar_plugin_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
         if called in sys.modules:
             return

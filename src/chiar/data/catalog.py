@@ -7,7 +7,7 @@ from typing import Any
 from chiar.data.corpora import Labelled, Source, Stdlib, Text, WikiText
 from chiar.data.listops import GENERATOR, GeneratedListOps, ListOpsFiles
 from chiar.data.prepare import TokensFile
-from chiar.errors import InputError, unknown_name
+from chiar.errors import InputError, require, unknown_name
 
 _WIKI, _GLUE = "a folder with wiki.{train,valid,test}.", "a folder with train.tsv and dev.tsv"
 _LISTOPS = "nothing (generated), or .tsv files"
@@ -37,8 +37,7 @@ def spelling(option: str) -> str:
 
 def build_source(named: list[str], /, **options: Any) -> Source:
     """From what follows `chiar data prepare`: a name and what it is read from, or files; None is not given."""
-    if not named:
-        raise InputError(f"name a corpus ({', '.join(CATALOG)}) or a file.")
+    require(named, f"name a corpus ({', '.join(CATALOG)}) or a file.")
     name, paths = named[0].lower(), [Path(path) for path in named[1:]]
     if name not in CATALOG:
         if not Path(named[0]).exists() and not Path(named[0]).suffix and "/" not in named[0]:

@@ -19,7 +19,7 @@ from lzma import LZMAError
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from chiar.errors import InputError, errors_as, optional_module, unknown_name
+from chiar.errors import InputError, errors_as, optional_module, require, unknown_name
 
 SPLITS = ("train", "valid", "test")
 # Other people's names for the three splits, in file names.
@@ -240,8 +240,7 @@ class Labelled(Table):
             reviews = [path for label in self.labels for path in (place / label).glob("*.txt")]
             # By the number of a review, 12 in 12_7.txt, which gave 7 stars: negative and positive ones take turns.
             given[place.name] = sorted(reviews, key=lambda file: (file.stem.split("_")[0].zfill(9), file.name, file))
-        if not given:
-            raise InputError(f"{folder} holds neither {layout} (also as .xz or .gz).")
+        require(given, f"{folder} holds neither {layout} (also as .xz or .gz).")
         options = {"pair_separator": "\n"} if name in ("mrpc", "rte") else {}
         super().__init__(name, given, options, carve=carve_valid(given, fractions) if name == "imdb" else {})
 
@@ -265,8 +264,7 @@ class Text(Source):
         self.unit, self.field = unit, field
         files: list[Path] = []
         for path in paths:
-            if not path.exists():
-                raise InputError(f"there is no file or folder {path}.")
+            require(path.exists(), f"there is no file or folder {path}.")
             if path.is_file() and plain_name(path).endswith((".csv", ".tsv")):
                 raise InputError(f'{path} is a table: write its text column as .jsonl, a {{"text": …}} a line.')
             inside = [file for file in path.rglob("*") if file.is_file() and plain_name(file).endswith(TEXT_ENDINGS)]
@@ -332,12 +330,10 @@ class Stdlib(Source):
     folder = Path(sysconfig.get_paths()["stdlib"])
 
     def __init__(self, paths: Collection[Path] = (), name: str = "stdlib", fractions: Fractions = None) -> None:
-        if paths:
-            raise InputError("stdlib is read from the running Python and takes no files.")
+        require(not paths, "stdlib is read from the running Python and takes no files.")
         found = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob("*.py")}
         files = [found[place] for place in sorted(found) if not self.skipped & set(Path(place).parts)]
-        if not files:
-            raise InputError(f"{self.folder} holds no Python sources to take texts from: give a text of your own.")
+        require(files, f"{self.folder} holds no Python sources to take texts from: give a text of your own.")
         super().__init__(name, ["train"], {"python": platform.python_version()}, files, carve_all(fractions))
 
     def read(self, given: str) -> Iterator[Document]:

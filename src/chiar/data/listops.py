@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from chiar.data.corpora import SPLITS, Document, Fractions, Source, Table, by_split, carve_valid
-from chiar.errors import InputError
+from chiar.errors import InputError, require
 
 OPERATORS: dict[str, Any] = {"[MIN": min, "[MAX": max, "[MED": median, "[SM": lambda values: sum(values) % 10}
 NAMES = tuple(OPERATORS)
@@ -85,8 +85,7 @@ class ListOpsFiles(Table):
         for split, files in given.items():
             if not split or len(files) > 1:
                 raise InputError(f"{files[-1]}: one file a split, with train, valid or test in its name, is expected.")
-        if not given:
-            raise InputError(f"{', '.join(map(str, paths))}: no .tsv file there.")
+        require(given, f"{', '.join(map(str, paths))}: no .tsv file there.")
         options = {"brackets": "as given" if brackets is None else brackets}
         super().__init__(name, given, options, carve=carve_valid(given, fractions))
 

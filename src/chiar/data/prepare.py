@@ -22,7 +22,7 @@ from chiar import __version__
 from chiar.data.corpora import Document, Source, by_split, one_folder, open_bytes, split_of_file
 from chiar.data.shards import COUNTED, FORMAT, Corpus, file_hash, fingerprint
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
-from chiar.errors import InputError
+from chiar.errors import InputError, require
 from chiar.files import check_new, hold, write_whole
 
 CHECKPOINT_SECONDS = 2.0
@@ -40,8 +40,7 @@ class TokensFile(Source):
         matches = {path: re.fullmatch(r"[a-z]+(?:\.(\d+))?\.(?:u16|bin)", file) for file, path in files.items()}
         numbers = {path: int(match[1] or 0) for path, match in matches.items() if match and split_of_file(path)}
         given = by_split(sorted(numbers, key=numbers.__getitem__))
-        if not given:
-            raise InputError(f"{folder} holds none of {layout}.")
+        require(given, f"{folder} holds none of {layout}.")
         for split, parts in given.items():
             if [numbers[path] for path in parts] != list(range(len(parts))):
                 raise InputError(f"{folder}: the files of {split} are not numbered 0 to {len(parts) - 1}.")
@@ -52,8 +51,7 @@ class TokensFile(Source):
         for path in self.paths[split]:
             with open_bytes(path) as handle:
                 while data := handle.read(BLOCK_BYTES):
-                    if len(data) % 2:
-                        raise InputError(f"{path} has an odd number of bytes, so it is not uint16 token ids.")
+                    require(len(data) % 2 == 0, f"{path} has an odd number of bytes, so it is not uint16 token ids.")
                     yield np.frombuffer(data, "<u2")
 
 
@@ -81,8 +79,7 @@ def prepare(
 ) -> Corpus:
     display, given_ids = display or Display(), isinstance(source, TokensFile)
     check_new(out)
-    if shard_tokens < 1:
-        raise InputError(f"--shard-tokens must be at least 1, got {shard_tokens}.")
+    require(shard_tokens >= 1, f"--shard-tokens must be at least 1, got {shard_tokens}.")
     used, vocab_size = tokenizer.ready(), 8192 if tokenizer.vocab_size is None else tokenizer.vocab_size
     if used is None and (given_ids or "train" not in source.splits):
         what = "is tokenised already" if given_ids else "has no train split to train a BPE on"

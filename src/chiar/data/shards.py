@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from chiar.data.tokenizers import Tokenizer
-from chiar.errors import InputError, errors_as, unknown_name
+from chiar.errors import InputError, errors_as, require, unknown_name
 
 FORMAT = "chiar-corpus/1"
 COUNTED = ("documents", "tokens", "bytes", "words", "lines")
@@ -131,8 +131,7 @@ class Corpus:
                         wrong = "is missing" if size is None else f"has {size} bytes, expected {expected}"
                     elif verify and file_hash(stored) != file["sha256"]:
                         wrong = "does not have the hash in the manifest"
-                    if wrong:
-                        raise InputError(f"{stored} {wrong}: prepare the corpus again.")
+                    require(not wrong, f"{stored} {wrong}: prepare the corpus again.")
         if verify:
             corpus.tokenizer()
         return corpus

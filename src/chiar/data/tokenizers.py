@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chiar.errors import InputError, errors_as, unknown_name
+from chiar.errors import InputError, errors_as, require, unknown_name
 
 if TYPE_CHECKING:
     from chiar.config import ChiarConfig
@@ -107,8 +107,7 @@ class Tokenizer:
         """From GPT-2's two files under either pair of names, or a tokenizer.json that is byte-level BPE as above."""
         pair = next((pair for pair in GPT2_FILES if all((folder / name).is_file() for name in pair)), None)
         path = folder / (pair[0] if pair else "tokenizer.json")
-        if not path.is_file():
-            raise InputError(f"{folder} has no tokenizer.json, and neither vocab.json with merges.txt.")
+        require(path.is_file(), f"{folder} has no tokenizer.json, and neither vocab.json with merges.txt.")
         with errors_as(f"{path} is not a readable tokenizer", KeyError, TypeError, ValueError, AttributeError):
             stored = json.loads(path.read_text(encoding="utf-8"))
             if pair:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from chiar.config import ChiarConfig
 from chiar.data.corpora import read_lines
-from chiar.errors import InputError, errors_as
+from chiar.errors import InputError, errors_as, require
 from chiar.files import check_file
 
 UNUSABLE = "the tokenizer in {} cannot be used"  # the library raises plain Exception for a damaged file
@@ -29,10 +29,8 @@ class TextCodec:
 
             with errors_as(UNUSABLE.format(source), Exception):
                 return cls(AutoTokenizer.from_pretrained(source), source)
-        if tokenizer is not None:
-            raise InputError(f"{tokenizer} is not a tokenizer folder: it has no tokenizer.json or vocab.json.")
-        if size not in (256, 257):
-            raise InputError(f"the model has a vocabulary of {size} and no tokenizer: pass --tokenizer FOLDER.")
+        require(tokenizer is None, f"{tokenizer} is not a tokenizer folder: it has no tokenizer.json or vocab.json.")
+        require(size in (256, 257), f"the model has a vocabulary of {size} and no tokenizer: pass --tokenizer FOLDER.")
         return cls(None, None)
 
     def encode(self, text: str) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from chiar import __version__
 from chiar.config import ChiarConfig
-from chiar.errors import InputError, optional_module
+from chiar.errors import optional_module, require
 from chiar.evaluation.report import REPORT, EvaluationReport, cost_rows, score_rows
 from chiar.explore.view import STATIC, LoadedModel, open_models, route_text
 from chiar.files import check_new, write_new
@@ -30,8 +30,7 @@ def write_report(
 ) -> None:
     """`more`: evaluations beside those in the models' own folders; `how` the models are opened, after all checks."""
     runs, saved = ([Path(name) for name in names if Path(name, file).is_file()] for file in (METRICS, REPORT))
-    if out.suffix != ".html":
-        raise InputError(f"the page is HTML: name the file {out.with_suffix('.html').name}.")
+    require(out.suffix == ".html", f"the page is HTML: name the file {out.with_suffix('.html').name}.")
     check_new(out, overwrite)
     if runs:
         optional_module("matplotlib", "plots", "a page with the curves of a run")

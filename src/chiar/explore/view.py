@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chiar.errors import InputError
+from chiar.errors import InputError, require
 from chiar.explore.steering import Steering, lead, steered, ways_to_steer, why_not
 from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind, score_prompt
 from chiar.model.load import count_parameters
@@ -68,11 +68,9 @@ def route_text(
     """All the page shows of a text, `then` of each token that continues it, each in one pass of the model."""
     model, config, codec = loaded.model, loaded.config, loaded.codec
     most = room_behind(config, 0, most)
-    if HALVES.search(text):
-        raise InputError("the text holds half of a surrogate pair, which is no character: remove it.")
+    require(not HALVES.search(text), "the text holds half of a surrogate pair, which is no character: remove it.")
     ids = codec.encode(text)
-    if not ids:
-        raise InputError("the text is empty: type something to route.")
+    require(ids, "the text is empty: type something to route.")
     if len(ids) > most:
         raise TooLong(f"the text has {len(ids):,} tokens and {most:,} are the most here: shorten it.")
     if then is not None and len(ids) == most:

@@ -39,20 +39,17 @@ def generate(
     from rich.console import Console
     from rich.text import Text
 
-    from chiar.errors import InputError
+    from chiar.errors import require
     from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind
     from chiar.visible import visible
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
     opened, codec, _ = open_writer(model, gate, fast, tokenizer, device, note)
     ids, config = codec.encode(prompt), opened.config
-    if not ids:
-        raise InputError("the prompt is empty: give it at least a word to continue.")
-    if routes and not config.routed_layers:
-        raise InputError(f"{model} has no routed layers: leave --routes out.")
+    require(ids, "the prompt is empty: give it at least a word to continue.")
+    require(config.routed_layers or not routes, f"{model} has no routed layers: leave --routes out.")
     room = room_behind(config, len(ids), max_new_tokens)
-    if room < 1:
-        raise InputError(f"the prompt takes all {config.max_position_embeddings} learned positions: shorten it.")
+    require(room >= 1, f"the prompt takes all {config.max_position_embeddings} learned positions: shorten it.")
     if room < max_new_tokens:
         note(f"the model has {config.max_position_embeddings} learned positions: {room} tokens fit behind the prompt.")
     console, characters, writer = Console(highlight=False, soft_wrap=True), Characters(codec), Writer(opened, routes)

@@ -12,7 +12,7 @@ from transformers.generation import logits_process as logits
 
 from chiar.config import ChiarConfig
 from chiar.data.tokens import TextCodec
-from chiar.errors import InputError, unknown_name
+from chiar.errors import InputError, require, unknown_name
 from chiar.model.cache import ChiarCache
 from chiar.model.inputs import ChiarModelOutput
 from chiar.model.load import choose_device, load_model, resolve_model
@@ -41,8 +41,7 @@ class Sampling:
 
     def warpers(self) -> logits.LogitsProcessorList | None:
         """In the order of transformers' generate, whose draws these are; None: greedy."""
-        if self.top_p == 0:
-            raise InputError("top-p must be above 0: no token would be left to sample.")
+        require(self.top_p != 0, "top-p must be above 0: no token would be left to sample.")
         nearly_zero = self.temperature is not None and self.temperature < GREEDY_BELOW
         if nearly_zero or (self.temperature, self.top_k, self.top_p) == (None, None, None):
             return None

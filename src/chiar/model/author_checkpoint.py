@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chiar.config import ChiarConfig
 from chiar.config_checks import CHOICES
-from chiar.errors import InputError, first_line, unknown_name
+from chiar.errors import InputError, first_line, require, unknown_name
 from chiar.files import check_file, check_new, new_folder
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 
@@ -59,8 +59,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not isinstance(content, dict):
         raise InputError(f"{path} holds a {type(content).__name__}, expected a dictionary with the model's tensors.")
     tensors, stored = content.get("model", content), content.get("cfg")
-    if not isinstance(tensors, dict) or not tensors:
-        raise InputError("the checkpoint has no tensors under 'model'.")
+    require(isinstance(tensors, dict) and tensors, "the checkpoint has no tensors under 'model'.")
     for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise InputError(f"the checkpoint's entry {name!r} is a {type(value).__name__}, expected a tensor.")
@@ -70,8 +69,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise InputError(f"tensor {name} ({value.dtype}) is not an ordinary dense tensor of floating point.")
         if value.numel() == 0 or value.numel() * value.element_size() > value.untyped_storage().nbytes():
             raise InputError(f"tensor {name} of shape {(*value.shape,)} is empty or larger than what the file stores.")
-        if not bool(value.isfinite().all()):
-            raise InputError(f"tensor {name} holds values that are not finite.")
+        require(bool(value.isfinite().all()), f"tensor {name} holds values that are not finite.")
     return dict(tensors), stored if isinstance(stored, dict) else {}
 
 
@@ -88,8 +86,7 @@ def convert(
     heads = {name: tensors.pop(name) for name in list(tensors) if name.startswith("_cls_head_")}
     vocabulary, width = shape_of(tensors, "token_emb.weight", 2)
     layer_types, (head_size, length) = find_layer_types(tensors), find_rope(tensors)
-    if width % head_size:
-        raise InputError(f"the head size {head_size} in rope.inv_freq does not divide the width {width}.")
+    require(width % head_size == 0, f"the head size {head_size} in rope.inv_freq does not divide the width {width}.")
     fields: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": width, "num_attention_heads": width // head_size}
     fields |= {"layer_types": layer_types, "max_position_embeddings": length, "gate_init": "neutral"}
     fields |= {"entropy_eps": ENTROPY_EPS, "entropy_dc_weight": ENTROPY_DC_WEIGHT}
@@ -120,8 +117,7 @@ def find_layer_types(tensors: dict[str, Tensor]) -> list[str]:
     """Of the layers from 0 on; `rename` finds what is missing in one of them."""
     part = "attns" if any(name.startswith("attns.") for name in tensors) else "layers"
     numbers = {int(number) for name in tensors for number in re.findall(rf"^{part}\.([0-9]{{1,9}})\.", name)}
-    if not numbers:
-        raise InputError("no layers found: the tensors are named neither layers.N.* nor attns.N.*.")
+    require(numbers, "no layers found: the tensors are named neither layers.N.* nor attns.N.*.")
     if missing := set(range(len(numbers))) - numbers:
         raise InputError(f"the file is incomplete: it has {part}.{max(numbers)}.* but no {part}.{min(missing)}.*.")
     if part == "attns":
@@ -133,8 +129,7 @@ def find_layer_types(tensors: dict[str, Tensor]) -> list[str]:
 def find_rope(tensors: dict[str, Tensor]) -> tuple[int, int]:
     """Head size and trained length, from the rotary buffers."""
     names = sorted(name for name in tensors if name.endswith("rope.inv_freq"))
-    if not names:
-        raise InputError("missing tensor: no *.rope.inv_freq, from which the number of heads follows.")
+    require(names, "missing tensor: no *.rope.inv_freq, from which the number of heads follows.")
     head_size = 2 * shape_of(tensors, names[0], 1)[0]
     frequencies = 10000.0 ** -(torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
     for name in names:
@@ -175,8 +170,7 @@ def rename(tensors: dict[str, Tensor], config: ChiarConfig) -> dict[str, Tensor]
     if tied is not None and not wrong and not torch.equal(tied, tensors["token_emb.weight"]):
         wrong.append("lm_head.weight differs from token_emb.weight, to which it should be tied")
     wrong += [f"unexpected {name}" for name in sorted(set(tensors) - used)]
-    if wrong:
-        raise InputError("the tensors do not fit: " + "; ".join(wrong) + ".")
+    require(not wrong, "the tensors do not fit: " + "; ".join(wrong) + ".")
     renamed = {ours: tensors[name].float().contiguous() for ours, name in theirs.items()}
     return {ours: FILTER_SCALE * value if "operators.spectral" in ours else value for ours, value in renamed.items()}
 

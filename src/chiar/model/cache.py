@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from chiar.errors import InputError
+from chiar.errors import InputError, require
 from chiar.layers.ragged import RaggedStore, Shelf, may_write
 
 Joined = tuple[dict[str, RaggedStore], dict[str, Tensor]]  # the stores and named tensors of a layer
@@ -67,8 +67,7 @@ class LayerState(DynamicLayer):
 
     def joined(self, other: "LayerState", rows: int, more: int) -> Joined:
         """The `more` rows of another state behind these `rows`; what either of them never stored is empty there."""
-        if self.state.keys() != other.state.keys():
-            raise InputError("caches of different models cannot be joined.")
+        require(self.state.keys() == other.state.keys(), "caches of different models cannot be joined.")
         names = dict.fromkeys([*self.stores, *other.stores])
         stores = {name: self.ragged(name).joined(other.ragged(name), rows, more) for name in names}
         return stores, {name: torch.cat([self.state[name], value]) for name, value in other.state.items()}

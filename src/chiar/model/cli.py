@@ -7,7 +7,7 @@ import typer
 from typer import Argument, Option
 
 from chiar.console import show
-from chiar.errors import InputError
+from chiar.errors import InputError, require
 
 
 def models() -> None:
@@ -31,9 +31,7 @@ def models() -> None:
 
 
 def convert(
-    source: Annotated[
-        str, Argument(metavar="SOURCE", help="A model folder, or a .pt file of the author's (never run).")
-    ],
+    source: Annotated[str, Argument(metavar="SOURCE", help="A model folder, or the author's .pt file (never run).")],
     out: Annotated[Path, Option(metavar="FOLDER", help="New model folder.")],
     coordinates: Annotated[str | None, Option(metavar="spectral|features", help="Of a folder's stream.")] = None,
     tau: Annotated[float | None, Option(help="Of a file: its threshold (0.8954 at width 1024).")] = None,
@@ -59,8 +57,7 @@ def convert(
         from chiar.model.coordinates import convert_folder
 
         for name, value in (("--tau", tau), ("--routing", routing), ("--pool", pool)):
-            if value is not None:
-                raise InputError(f"{name} is for a .pt file of the author's code: leave it out with a model folder.")
+            require(value is None, f"{name} is for a .pt file of the author's code: leave it out with a model folder.")
         config = convert_folder(source, out, coordinates or "spectral")
         tied = "tied to the embedding" if config.tie_word_embeddings else "a matrix of its own"
         what = f"basis {config.basis}, output projection {tied}"

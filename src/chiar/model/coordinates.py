@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
-from chiar.errors import InputError, unknown_name
+from chiar.errors import InputError, require, unknown_name
 from chiar.files import check_new, new_folder
 from chiar.kernels.transform import make_transform
 from chiar.layers.attention import CausalAttention
@@ -35,8 +35,7 @@ def to_spectral_coordinates(model: Model) -> Model:
     """The same model with basis="identity": logits, H and routes agree to rounding (training only without dropout,
     which falls on other coordinates). The given one stays as it is."""
     config = model.config
-    if config.basis == "identity":
-        raise InputError("basis is 'identity': the model is in spectral coordinates already.")
+    require(config.basis != "identity", "basis is 'identity': the model is in spectral coordinates already.")
     transform = make_transform(config.basis, config.hidden_size, config.basis_seed, torch.float64)
     return turned(model, transform.forward, "identity", config.basis_seed)
 
@@ -59,8 +58,7 @@ def convert_folder(name: str, out: Path, coordinates: str) -> ChiarConfig:
     check_new(out)
     source = Path(resolve_model(name)[0])
     language = load_config(str(source)).architectures == ["ChiarForCausalLM"]
-    if not source.is_dir():
-        raise InputError(f"{name} is a preset with random weights: give the folder of a model.")
+    require(source.is_dir(), f"{name} is a preset with random weights: give the folder of a model.")
     model = open_weights(ChiarForCausalLM if language else ChiarForSequenceClassification, str(source))
     convert: Callable[[Any], Any] = to_spectral_coordinates if coordinates == "spectral" else to_feature_coordinates
     converted, heads = convert(model), {}

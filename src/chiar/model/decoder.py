@@ -126,20 +126,11 @@ class ChiarModel(ChiarPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: Maybe = None,
-        attention_mask: Maybe = None,
-        position_ids: Maybe = None,
-        past_key_values: ChiarCache | None = None,
-        inputs_embeds: Maybe = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        output_routing: bool = False,
-        output_routes: bool = False,
-        forced_routes: Routes | None = None,
-        **kwargs: Any,
-    ) -> ChiarModelOutput:
+        self, input_ids: Maybe = None, attention_mask: Maybe = None, position_ids: Maybe = None,
+        past_key_values: ChiarCache | None = None, inputs_embeds: Maybe = None, use_cache: bool | None = None,
+        output_hidden_states: bool | None = None, output_attentions: bool | None = None,
+        output_routing: bool = False, output_routes: bool = False, forced_routes: Routes | None = None, **kwargs: Any,
+    ) -> ChiarModelOutput:  # fmt: skip
         """`output_routing` returns a RoutingTrace; `forced_routes` maps a routed layer to a (B, T) choice of operator.
         `output_routes` returns only the routes and the gate as they were used, for losses and averages in training.
         `attention_mask` is 1 for real tokens and 0 for padding, (B, cached + new tokens). Positions count real

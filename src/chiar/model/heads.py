@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from chiar.errors import InputError, first_line
+from chiar.errors import InputError, errors_as, require
 from chiar.model.decoder import ChiarModel
 from chiar.model.load import load_config, open_weights
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
@@ -55,14 +55,12 @@ def save_heads(folder: Path, heads: dict[str, nn.Linear]) -> None:
 def read_heads(folder: Path) -> dict[str, nn.Linear]:
     """Every head beside a model, by the name of its corpus."""
     path, heads = folder / HEADS, {}
-    try:
+    with errors_as(f"{path} cannot be loaded", SafetensorError, KeyError, ValueError, RuntimeError):
         stored = load_file(path) if path.is_file() else {}
         for name in sorted({key.rpartition(".")[0] for key in stored}):
             classes, width = stored[f"{name}.weight"].shape
             heads[name] = nn.Linear(width, classes)
             heads[name].load_state_dict({part: stored[f"{name}.{part}"] for part in ("weight", "bias")})
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise InputError(f"{path} cannot be loaded: {first_line(error)}") from error
     return heads
 
 
@@ -78,6 +76,5 @@ def open_classifier(name: str, corpus: Classified) -> ChiarForSequenceClassifica
         return as_classifier(open_weights(kind, name).model, head, corpus.labels)
     if own:
         return open_weights(kind, name)
-    if heads:
-        raise InputError(f"{name} has no head for {corpus.name}, only for {', '.join(heads)}.")
+    require(not heads, f"{name} has no head for {corpus.name}, only for {', '.join(heads)}.")
     raise InputError(f"{name} is a language model without a classifier: chiar finetune makes one.")

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from chiar import presets
 from chiar.config import ChiarConfig
-from chiar.errors import InputError, first_line, unknown_name
+from chiar.errors import InputError, errors_as, require, unknown_name
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
 
@@ -26,8 +26,7 @@ def copy_tokenizer(source: Path | None, target: Path) -> None:
 def choose_device(name: str) -> torch.device:
     if name not in (known := ("auto", "cpu", "cuda")):
         raise unknown_name("device", name, known)
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("there is no CUDA device here: use --device cpu.")
+    require(name != "cuda" or torch.cuda.is_available(), "there is no CUDA device here: use --device cpu.")
     return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -49,15 +48,11 @@ def load_config(name: str) -> ChiarConfig:
     """A preset's configuration or a folder's."""
     path = Path(name) / "config.json"
     if path.is_file():
-        try:
+        with errors_as(f"{path} is damaged", ValueError, AttributeError):
             kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-        except (ValueError, AttributeError) as error:
-            raise InputError(f"{path} is damaged: {first_line(error)}") from error
-        if kind != ChiarConfig.model_type:
-            raise InputError(f"{name} holds a {kind!r} model, not a CHIAR-Former.")
+        require(kind == ChiarConfig.model_type, f"{name} holds a {kind!r} model, not a CHIAR-Former.")
         return ChiarConfig.from_pretrained(name)
-    if Path(name).exists() or "/" in name:
-        raise InputError(f"there is no folder {name} with a config.json.")
+    require(not Path(name).exists() and "/" not in name, f"there is no folder {name} with a config.json.")
     if name not in presets.NAMES:
         raise unknown_name("preset or folder", name, presets.NAMES)
     return presets.get(name)
@@ -79,10 +74,8 @@ def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
 def open_weights(kind: Any, folder: str, **options: Any) -> Any:
     """A model of class `kind` with all its weights from a folder, and none left over but a classifier's head."""
     logging.disable_progress_bar()
-    try:
+    with errors_as(f"the weights in {folder} cannot be loaded", SafetensorError, RuntimeError, OSError):
         model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
-    except (SafetensorError, RuntimeError, OSError) as error:
-        raise InputError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
     if info["missing_keys"]:
         raise InputError(f"{folder} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
     if left := sorted(name for name in info["unexpected_keys"] if not name.startswith("score.")):

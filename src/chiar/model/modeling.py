@@ -10,7 +10,7 @@ from transformers.generation import GenerationMixin
 from transformers.utils import can_return_tuple
 
 from chiar.config import ChiarConfig
-from chiar.errors import InputError
+from chiar.errors import InputError, require
 from chiar.layers.context import Maybe
 from chiar.model.cache import ChiarCache
 from chiar.model.decoder import ChiarModel, ChiarPreTrainedModel
@@ -45,18 +45,11 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: Maybe = None,
-        attention_mask: Maybe = None,
-        position_ids: Maybe = None,
-        past_key_values: ChiarCache | None = None,
-        inputs_embeds: Maybe = None,
-        labels: Maybe = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        num_items_in_batch: int | Tensor | None = None,
+        self, input_ids: Maybe = None, attention_mask: Maybe = None, position_ids: Maybe = None,
+        past_key_values: ChiarCache | None = None, inputs_embeds: Maybe = None, labels: Maybe = None,
+        use_cache: bool | None = None, logits_to_keep: int = 0, num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
-    ) -> ChiarOutput:
+    ) -> ChiarOutput:  # fmt: skip
         """Arguments of ChiarModel, and `labels` (the ids themselves; −100 is ignored) for the next-token loss: a mean
         over labels, in training with what routers are asked for; with `num_items_in_batch` this batch's share of a mean
         over that many labels (transformers' Trainer counts all accumulated batches)."""
@@ -73,8 +66,7 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
         logits_BTV = self.lm_head(states_BTD[:, -logits_to_keep:] if logits_to_keep else states_BTD)
         loss = None
         if labels is not None:
-            if logits_to_keep:
-                raise InputError("labels need the logits of every token: leave logits_to_keep at 0.")
+            require(not logits_to_keep, "labels need the logits of every token: leave logits_to_keep at 0.")
             targets = labels[:, 1:].flatten().to(logits_BTV.device)
             loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), targets)
             if self.training and decoded.routing_loss is not None:

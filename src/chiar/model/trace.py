@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chiar.errors import InputError, first_line
+from chiar.errors import errors_as
 from chiar.layers.block import Block, LayerOutput
 from chiar.layers.context import TokenContext
 from chiar.layers.routers import EntropyRouter, Route, one_hot
@@ -77,10 +77,8 @@ class RoutingTrace:
             is_tensor = {key: key.endswith(("_BT", "_BTK")) and value is not None for key, value in record.items()}
             return {key: torch.tensor(value) if is_tensor[key] else value for key, value in record.items()}
 
-        try:
+        with errors_as("this is not a routing trace, or damaged", TypeError, ValueError, KeyError, AttributeError):
             data = json.loads(text)
             if data.pop("format") != FORMAT:
                 raise ValueError(f"it does not say format {FORMAT!r}")
             return cls(**tensors(data) | {"layers": [LayerTrace(**tensors(layer)) for layer in data["layers"]]})
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise InputError(f"this is not a routing trace, or damaged: {first_line(error)}") from error

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from chiar.config import ChiarConfig
-from chiar.errors import InputError, first_line, unknown_name
+from chiar.errors import InputError, errors_as, require, unknown_name
 from chiar.files import check_file
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import Transform
@@ -165,8 +165,7 @@ def measure(
         for layer, entropy_N in found.items():
             seen[layer].append(entropy_N.double().cpu().numpy())
         progress(batch["input_ids"].numel())
-    if not all(seen.values()):
-        raise InputError("no entropies were seen: the token stream is empty.")
+    require(all(seen.values()), "no entropies were seen: the token stream is empty.")
     return {layer: np.concatenate(parts) for layer, parts in seen.items()}
 
 
@@ -178,22 +177,17 @@ def to_json(found: Calibration, config: ChiarConfig) -> str:
 def read_thresholds(path: Path, target: ChiarConfig) -> list:
     """Thresholds for `target` as its configuration stores them: one τ everywhere, or those measured layer by layer."""
     check_file(path)
-    try:
+    with errors_as(f"{path} is not a calibration", ValueError, KeyError, TypeError):
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["format"] != FORMAT:
             raise ValueError(f"it does not say format {FORMAT!r}.")
         measured = [[float(value) for value in layer["thresholds"]] for layer in stored["layers"]]
         rule, routed = stored["rule"], len(target.routed_layers)
         differing = {name: (stored["measured"][name], getattr(target, name)) for name in MUST_AGREE}
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is not a calibration: {first_line(error)}") from error
     for name, (ours, theirs) in differing.items():
-        if ours != theirs:
-            raise InputError(f"the two models differ in {name} ({ours!r}, {theirs!r}), so thresholds do not carry.")
-    if not target.router_kind.has_thresholds:
-        raise InputError(f"the model has router={target.router!r}, which has no thresholds.")
-    if not routed:
-        raise InputError("the model has no routed layers, so thresholds have no effect: leave --thresholds out.")
+        require(ours == theirs, f"the two models differ in {name} ({ours!r}, {theirs!r}), so thresholds do not carry.")
+    require(target.router_kind.has_thresholds, f"the model has router={target.router!r}, which has no thresholds.")
+    require(routed, "the model has no routed layers, so thresholds have no effect: leave --thresholds out.")
     thresholds = spread(measured, rule, routed)
     if len(thresholds) != routed:
         raise InputError(f"{path} has thresholds for {len(thresholds)} routed layers, the model has {routed}.")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from chiar.console import Json, ModelName, Overwrite, show, write_json
-from chiar.errors import InputError
+from chiar.errors import InputError, require
 from chiar.files import check_new, new_folder
 
 Tokenizer = Annotated[Path | None, typer.Option(metavar="FOLDER", help="If the model folder has none.")]
@@ -121,8 +121,7 @@ def trace(
     """Route a text and show which operator each token took in each layer."""
     from chiar.routing.tables import route_text, routing_csv, routing_views
 
-    if str(json) == str(csv) == "-":
-        raise InputError("--json - and --csv - would both print: give one of them a file.")
+    require(not str(json) == str(csv) == "-", "--json - and --csv - would both print: give one of them a file.")
     for out in (json, csv):
         if out is not None and str(out) != "-":
             check_new(out, overwrite)

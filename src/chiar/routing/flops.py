@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from chiar.config import ChiarConfig
-from chiar.errors import InputError, unknown_name
+from chiar.errors import InputError, require, unknown_name
 from chiar.registry import OPERATORS, PARTS, Work, is_light
 
 TRANSFORMS = ("gemm", "even_odd", "free")
@@ -41,8 +41,7 @@ def count_flops(
 ) -> FlopCount:
     """What routing has to compute when each token runs only its own operator. `shares` are what a trace measured, or
     `operator_shares` of an f; its default when not given. The filter Cᵀ diag(w) C costs two transforms."""
-    if length < 1:
-        raise InputError(f"length must be at least 1, got {length}.")
+    require(length >= 1, f"length must be at least 1, got {length}.")
     shares_of = dict(zip(config.routed_layers, checked_shares(config, shares), strict=True))
     costs, transformed = model_costs(config), transform_cost(config, transform)
     for layer, kind in enumerate(config.layer_types or []):
@@ -63,16 +62,13 @@ def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | Non
         return [dict.fromkeys(config.operators, 1.0)] * count
     kind = config.router_kind
     if kind.decides_by_layer:
-        if fraction is not None:
-            raise InputError("a static router's layers decide f: leave the fraction out.")
+        require(fraction is None, "a static router's layers decide f: leave the fraction out.")
         return [{name: float(name == chosen) for name in config.operators} for chosen in config.static_operators or []]
     if fraction is None:
         fraction = kind.fraction(config) if kind.fraction else config.layer_fractions() or 0.5
     fractions = [fraction] * count if isinstance(fraction, int | float) else list(fraction)
-    if len(fractions) != count:
-        raise InputError(f"{len(fractions)} fractions for {count} routed layers.")
-    if not all(0.0 <= f <= 1.0 for f in fractions):
-        raise InputError(f"fractions lie between 0 and 1, got {fraction}.")
+    require(len(fractions) == count, f"{len(fractions)} fractions for {count} routed layers.")
+    require(all(0.0 <= f <= 1.0 for f in fractions), f"fractions lie between 0 and 1, got {fraction}.")
     return [{name: f if name == "attention" else (1.0 - f) / others for name in config.operators} for f in fractions]
 
 
@@ -140,10 +136,8 @@ def visible_pairs(length: int, queries: float, keys: float) -> float:
 def layer_costs(config: ChiarConfig, layer: int, works: Mapping[str, Work], transformed: float) -> Costs:
     """What each operator of a layer has to do, the router, the feed-forward network and a filter for every token."""
     assert config.intermediate_size is not None and config.layer_types is not None
-    routed, dark = (
-        config.layer_types[layer] == "routed",
-        sum(w.share for name, w in works.items() if not is_light(name)),
-    )
+    routed = config.layer_types[layer] == "routed"
+    dark = sum(work.share for name, work in works.items() if not is_light(name))
     fed = dark if routed and not config.light_ffn else 1.0
     costs = {"ffn": fed * 4 * config.hidden_size * config.intermediate_size}
     if routed:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chiar.config import ChiarConfig
-from chiar.errors import InputError
+from chiar.errors import require
 from chiar.routing.flops import compare_flops, counted_parts, operator_shares, route_costs
 from chiar.visible import visible
 
@@ -112,8 +112,7 @@ def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> Route
 
     model, folder = load_model(resolve_model(name)[0], seed)
     ids, pieces = encode(text, model.config, folder, tokenizer)
-    if not ids:
-        raise InputError("the text is empty: there is nothing to route.")
+    require(ids, "the text is empty: there is nothing to route.")
     with torch.no_grad():
         trace = model(torch.tensor([ids]), output_routing=True).routing
     note = "" if folder else f", random weights (seed {seed}): the routes show the mechanism, not a skill"
