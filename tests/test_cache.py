@@ -9,7 +9,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from chiar.errors import InputError
 from chiar.layers.ragged import BLOCK, LEAST, ROOM, Shelf
-from chiar.layers.sparse import sparse_tokens
+from chiar.layers.sparse import PackedTokens
 from chiar.model.cache import ChiarCache
 from helpers import ALONG_TIME, LENGTHS, ROWS, TOKENS, fed_logits, feed, mixed_routes, routed_model, token_ids
 
@@ -371,9 +371,9 @@ def test_a_sparse_prefill_fills_the_cache(monkeypatch, keys, operators):
 
     def recorded(block, x_BTD, *rest):
         lengths.append(x_BTD.shape[1])
-        return sparse_tokens(block, x_BTD, *rest)
+        return PackedTokens(block, x_BTD, *rest)
 
-    monkeypatch.setattr("chiar.layers.block.sparse_tokens", recorded)
+    monkeypatch.setattr("chiar.layers.block.PackedTokens", recorded)
     for mask in (None, padded):
         model.config.execution = "sparse"
         inputs = ids, [60, 1, 20, *[1] * 9], mask, routes

@@ -59,10 +59,10 @@ def build(vocab_size=61, **changes):
     return ChiarForCausalLM(presets.get("v3-tiny", vocab_size=vocab_size, dropout=0.0, **changes)).double().eval()
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["sorted", "packed"])
+@pytest.mark.parametrize("room", [False, True], ids=["exact", "with room"])
 @pytest.mark.parametrize(("norm_position", "light_ffn"), [("pre", True), ("pre", False), ("post", False)])
-def test_they_run_sparsely_as_densely_and_with_a_cache(files, norm_position, light_ffn, packed, monkeypatch):
-    if packed:
+def test_they_run_sparsely_as_densely_and_with_a_cache(files, norm_position, light_ffn, room, monkeypatch):
+    if room:
         monkeypatch.setattr(sparse, "host_sees_routes", lambda device: False)
     registry.add_plugins(["words.py", "scale.py"])
     design = {"norm_position": norm_position, "light_ffn": light_ffn, "keys": "routed", "gate_pool": "causal"}

@@ -7,21 +7,20 @@ from hypothesis import strategies as st
 
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
-from chiar.kernels import rows as rows_module
 from chiar.layers import block, sparse
 from helpers import ROUTER_OPTIONS, router_options
 
 B, T = 3, 12
 
 
-@pytest.fixture(params=["sorted", "sorted, long", "packed"], autouse=True)
+@pytest.fixture(params=["exact", "exact, long", "with room"], autouse=True)
 def form(request, monkeypatch):
-    """Tokens sorted by operator, as on a CPU (there are ways of its own for long rows), or packed, as on a GPU."""
-    if request.param == "packed":
+    """Packings without room behind the last token, as on a CPU (long rows have a way of their own), or with, as on a
+    GPU."""
+    if request.param == "with room":
         monkeypatch.setattr(sparse, "host_sees_routes", lambda device: False)
-    if request.param == "sorted, long":
+    if request.param == "exact, long":
         monkeypatch.setattr(sparse, "LONG", 1)
-        monkeypatch.setattr(rows_module, "LONG", 1)
     return request.param
 
 
@@ -208,11 +207,11 @@ def test_dropout_of_attention_weights_is_refused_in_training_only():
     ids=str,
 )
 def test_auto_runs_few_tokens_densely_on_a_cpu(form, keys, shape, sparsely, monkeypatch):
-    ran, sparse_tokens = [], block.sparse_tokens
-    monkeypatch.setattr(block, "sparse_tokens", lambda *inputs: ran.append(1) or sparse_tokens(*inputs))
+    ran = []
+    monkeypatch.setattr(block, "PackedTokens", lambda *inputs: ran.append(1) or sparse.PackedTokens(*inputs))
     model = build(execution="auto", keys=keys)
     model(tokens(*shape))
-    assert bool(ran) == (sparsely or form == "packed"), "a GPU's work is never looked at"
+    assert bool(ran) == (sparsely or form == "with room"), "a GPU's work is never looked at"
     model.config.execution = "sparse"
     ran.clear()
     model(tokens(*shape))

@@ -21,8 +21,8 @@ def draw(*shape, used=None):
     return x.requires_grad_()
 
 
-def choose(batch=3, length=25, fraction=0.4):
-    packing = make_packing(torch.rand(batch, length) < fraction)
+def choose(batch=3, length=25, fraction=0.4, exact=False):
+    packing = make_packing(torch.rand(batch, length) < fraction, exact)
     return packing, int(packing.count)
 
 
@@ -42,19 +42,21 @@ def test_a_packing_says_where_everything_went(bits):
     tokens = chosen_BT.flatten().nonzero()[:, 0]
     used = len(tokens)
     assert int(packing.count) == used and torch.equal(packing.token_P[:used], tokens)
+    assert torch.equal(make_packing(chosen_BT, exact=True).token_P, tokens)
     assert torch.equal(packing.place_N[tokens], torch.arange(used))
     assert packing.rows.tolist() == [0, *chosen_BT.sum(1).cumsum(0).tolist()]
     before = [[sum(row[:i]) for i in range(4)] for row in chosen_BT.tolist()]
     assert packing.before_N.view(3, 4).tolist() == before
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_there_and_back_and_a_linear_map_of_the_rows_in_use(with_bias):
-    packing, used = choose()
+def test_there_and_back_and_a_linear_map_of_the_rows_in_use(with_bias, exact):
+    packing, used = choose(exact=exact)
     x, other = draw(75, 3), draw(75, 3)
     expected = torch.where(packing.chosen_N[:, None], 2 * x, other)
     same([unpack(2 * pack(x, packing), other, packing)], [expected], [x, other])
-    inputs = [draw(75, 3, used=used), draw(5, 3), draw(5)][: 2 + with_bias]
+    inputs = [draw(len(packing.token_P), 3, used=used), draw(5, 3), draw(5)][: 2 + with_bias]
     found = packed_linear(*inputs[:2], inputs[2] if with_bias else None, packing)[:used]
     same([found], [F.linear(inputs[0][:used], *inputs[1:])], inputs, used)
 

@@ -2,6 +2,7 @@
 
 Packed tensors have room for every token (P = B·T rows): the first `count`, a number on the device, hold the chosen
 tokens in order; the rest is undefined and may be NaN. So every split has the same shapes, launches and graphs.
+Where the host may look at the routes a packing is exact instead: P = count, and nothing is undefined.
 """
 
 import importlib.util
@@ -118,18 +119,23 @@ class Packing:
     rows: Tensor  # B + 1 int32 offsets: the packed rows of batch row b are rows[b]…rows[b + 1]
     count: Tensor  # how many are chosen: one int32
     before_N: Tensor  # how many chosen tokens lie before each token in its batch row, int32
+    exact: bool = False  # P = count
 
 
-def make_packing(chosen_BT: Tensor) -> Packing:
+def make_packing(chosen_BT: Tensor, exact: bool = False) -> Packing:
     chosen_N, tokens = chosen_BT.flatten(), chosen_BT.numel()
     rows = F.pad(chosen_BT.sum(1).cumsum(0), (1, 0)).int()
     before_N = (chosen_BT.cumsum(1) - chosen_BT.long()).flatten().int()
     place_N = chosen_N.cumsum(0) - 1
-    numbers_N = torch.arange(tokens, device=chosen_N.device)
-    # Tokens that are not chosen all write to one place behind the end.
-    token_P = numbers_N.new_zeros(tokens + 1).scatter_(0, torch.where(chosen_N, place_N, tokens), numbers_N)[:tokens]
-    token_P = torch.where(numbers_N < rows[-1:], token_P, 0)
-    return Packing(chosen_N, torch.where(chosen_N, place_N, 0), token_P, rows, rows[-1:], before_N)
+    if exact:
+        token_P = chosen_N.nonzero()[:, 0]
+    else:
+        numbers_N = torch.arange(tokens, device=chosen_N.device)
+        # Tokens that are not chosen all write to one place behind the end.
+        place_or_end_N = torch.where(chosen_N, place_N, tokens)
+        token_P = numbers_N.new_zeros(tokens + 1).scatter_(0, place_or_end_N, numbers_N)[:tokens]
+        token_P = torch.where(numbers_N < rows[-1:], token_P, 0)
+    return Packing(chosen_N, torch.where(chosen_N, place_N, 0), token_P, rows, rows[-1:], before_N, exact)
 
 
 def pack_all(batch: int, length: int, device: torch.device) -> Packing:
@@ -141,17 +147,22 @@ def pack_all(batch: int, length: int, device: torch.device) -> Packing:
 
 
 class Gather(torch.autograd.Function):
-    """x[token]. Its gradient is a gather too: index_select's would be a slow atomic addition."""
+    """x[token]. Its gradient is a gather too, or a copy of P rows: index_select's would be a slow addition."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor) -> Tensor:
-        ctx.save_for_backward(place_N, chosen_N)
-        return x_ND[token_P]
+    def forward(ctx: Any, x_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor, exact: bool) -> Tensor:
+        ctx.save_for_backward(token_P if exact else place_N, chosen_N)
+        ctx.exact = exact
+        return x_ND.index_select(0, token_P) if exact else x_ND[token_P]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        place_N, chosen_N = ctx.saved_tensors
-        return torch.where(chosen_N[:, None], grads[0][place_N], 0.0), None, None, None
+        (place, chosen_N), (grad_PD, *_) = ctx.saved_tensors, grads
+        if ctx.exact:
+            grad_ND = grad_PD.new_zeros(len(chosen_N), grad_PD.shape[1]).index_copy_(0, place, grad_PD)
+        else:
+            grad_ND = torch.where(chosen_N[:, None], grad_PD[place], 0.0)
+        return grad_ND, None, None, None, None
 
 
 class Scatter(torch.autograd.Function):
@@ -170,22 +181,31 @@ class Scatter(torch.autograd.Function):
 
 def pack(x_ND: Tensor, packing: Packing) -> Tensor:
     """The chosen rows. Beyond `count` lie copies of row 0: defined, but nobody's."""
-    return Gather.apply(x_ND, packing.token_P, packing.place_N, packing.chosen_N)
+    return Gather.apply(x_ND, packing.token_P, packing.place_N, packing.chosen_N, packing.exact)
 
 
-def unpack(y_PD: Tensor, other_ND: Tensor, packing: Packing) -> Tensor:
-    """`y` where a token was chosen, `other` elsewhere."""
+def unpack(y_PD: Tensor, other_ND: Tensor | None, packing: Packing) -> Tensor:
+    """`y` where a token was chosen, `other` or 0 elsewhere."""
+    if other_ND is None:
+        other_ND = y_PD.new_zeros(len(packing.chosen_N), y_PD.shape[1])
+    if packing.exact:
+        dtype = torch.promote_types(y_PD.dtype, other_ND.dtype)
+        return other_ND.to(dtype).index_copy(0, packing.token_P, y_PD.to(dtype))
     return Scatter.apply(y_PD, other_ND, packing.token_P, packing.place_N, packing.chosen_N)
 
 
 def packed_linear(x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, packing: Packing) -> Tensor:
     """x Wᵀ + b of the first `count` rows, computing only those; the rest is undefined."""
+    if packing.exact:
+        return F.linear(x_PD, weight_KD, bias_K)
     parts = (x if x is None else x.to(product_dtype(x)) for x in (x_PD, weight_KD, bias_K))
     return PackedLinear.apply(*parts, packing.count)
 
 
 def used(x: Tensor, packing: Packing) -> Tensor:
     """Zeros in the undefined rows, also of the gradient: around whatever sums over rows, as a norm's weight does."""
+    if packing.exact:
+        return x
     in_use_P = torch.arange(len(x), device=x.device) < packing.count
     return torch.where(in_use_P if x.ndim == 1 else in_use_P[:, None], x, 0)
 

@@ -12,7 +12,7 @@ from chiar.layers.operator import Operator
 from chiar.registry import Work
 
 if TYPE_CHECKING:
-    from chiar.layers.sparse import PackedTokens, SortedTokens
+    from chiar.layers.sparse import PackedTokens
 
 
 def compute_rotary_tables(positions_BT: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
@@ -73,9 +73,6 @@ class CausalAttention(Operator):
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
         return tokens.attend(self)
-
-    def run_sorted(self, tokens: "SortedTokens", name: str, x_PD: Tensor) -> Tensor:
-        return tokens.attend(self, x_PD)
 
     def mix(self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe, memory: Memory) -> tuple[Tensor, Maybe]:
         """The same before the output projection."""

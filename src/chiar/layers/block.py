@@ -16,7 +16,7 @@ from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.layers.context import LayerMemory, Maybe, Memory, TokenContext
 from chiar.layers.operator import Adopted, Operator, Tokens
 from chiar.layers.routers import Route
-from chiar.layers.sparse import sparse_tokens
+from chiar.layers.sparse import PackedTokens
 from chiar.layers.temporal import TemporalSublayer
 from chiar.registry import is_light
 
@@ -150,7 +150,7 @@ class Block(nn.Module):
         route = self.choose(x_BTD, entropy_BT, context, forced_BT)
         combine = pre_norm if self.pre_norm else post_norm
         if context.sparse and route is not None:
-            tokens = sparse_tokens(self, x_BTD, context, route, memory)
+            tokens = PackedTokens(self, x_BTD, context, route, memory)
             y, more = combine(self, tokens)
             return (tokens.together(y if more is None else y + more), None), LayerOutput(route, entropy_BT)
         dense = DenseTokens(self, x_BTD, context, route, memory)

@@ -2,19 +2,17 @@
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
 from chiar.kernels.packing import pack, unpack, used
-from chiar.kernels.rows import take
 from chiar.layers.context import LayerMemory, Maybe, Memory, TokenContext
 from chiar.layers.routers import Route
 from chiar.registry import Work, is_light, own_tensors
 
 if TYPE_CHECKING:
     from chiar.layers.block import Block
-    from chiar.layers.sparse import PackedTokens, SortedTokens
+    from chiar.layers.sparse import PackedTokens
 
 
 class Operator(nn.Module):
@@ -46,33 +44,27 @@ class Operator(nn.Module):
         """Make what a fixed decoding step writes to, where the prompt left none."""
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
-        """Where the routes are on the device: of a light operator the outputs of all tokens, (N, D), right where it was
-        chosen; of any other those of the tokens sent to it, packed."""
+        """Of the tokens sent to it, packed; where it works in place of all, (N, D), right where it was chosen."""
         y_ND = tokens.run_all(self, name).flatten(0, 1)
-        return y_ND if is_light(name) else pack(y_ND, tokens.packing(name))
-
-    def run_sorted(self, tokens: "SortedTokens", name: str, x_PD: Tensor) -> Tensor:
-        """Where the host knows the routes: the outputs of the P tokens sent to it."""
-        return take(tokens.run_all(self, name).flatten(0, 1), tokens.places[name])
+        return y_ND if tokens.in_place(name) else pack(y_ND, tokens.packing(name))
 
 
 class TokenOperator(Operator):
     """An operator that sees one token at a time, so that any selection of tokens will do."""
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
+        if not tokens.in_place(name):
+            return self(tokens.seen(name, tokens.view(name)), tokens.context)
         packing, seen_ND = tokens.packing(name), tokens.seen(name, tokens.x)
         y_PD = used(self(used(pack(seen_ND, packing), packing), tokens.context), packing)
-        return unpack(y_PD, torch.zeros_like(seen_ND, dtype=y_PD.dtype), packing)
-
-    def run_sorted(self, tokens: "SortedTokens", name: str, x_PD: Tensor) -> Tensor:
-        return self(tokens.seen(name, x_PD), tokens.context)
+        return unpack(y_PD, None, packing)
 
 
 class Adopted:
     """A user's operator, any module that maps (…, D) to (…, D), as a TokenOperator. It is held for one use only."""
 
     looks_back = False
-    begin, run_packed, run_sorted = Operator.begin, TokenOperator.run_packed, TokenOperator.run_sorted
+    begin, run_packed = Operator.begin, TokenOperator.run_packed
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import initialization as init
 
 from chiar.config import ChiarConfig
-from chiar.kernels.rows import Ragged
 from chiar.layers.context import Maybe, Memory, TokenContext, surely_none, visible_keys
 from chiar.layers.operator import Operator
 from chiar.registry import Work
 
 if TYPE_CHECKING:
-    from chiar.layers.sparse import SortedTokens
+    from chiar.layers.sparse import PackedTokens
 
 
 class RBFMixing(Operator):
@@ -64,13 +64,14 @@ class RBFMixing(Operator):
         weights_BTS = scores_BTS.masked_fill(~visible_BTS, float("-inf")).softmax(-1).to(key_BSF.dtype)
         return weights_BTS @ key_BSF
 
-    def run_sorted(self, tokens: "SortedTokens", name: str, x_PD: Tensor) -> Tensor:
-        """Where its own tokens are the only keys, they alone have features."""
-        if not tokens.block.routed_keys:
-            return super().run_sorted(tokens, name, x_PD)
-        features_PF, packing = self.features_of(tokens.seen(name, x_PD)), tokens.packing(name)
+    def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
+        """Where the host sees that its own tokens are the only keys, they alone have features."""
+        if not (tokens.on_host and tokens.block.routed_keys):
+            return super().run_packed(tokens, name)
+        packing, features_PF = tokens.packing(name), self.features_of(tokens.seen(name, tokens.view(name)))
         tokens.remember(name, {"features": features_PF[:, None]}, packing)
-        ragged = Ragged(packing.rows.diff().tolist())
-        key_BLF = ragged.batched(features_PF)
-        earlier_LL = torch.ones(ragged.longest, ragged.longest, dtype=torch.bool).tril()
-        return self.out(ragged.flat(self.mix(key_BLF, key_BLF, earlier_LL)))
+        count_B = packing.rows.diff()
+        key_BLF = pad_sequence(features_PF.split(count_B.tolist()), batch_first=True)
+        number_L = torch.arange(key_BLF.shape[1])
+        mixed_BLF = self.mix(key_BLF, key_BLF, number_L <= number_L[:, None])
+        return self.out(mixed_BLF[number_L < count_B[:, None]])

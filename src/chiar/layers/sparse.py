@@ -2,10 +2,9 @@
 
 Attention and feed-forward products work on packed rows (kernels/packing.py); norms of light tokens, filters in the
 identity basis and additions pass over all tokens, which costs memory traffic but no products, and so do filters along
-time. RBF mixing runs on every token. On a CPU, outside compiled graphs, the host may look at the routes: there tokens
-are sorted by operator instead."""
+time. RBF mixing runs on every token. On a CPU, outside compiled graphs, the host may look at the routes: there packings
+are exact, and light operators have only the tokens sent to them too."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 from chiar.kernels.packed_attention import prefix_attention, rotary_attention
 from chiar.kernels.packed_norm import packed_gelu, packed_norm, unpack_sum
 from chiar.kernels.packing import Packing, fits, make_packing, pack, pack_all, packed_linear, unpack, used
-from chiar.kernels.rows import causal_attention, put, take
 from chiar.layers.attention import CausalAttention, rotate
-from chiar.layers.context import Memory, TokenContext, surely_none
+from chiar.layers.context import Maybe, Memory, TokenContext, surely_none
 from chiar.layers.operator import Tokens
 from chiar.layers.routers import Route
 from chiar.registry import is_light
@@ -29,15 +27,6 @@ FEWEST = {"routed": 256, "all": 512}  # tokens in a batch, for each key policy, 
 LONG = 512
 """From here on, and where at most half of the tokens are dark, all keys get attention for dark queries only: torch's
 causal attention of every query, in one call for all rows, is faster below."""
-
-
-def sparse_tokens(
-    block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: Memory = None
-) -> "SparseTokens":
-    """Padding is never sent to attention: its output is arbitrary, as in dense execution. `memory` is empty: tokens see
-    each other, not what was stored before."""
-    layout = SortedTokens if host_sees_routes(x_BTD.device) else PackedTokens
-    return layout(block, x_BTD, context, route, memory)
 
 
 def host_sees_routes(device: torch.device) -> bool:
@@ -59,47 +48,40 @@ def has_fast_grouped_products(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-class SparseTokens(Tokens):
+class PackedTokens(Tokens):
+    """Every operator has the real tokens sent to it, packed; but one that works in place has all, (N, D), and is right
+    where it was chosen. Padding is never sent to attention: its output is arbitrary, as in dense execution. `memory` is
+    empty: tokens see each other, not what was stored before."""
+
     route: Route
 
     def __init__(self, block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: Memory) -> None:
         super().__init__(block, x_BTD, context, route, memory)
         self.batch, self.length, _ = x_BTD.shape
         self.x = x_BTD.flatten(0, 1)
+        self.on_host = host_sees_routes(x_BTD.device)
         self.packings: dict[str, Packing] = {}
-
-    def together(self, y_ND: Tensor) -> Tensor:
-        """All tokens in their places, (B, T, D)."""
-        raise NotImplementedError
-
-    def weight_N1(self) -> Tensor:
-        """Of the chosen operator: mostly 1, but a router gets its gradient through it."""
-        return self.route.weights_BTK.flatten(0, 1).gather(1, self.route.choice_BT.reshape(-1, 1))
 
     def packing(self, name: str) -> Packing:
         """Where the real tokens sent to an operator are."""
         if name not in self.packings:
-            self.packings[name] = make_packing(self.sent_to(name))
+            self.packings[name] = make_packing(self.sent_to(name), self.on_host)
         return self.packings[name]
 
     @property
     def dark(self) -> Packing:
         return self.packing("attention")
 
-    def linear(self, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor) -> Tensor:
-        """A linear map of dark tokens."""
-        return F.linear(x_PD, weight_KD, bias_K)
-
     def over_all(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
         """Attention of the dark tokens over all keys, without the queries of other tokens, (P, H, d)."""
         width, heads, weight, bias = seen_PD.shape[1], attention.heads, attention.qkv.weight, attention.qkv.bias
-        q_PHd = self.linear(seen_PD, weight[:width], bias[:width]).unflatten(1, (heads, -1))
+        q_PHd = packed_linear(seen_PD, weight[:width], bias[:width], self.dark).unflatten(1, (heads, -1))
         seen_ND = self.seen("attention", self.x_BTD.flatten(0, 1))
         kv_MD = F.linear(seen_ND, weight[width:], bias[width:])
         if self.context.real_BT is None:
             keys = pack_all(self.batch, self.length, self.x.device)
         else:
-            keys = make_packing(self.context.real_BT)
+            keys = make_packing(self.context.real_BT, self.on_host)
             kv_MD = pack(kv_MD, keys)
         k_MHd, v_MHd = kv_MD.unflatten(1, (2, heads, -1)).unbind(1)
         return self.over_keys(self.rotated(q_PHd, self.dark), self.rotated(k_MHd, keys), v_MHd, keys)
@@ -121,8 +103,7 @@ class SparseTokens(Tokens):
             return
         new = {}
         for part, part_MHd in parts_MHd.items():
-            part_MD = part_MHd.flatten(1)
-            part_ND = unpack(part_MD, part_MD.new_zeros(self.batch * self.length, part_MD.shape[1]), keys)
+            part_ND = unpack(part_MHd.flatten(1), None, keys)
             new[part] = part_ND.view(self.batch, self.length, *part_MHd.shape[1:]).transpose(1, 2)
         self.memory.ragged(name).append(new, key_BT)
 
@@ -139,19 +120,17 @@ class SparseTokens(Tokens):
         shared = self.context.rope[0].shape[0] == 1
         return packing.token_P % self.length if shared else packing.token_P
 
-
-class PackedTokens(SparseTokens):
-    """Light operators have all tokens in their places, (N, D), and are right where they were chosen; the others have
-    the tokens sent to them, packed."""
+    def in_place(self, name: str) -> bool:
+        return is_light(name) and not self.on_host
 
     def view(self, name: str) -> Tensor:
-        return self.x if is_light(name) else pack(self.x, self.packing(name))
+        return self.x if self.in_place(name) else pack(self.x, self.packing(name))
 
     def operate(self, name: str) -> Tensor:
         return self.block.run(name).run_packed(self, name)
 
     def norm(self, norm: nn.Module, y: Tensor, name: str) -> Tensor:
-        if is_light(name):
+        if self.in_place(name):
             return norm(y)
         packing = self.packing(name)
         return used(norm(used(y, packing)), packing)
@@ -159,26 +138,34 @@ class PackedTokens(SparseTokens):
     def feed(self, y: Tensor, name: str, bias: bool = True) -> Tensor:
         """Without dropout, which sparse execution refuses; on demand without the last bias."""
         ffn, packing = self.block.ffn, self.packing(name)
+        if self.on_host:
+            return ffn(y)
         hidden = packed_gelu(packed_linear(y, ffn.up.weight, None, packing), ffn.up.bias, packing)
         return packed_linear(hidden, ffn.down.weight, ffn.down.bias if bias else None, packing)
 
     def select(self, parts: dict[str, Tensor]) -> Tensor:
-        light, *others = parts
-        y_ND = parts[light]
-        for name in others:
-            y_ND = unpack(parts[name], y_ND, self.packing(name))
+        y_ND: Maybe = None
+        for name, part in parts.items():
+            y_ND = part if self.in_place(name) else unpack(part, y_ND, self.packing(name))
+        assert y_ND is not None
         return self.weighted(y_ND)
 
     def weighted(self, y_ND: Tensor) -> Tensor:
-        return y_ND * self.weight_N1().to(y_ND.dtype) if self.block.weights_have_gradient else y_ND
+        """By the chosen operator's weight: mostly 1, but a router gets its gradient through it."""
+        if not self.block.weights_have_gradient:
+            return y_ND
+        weight_N1 = self.route.weights_BTK.flatten(0, 1).gather(1, self.route.choice_BT.reshape(-1, 1))
+        return y_ND * weight_N1.to(y_ND.dtype)
 
     def together(self, y_ND: Tensor) -> Tensor:
-        return y_ND.view(self.x_BTD.shape)
+        """(B, T, D); the host leaves padding as it was."""
+        y_BTD, real_BT = y_ND.view(self.x_BTD.shape), self.context.real_BT
+        return torch.where(real_BT[..., None], y_BTD, self.x_BTD) if self.on_host and real_BT is not None else y_BTD
 
     def fused_ends(self) -> Tensor | None:
         """With two operators dark tokens are packed once and stay packed; kernels add biases and residuals."""
         block, names = self.block, self.block.names
-        if len(names) != 2:
+        if len(names) != 2 or self.on_host:
             return None
         attention = block.operators["attention"]
         assert isinstance(attention, CausalAttention)
@@ -195,6 +182,11 @@ class PackedTokens(SparseTokens):
 
     def attend(self, attention: CausalAttention, bias: bool = True) -> Tensor:
         """Packed output of the dark tokens, over each other or over all; on demand without the last bias."""
+        few = self.on_host and self.length >= LONG and 2 * len(self.dark.token_P) <= len(self.x)
+        if self.on_host and not (few or self.block.routed_keys):
+            seen_BTD = self.seen("attention", self.x_BTD)
+            mixed_BTD, _ = attention.mix(seen_BTD, self.context, self.context.real_BT, self.memory)
+            return attention.out(pack(mixed_BTD.flatten(0, 1), self.dark))
         norm = self.block.norms["attention"] if self.block.pre_norm else None
         seen_PD = packed_norm(self.x, norm, self.dark)[1]
         attend = self.among_themselves if self.block.routed_keys else self.over_all
@@ -210,69 +202,6 @@ class PackedTokens(SparseTokens):
             cos, sin = (table.flatten(0, 2) for table in self.context.rope)
             where = self.table_rows(dark), dark, self.limits(dark), self.length
             return rotary_attention(qkv_P3Hd, bias.view(3, heads, -1), (cos, sin), *where)
-        q_PHd, k_PHd, v_PHd = self.linear(seen_PD, attention.qkv.weight, bias).unflatten(1, (3, heads, -1)).unbind(1)
+        qkv_P3Hd = packed_linear(seen_PD, attention.qkv.weight, bias, dark).unflatten(1, (3, heads, -1))
+        q_PHd, k_PHd, v_PHd = qkv_P3Hd.unbind(1)
         return self.over_keys(self.rotated(q_PHd, dark), self.rotated(k_PHd, dark), v_PHd, dark)
-
-    def linear(self, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor) -> Tensor:
-        return packed_linear(x_PD, weight_KD, bias_K, self.dark)
-
-
-class SortedTokens(SparseTokens):
-    """Tokens sorted by operator. Each operator has a slice to itself, norms and the feed-forward network, which know no
-    order, run over slices or all, and the end puts tokens back: one move of rows in, one out, and nothing computed that
-    was not chosen. Padding forms a last slice that nothing runs on."""
-
-    def __init__(self, block: "Block", x_BTD: Tensor, context: TokenContext, route: Route, memory: Memory) -> None:
-        super().__init__(block, x_BTD, context, route, memory)
-        choice_BT = route.choice_BT
-        if context.real_BT is not None:
-            choice_BT = torch.where(context.real_BT, choice_BT, len(block.names))
-        choice_N = choice_BT.flatten()
-        counts: list[int] = choice_N.bincount(minlength=len(block.names) + 1).tolist()
-        self.order_N = choice_N.argsort(stable=True)
-        x_ND = take(self.x, self.order_N)
-        *slices, self.padding_PD = x_ND.split(counts)
-        self.x = x_ND[: len(x_ND) - len(self.padding_PD)]
-        self.slices = dict(zip(block.names, slices, strict=True))
-        self.places = dict(zip(block.names, self.order_N.split(counts), strict=False))  # among B·T
-
-    def packing(self, name: str) -> Packing:
-        """Without room behind the last: the host knows how many they are."""
-        return replace(super().packing(name), token_P=self.places[name])
-
-    def view(self, name: str) -> Tensor:
-        return self.slices[name]
-
-    def operate(self, name: str) -> Tensor:
-        return self.block.run(name).run_sorted(self, name, self.slices[name])
-
-    def select(self, parts: dict[str, Tensor]) -> Tensor:
-        y_ND = torch.cat(list(parts.values()))
-        if not self.block.weights_have_gradient:
-            return y_ND
-        weight_N1 = take(self.weight_N1(), self.order_N)
-        return y_ND * weight_N1[: len(y_ND)].to(y_ND.dtype)
-
-    def together(self, y_ND: Tensor) -> Tensor:
-        if len(self.padding_PD):
-            y_ND = torch.cat([y_ND, self.padding_PD.to(y_ND.dtype)])
-        return put(y_ND, self.order_N, len(y_ND)).view(self.x_BTD.shape)
-
-    def attend(self, attention: CausalAttention, x_PD: Tensor) -> Tensor:
-        """Attention of the dark tokens, over each other or over all, (P, D)."""
-        if self.block.routed_keys:
-            return attention.out(self.among_themselves(attention, self.seen("attention", x_PD)))
-        if self.length >= LONG and 2 * len(x_PD) <= self.batch * self.length:
-            return attention.out(self.over_all(attention, self.seen("attention", x_PD)).flatten(1))
-        x_BTD = self.seen("attention", self.x_BTD)
-        mixed_BTD, _ = attention.mix(x_BTD, self.context, self.context.real_BT, self.memory)
-        return attention.out(take(mixed_BTD.flatten(0, 1), self.places["attention"]))
-
-    def among_themselves(self, attention: CausalAttention, seen_PD: Tensor) -> Tensor:
-        """Attention of the dark tokens over each other, (P, D)."""
-        heads, dark = attention.heads, self.dark
-        qkv_PHd = attention.qkv(seen_PD).unflatten(1, (3 * heads, -1))
-        q_PHd, k_PHd = self.rotated(qkv_PHd[:, : 2 * heads], dark).chunk(2, dim=1)
-        v_PHd = qkv_PHd[:, 2 * heads :]
-        self.remember("attention", {"key": k_PHd, "value": v_PHd}, dark)
-        return causal_attention(q_PHd, k_PHd, v_PHd, dark.rows.diff().tolist())

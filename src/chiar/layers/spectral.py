@@ -52,6 +52,8 @@ class SpectralFilter(TokenOperator):
         return context.transform.inverse(context.transform.forward(x_BTD) * self.weight)
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
+        if not tokens.in_place(name):
+            return super().run_packed(tokens, name)
         seen_ND, transform = tokens.seen(name, tokens.x), tokens.context.transform
         if transform.is_identity:  # an element-wise product costs less than packing
             return seen_ND * self.weight
@@ -59,4 +61,4 @@ class SpectralFilter(TokenOperator):
         product = partial(packed_linear, bias_K=None, packing=packing)
         spectrum_PD = used(transform.forward(pack(seen_ND, packing), product), packing)
         y_PD = transform.inverse(used(spectrum_PD * self.weight, packing), product)
-        return unpack(y_PD, torch.zeros_like(seen_ND, dtype=y_PD.dtype), packing)
+        return unpack(y_PD, None, packing)
