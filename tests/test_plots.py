@@ -61,7 +61,8 @@ def test_every_measurement_of_every_run_is_a_line(tmp_path):
     assert shares == [[0.3, 0.0], [0.2, 0.0]]
     config = {"layer_types": ["routed"] * 5, "operators": ["spectral", "attention"]}
     deep = make_run(tmp_path / "deep", use=[[0.4, 0.6]] * 5, run={"config": config})
-    assert "deep: mean of 5 layers" in words(plots.draw_curves([deep]))
+    lines = panels_of(plots.draw_curves([deep]))["share of tokens sent to attention"]
+    assert lines[0][0] == "deep: mean of 5 layers (thin: each)" and len(lines) == 6
     folder = make_run(tmp_path / "run", tokens_per_second=(1.0, 64.0, 32.0, 16.0))
     # The first step compiles and is not counted.
     for over, places in (("tokens", [32, 64, 96, 128]), ("time", [0, 0.5, 1.5, 3.5])):

@@ -245,13 +245,19 @@ class Run:
         names = dict.fromkeys(name for one in parts for name in one)
         return {f"{called} {name}": self.points([one.get(name) for one in parts]) for name in names}
 
-    def use(self, operator: str) -> dict[str, Points]:
+    def use(self, operator: str) -> list[Line]:
         """Share of the tokens this operator got in each routed layer; of many layers, in the mean of them."""
         number = self.operators.index(operator)
         shares = [[layer[number] for layer in record.get("use") or []] for record in self.records]
-        rows = {f"layer {layer + 1}": slice(row, row + 1) for row, layer in enumerate(self.routed)}
-        rows = rows if len(rows) <= len(DASHES) else {f"mean of {len(rows)} layers": slice(None)}
-        return {name: self.points(mean(s[own]) if s else None for s in shares) for name, own in rows.items()}
+
+        def course(rows: slice) -> Points:
+            return self.points(mean(share[rows]) if share else None for share in shares)
+
+        layers = {f"layer {layer + 1}": course(slice(row, row + 1)) for row, layer in enumerate(self.routed)}
+        if len(layers) <= len(DASHES):
+            return self.lines(layers)
+        thin = [Line(points, color=self.colour, linewidth=0.5, alpha=0.6) for points in layers.values()]
+        return [*self.lines({f"mean of {len(layers)} layers (thin: each)": course(slice(None))}), *thin]
 
     def lines(self, found: dict[str, Points], **look: Any) -> list[Line]:
         """Of what was measured, told apart by dashes."""
@@ -282,7 +288,7 @@ def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: s
             gaps.lines += run.lines({"train": run.points(apart)}, linewidth=1)
         rates.lines += run.lines({"rate": run.measured("rate")})
         for name in shares.keys() & {*run.operators}:
-            shares[name].lines += run.lines(run.use(name))
+            shares[name].lines += run.use(name)
         gates.lines += run.lines(run.by_corpus("gate", "g on"))
     for line in gates.lines:
         counts = Counter(min(int(50 * g), 49) for _, g in line.points)
