@@ -1,5 +1,6 @@
 """Tasks of lm-evaluation-harness on a model, through the harness's own class for transformers. Needs lm_eval."""
 
+import math
 from contextlib import chdir, nullcontext
 from dataclasses import asdict, replace
 from difflib import get_close_matches
@@ -17,9 +18,9 @@ from transformers import AutoTokenizer
 
 from chiar.data.tokenizers import Tokenizer
 from chiar.data.tokens import TextCodec
-from chiar.errors import InputError, first_line
+from chiar.errors import InputError, first_line, require
 from chiar.evaluation.harness import Reading
-from chiar.evaluation.report import finite, shown, side_by_side
+from chiar.evaluation.report import shown, side_by_side
 from chiar.model.load import choose_device, describe_device, load_model, resolve_model
 
 FORMAT = "chiar-downstream/1"
@@ -78,8 +79,7 @@ def run_tasks(
 ) -> dict[str, Any]:
     """A report. `folder` has task files (YAML) of one's own, whose data files are named from there; then only those are
     known. `few_shot` None: as each task says; `how` has fields of `Reading`."""
-    if folder is not None and not folder.is_dir():
-        raise InputError(f"there is no folder {folder}.")
+    require(folder is None or folder.is_dir(), f"there is no folder {folder}.")
     manager = TaskManager(include_path=folder and str(folder.resolve()), include_defaults=folder is None)
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         near = get_close_matches(unknown[0], manager.all_tasks, n=1, cutoff=0.5)  # of thousands
@@ -103,12 +103,12 @@ def run_tasks(
     scores = []
     for task, figures in results["results"].items():
         documents = (results.get("n-samples", {}).get(task) or {}).get("effective")
-        numbers = {key: finite(float(value)) for key, value in figures.items() if isinstance(value, int | float)}
-        for key, value in numbers.items():  # 'metric,filter', and their errors 'metric_stderr,filter'
+        known = {key: x if math.isfinite(x) else None for key, x in figures.items() if isinstance(x, int | float)}
+        for key, value in known.items():  # 'metric,filter', and their errors 'metric_stderr,filter'
             metric, _, chosen = key.partition(",")
             if chosen and not metric.endswith("_stderr"):
                 score = {"task": task, "metric": metric, "filter": chosen, "value": value, "documents": documents}
-                scores.append({**score, "error": numbers.get(f"{metric}_stderr,{chosen}")})
+                scores.append({**score, "error": known.get(f"{metric}_stderr,{chosen}")})
     pool = config.gate_pool if config.meta_router else "causal"
     remarks = {
         f"gate_pool {pool!r}: g is a mean over the whole row, later tokens too: not causal.": pool != "causal",

@@ -161,8 +161,14 @@ class Run(Trainer):
         return record
 
     def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
-        record = self.summary(measured)
-        self.check_finite(record["loss"])
+        """A step's measurements over all processes as plain numbers."""
+        loss, (losses, gates, _) = self.means(measured["done"])
+        self.check_finite(loss)
+        use_LK = self.processes.total(torch.stack([result.use_LK for _, result, _ in measured["done"]]).mean(0))
+        use = [[round(value, 6) for value in row] for row in (use_LK / self.processes.count).tolist()]
+        record = {"step": self.step, "loss": loss, "rate": measured["rate"], "gradient_norm": float(measured["norm"])}
+        record |= {"use": use} | ({"loss_by_corpus": losses} if len(self.corpora) > 1 else {})
+        record |= {"gate": gates} if self.config.meta_router else {}
         now, tokens = time.perf_counter(), self.processes.all(self.tokens)
         record["tokens_per_second"] = round(sum(tokens) / (now - self.marked_time), 1)
         self.tokens, self.marked_time = 0, now

@@ -20,9 +20,7 @@ class TrainSettings:
 
     data: Annotated[list[str], "Prepared corpus; several mix."] = field(default_factory=list)
     initial: Annotated[str, "Model folder whose weights the run starts from; empty: the seed's. Heads start anew."] = ""
-    mixing: Annotated[str, "weights draw a micro-batch's corpus; added (paper): the first, some with another."] = (
-        "weights"
-    )
+    mixing: Annotated[str, "weights draw a micro-batch's corpus; added (paper): first, some with another."] = "weights"
     weights: Annotated[list[float] | None, "One a corpus; equal when not given."] = None
     added_share: Annotated[float, "Probability of a micro-batch beside the first corpus' one (mixing=added)."] = 0.25
     length: Annotated[int, "Tokens a row."] = 256
@@ -88,14 +86,15 @@ class TrainSettings:
         names = [setting.name for setting in fields(cls)]
         for name in data.keys() - set(names):
             raise unknown_name("training setting", name, names)
-        return cls(**data)
+        settings = cls(**data)
+        settings.validate()
+        return settings
 
 
 def finetune_settings(chosen: dict[str, Any], length: int, documents: int, epochs: float) -> TrainSettings:
     """Settings of a run on labelled documents: those `chosen`, else what suits (lengths vary: nothing is compiled)."""
     require(0.0 < epochs < math.inf, f"epochs must be more than 0, got {epochs}.")
     asked = TrainSettings.from_dict({"batch": 32, **chosen})
-    asked.validate()
     epoch = math.ceil(documents / asked.batch)
     steps = chosen.get("steps", math.ceil(epochs * documents / asked.batch))
     asked = replace(asked, micro_batch=min(asked.batch, 32), length=length, steps=steps, warmup=round(0.06 * steps))
