@@ -17,7 +17,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 def evaluate(
     models: Annotated[list[str], Argument(metavar="MODEL|RUN|REPORT...", help="Also reports written by --json.")],
     data: Annotated[Path | None, Option(metavar="DIR", help="A prepared corpus.")] = None,
-    split: Annotated[str | None, Option(help="Split of the corpus; test, or valid where there is none.")] = None,
+    split: Annotated[str, Option(help="Split of the corpus; test, or valid where there is none.")] = "",
     length: Annotated[int | None, Option(min=1, help="Tokens a row; the model's trained length.")] = None,
     stride: Annotated[int | None, Option(help="Slide windows by so many tokens, predicting only the new ones.")] = None,
     rows: Annotated[int | None, Option(min=1, help="Read at most so many blocks or documents.")] = None,

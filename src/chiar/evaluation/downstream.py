@@ -61,15 +61,14 @@ class ChiarLM(HFLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """HFLM makes room for all a task may take, and fails where the length is no more than that. Here a prompt comes
         first: behind it is written what it leaves of the length, but up to a quarter of the length in any case."""
-        self.asked, fitted = True, []
-        if self.max_length < 2:
-            raise InputError("a task writes text, and a --length of 1 leaves no room behind a prompt: raise it.")
+        self.asked, fitted, most = True, [], self.max_length
+        require(most > 1, "a task writes text, and a --length of 1 leaves no room behind a prompt: raise it.")
         for request in requests:
             context, options = request.args
             size = len(self.tok_encode(context))
             wanted = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
-            new = min(wanted, max(self.max_length - max(size, 1), self.max_length // 4, 1))
-            self.cut += size > self.max_length - new or new < wanted
+            new = min(wanted, max(most - max(size, 1), most // 4, 1))
+            self.cut += size > most - new or new < wanted
             fitted.append(replace(request, arguments=(context, {**options, "max_gen_toks": new})))
         return super().generate_until(fitted, disable_tqdm)
 
@@ -116,9 +115,8 @@ def run_tasks(
         f"only the first {reading.rows} documents of each task were read.": reading.rows,
     }
     told: dict[str, Any] = {"format": FORMAT, "model": resolved, "run": run, "tasks": tasks}
-    told |= {"harness": version("lm_eval"), "few_shot": few_shot, **asdict(reading)}
-    told |= {"device": describe_device(target), "scores": scores}
-    return told | {"remarks": [remark for remark, holds in remarks.items() if holds]}
+    told |= {"harness": version("lm_eval"), "few_shot": few_shot, **asdict(reading), "device": describe_device(target)}
+    return told | {"scores": scores, "remarks": [remark for remark, holds in remarks.items() if holds]}
 
 
 def downstream_tables(reports: list[dict[str, Any]]) -> list[Table | str]:

@@ -27,6 +27,7 @@ from chiar.routing.flops import Shares, baseline_of, count_flops, operator_share
 
 LOGIT_ROWS = 1024  # logits of a whole batch over GPT-2's vocabulary would take gigabytes
 COUNTED_AT_ONCE = 1 << 22
+Measured = tuple[LanguageScores | ClassScores, RoutingUse, int]
 with_bar = partial(track, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
@@ -54,16 +55,14 @@ class Reading:
         return reading
 
 
-def evaluate(
-    model: str, data: Path | str, split: str | None = None, *, device: str = "auto", **how: Any
-) -> EvaluationReport:
+def evaluate(model: str, data: Path | str, split: str = "", *, device: str = "auto", **how: Any) -> EvaluationReport:
     """Perplexity or accuracy of a model folder, a training run (its best model is taken) or a preset. `split` is test
     by default, or valid where a corpus has no labelled test split (GLUE); `how` has fields of `Reading`."""
     target, (folder, run) = choose_device(device), resolve_model(model)
     corpus, config = Corpus.open(data), load_config(folder)
     reading = Reading.of(config, **how)
     remarks = [*corpus.remarks, *check_tokenizer(folder, config, corpus)]
-    if split is None:
+    if not split:
         split = "test" if "test" in corpus.splits or "valid" not in corpus.splits else "valid"
         if split == "valid":
             remarks.append(f"{corpus.name} has no test split: measured on valid, by which training chooses its best.")
@@ -134,9 +133,7 @@ class Tally:
 
 
 @torch.inference_mode()
-def measure_perplexity(
-    model: ChiarForCausalLM, corpus: Corpus, split: Split, reading: Reading
-) -> tuple[LanguageScores, RoutingUse, int]:
+def measure_perplexity(model: ChiarForCausalLM, corpus: Corpus, split: Split, reading: Reading) -> Measured:
     """Scores, routing, and the length of a block. With limited rows, words and bytes are those of the tokens read."""
     targets, tally = split.tokens - 1, Tally(model)
     require(targets > 0, f"split {split.name!r} has {split.tokens} token: there is nothing to predict.")
@@ -177,7 +174,7 @@ def unigram_entropy(split: Split, vocab_size: int, targets: int | None = None) -
 @torch.inference_mode()
 def measure_classification(
     model: ChiarForSequenceClassification, corpus: Corpus, split: Split, reading: Reading
-) -> tuple[ClassScores, RoutingUse, int]:
+) -> Measured:
     """Scores, routing over real tokens, and the length a token sees on average. Documents are cut to `length` tokens
     and padded on the right, in batches of similar length: the order of the split plays no part."""
     labels, device, tally = split.labels, model.device, Tally(model)

@@ -120,14 +120,10 @@ class EvaluationReport:
     flops_length: int
     remarks: list[str] = field(default_factory=list)
 
-    @property
-    def kind(self) -> str:
-        return self.scores.kind
-
     def to_dict(self) -> dict[str, Any]:
         record = asdict(self)
         record["scores"] |= self.scores.derived()  # for readers of the file
-        return {"format": FORMAT, "kind": self.kind, **record}
+        return {"format": FORMAT, "kind": self.scores.kind, **record}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
@@ -164,23 +160,19 @@ def side_by_side(title: str, columns: dict[str, dict[str, str]]) -> Table:
     return table
 
 
-def score_rows(scores: LanguageScores | ClassScores) -> list[tuple[str, str]]:
-    """Without what this kind of corpus, or this one, does not have."""
+def figures(report: EvaluationReport) -> dict[str, str]:
+    """Scores, without what this kind of corpus, or this one, does not have, and costs; as they are shown."""
+    scores, gate, pool = report.scores, report.routing.gate, report.routing.gate_pool
     known: dict[str, Any] = {**asdict(scores), "loss": scores.loss, **scores.derived()}
     found = [(name, known[key], form) for name, key, form in SCORES if known.get(key) is not None]
-    rows = [(name.format(second=known.get("labels", [""])[-1]), shown(value, form)) for name, value, form in found]
-    classes = known.get("class_accuracy", {}).items()
-    return rows + [(f"accuracy on {name}", shown(share, ".2%")) for name, share in classes]
-
-
-def cost_rows(report: EvaluationReport) -> list[tuple[str, str]]:
-    gate, pool = report.routing.gate, report.routing.gate_pool
-    return [
-        ("f, mean of the routed layers", shown(report.routing.fraction, ".4f")),
-        ("g, mean of the gate", "–" if gate is None else f"{gate:.4f} (pool: {pool})"),
-        (f"counted MFLOPs per token at T = {report.flops_length}", f"{report.flops / 1e6:,.3f}"),
-        ("… ÷ attention in every layer", f"{report.flops / report.baseline_flops:.4f}"),
-    ]
+    rows = {name.format(second=known.get("labels", [""])[-1]): shown(value, form) for name, value, form in found}
+    rows |= {f"accuracy on {name}": shown(share, ".2%") for name, share in known.get("class_accuracy", {}).items()}
+    return rows | {
+        "f, mean of the routed layers": shown(report.routing.fraction, ".4f"),
+        "g, mean of the gate": "–" if gate is None else f"{gate:.4f} (pool: {pool})",
+        f"counted MFLOPs per token at T = {report.flops_length}": f"{report.flops / 1e6:,.3f}",
+        "… ÷ attention in every layer": f"{report.flops / report.baseline_flops:.4f}",
+    }
 
 
 class Training(NamedTuple):
@@ -248,7 +240,7 @@ def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
         found: dict[str, str] = {}
         if report and shared:
             differing[name] = differences(report, shared)
-            found = dict((*score_rows(report.scores), *cost_rows(report)))
+            found = figures(report)
             found["gap to the baseline, nats"] = f"{report.scores.loss - shared.scores.loss:+.4f}"
             found["FLOPs ÷ baseline"] = f"{report.flops / shared.flops:.4f}"
             for layer in report.routing.layers if len(entries) == 1 else ():

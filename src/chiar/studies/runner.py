@@ -35,7 +35,6 @@ from chiar.model.load import choose_device, load_config, load_model
 from chiar.routing.calibration import calibrate
 from chiar.studies.study import Plan, Run
 from chiar.training import checkpoint
-from chiar.training.checkpoint import TrainingStopped
 from chiar.training.compiling import clear_device
 from chiar.training.loop import train
 from chiar.training.run_folder import MAY_CHANGE, RUN, RunFolder, versions
@@ -95,8 +94,7 @@ def held(path: Path, plan: Plan | None = None, device: str = "cpu") -> Iterator[
             common = {part: study[part] for part in ("name", "preset", "baseline", "config", "settings", "test_rows")}
             common |= {"steps": plan.steps, "data": plan.corpora[0].fingerprint}
             about = {"title": study["title"] or study["name"], "corpus": corpus, "caption": study["notes"]}
-            about |= {"common": common, "variants": list(study["variants"].values())}
-            folder.begin(about, plan.runs)
+            folder.begin({**about, "common": common, "variants": list(study["variants"].values())}, plan.runs)
         yield folder
 
 
@@ -197,15 +195,14 @@ def work(path: Path, name: str, device: str) -> None:
     aside_of(run / RUN).unlink(missing_ok=True)  # of a process killed before the run began
     try:
         train(config, settings, run, resume=begun, device=device)
-    except TrainingStopped as stopped:
+    except checkpoint.TrainingStopped as stopped:
         raise InputError(str(stopped)) from stopped
     torch.set_float32_matmul_precision("highest")
     # In micro-batches, over which the paper's gate pools in training too. The test comes last, for it ends the run.
     how: dict[str, Any] = {"length": settings.length, "batch_size": settings.micro_batch, "device": device}
     if told.validate:
         write_whole(run / VALIDATION, evaluate(str(run / "best"), told.data[0], "valid", **how).to_json())
-    how["rows"] = told.test_rows
-    write_whole(run / REPORT, evaluate(str(run / "final"), told.data[0], "test", **how).to_json())
+    write_whole(run / REPORT, evaluate(str(run / "final"), told.data[0], "test", rows=told.test_rows, **how).to_json())
 
 
 def time_study(plan: Plan, folder: StudyFolder, steps: int, device: str) -> None:

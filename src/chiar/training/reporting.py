@@ -43,10 +43,9 @@ class Display:
     def __init__(self, steps: int, first: int, quiet: bool = False) -> None:
         self.steps, self.quiet = steps, quiet
         self.began: tuple[int, float] | None = None  # after the first step here: resuming and compiling do not count
-        how: dict[str, Any] = {"transient": True, "speed_estimate_period": 300}
-        how |= {"console": Console(stderr=True), "disable": quiet or not sys.stderr.isatty()}
         columns = [TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-        self.bar = Progress(*columns, **how)
+        console, plain = Console(stderr=True), quiet or not sys.stderr.isatty()
+        self.bar = Progress(*columns, console=console, transient=True, disable=plain, speed_estimate_period=300)
         self.task = self.bar.add_task("training", total=steps, completed=first)
         self.bar.start()
 

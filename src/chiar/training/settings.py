@@ -2,10 +2,11 @@
 
 import json
 import math
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
+from chiar.config_checks import fits
 from chiar.errors import require, unknown_name
 
 CHOICES = {"precision": ("auto", "bf16", "fp32"), "mixing": ("weights", "added"), "parallel": ("auto", "ddp", "fsdp")}
@@ -56,14 +57,11 @@ class TrainSettings:
     def validate(self) -> None:
         """Raise InputError with the value received and what is allowed."""
         for setting in fields(self):
-            name, value, default = setting.name, getattr(self, setting.name), setting.default
-            if default is not None and default is not MISSING:
-                whole_number = isinstance(default, float) and type(value) is int
-                right = whole_number or type(value) is type(default)
-                require(right, f"{name} must be {type(default).__name__}, got {value!r}.")
+            name, value, kind = setting.name, getattr(self, setting.name), get_args(setting.type)[0]
+            require(fits(value, kind), f"{name} must be {getattr(kind, '__name__', kind)}, got {value!r}.")
             if name in CHOICES and value not in CHOICES[name]:
                 raise unknown_name(name, value, CHOICES[name])
-            if type(default) in (int, float):
+            if kind in (int, float):
                 limit = f"be at least {LEAST[name]}" if name in LEAST else "not be negative or nan"
                 require(LEAST.get(name, 0) <= value < math.inf, f"{name} must {limit}, got {value}.")
         require(self.ema < 1.0, f"ema must be less than 1, got {self.ema}.")

@@ -189,14 +189,10 @@ class Trainer:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The exponential average in place of the weights, where one is kept."""
-        parameters = dict(self.model.named_parameters()) if self.average else {}
-        kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(self.average[name])
-            yield
-            for name, parameter in parameters.items():
-                parameter.copy_(kept[name])
+        kept = {name: p.detach().clone() for name, p in self.model.named_parameters()} if self.average else {}
+        self.model.load_state_dict(self.average, strict=False)
+        yield
+        self.model.load_state_dict(kept, strict=False)
 
     @contextmanager
     def language(self) -> Iterator[Any]:
