@@ -102,7 +102,7 @@ def run_tasks(
     scores = []
     for task, figures in results["results"].items():
         documents = (results.get("n-samples", {}).get(task) or {}).get("effective")
-        known = {key: x if math.isfinite(x) else None for key, x in figures.items() if isinstance(x, int | float)}
+        known = {k: float(x) if math.isfinite(x) else None for k, x in figures.items() if isinstance(x, int | float)}
         for key, value in known.items():  # 'metric,filter', and their errors 'metric_stderr,filter'
             metric, _, chosen = key.partition(",")
             if chosen and not metric.endswith("_stderr"):
