@@ -41,7 +41,7 @@ def draw_scaling(sources: list[str], against: str = "parameters") -> "Figure":
         if report is None:
             raise InputError(f"{path} was not evaluated: chiar eval {path} --data CORPUS --json {path}/evaluation.json")
         reports.append(report)
-        other = ["kind than language"] if report.kind != "language" else differences(report, reports[0])
+        other = ["kind than language"] if report.scores.kind != "language" else differences(report, reports[0])
         if other:
             raise InputError(f"{path} does not compare with {sources[0]}: another {' and '.join(other)}.")
         size = report.flops if against == "flops" else float(count_parameters(load_config(report.model)))

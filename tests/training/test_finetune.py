@@ -117,7 +117,7 @@ def test_evaluation_says_what_it_read_and_which_heads_there_are(classifier, mixe
     code, output = run("eval", classifier, "--data", sentiment)
     assert code == 0 and "F1 of positive" in output and "note: sst-2 has no test split: measured on valid" in output
     assert evaluate(str(classifier), sentiment).length == 48
-    assert evaluate(str(mixed), corpus, rows=2).kind == "language"
+    assert evaluate(str(mixed), corpus, rows=2).scores.kind == "language"
     with pytest.raises(InputError, match="has no head for sst-2, only for listops"):
         evaluate(str(mixed), sentiment)
 

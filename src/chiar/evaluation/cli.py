@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from chiar.errors import InputError
+from chiar.errors import InputError, require
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 
@@ -17,7 +17,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 def evaluate(
     models: Annotated[list[str], Argument(metavar="MODEL|RUN|REPORT...", help="Also reports written by --json.")],
     data: Annotated[Path | None, Option(metavar="DIR", help="A prepared corpus.")] = None,
-    split: Annotated[str | None, Option(help="Split of the corpus; test, or valid where there is none.")] = None,
+    split: Annotated[str, Option(help="Split of the corpus; test, or valid where there is none.")] = "",
     length: Annotated[int | None, Option(min=1, help="Tokens a row; the model's trained length.")] = None,
     stride: Annotated[int | None, Option(help="Slide windows by so many tokens, predicting only the new ones.")] = None,
     rows: Annotated[int | None, Option(min=1, help="Read at most so many blocks or documents.")] = None,
@@ -40,12 +40,10 @@ def evaluate(
     from chiar.errors import optional_module
     from chiar.files import check_new
 
-    if data is not None and harness is not None:
-        raise InputError("say what to measure on: --data CORPUS, or --harness TASKS.")
+    require(data is None or harness is None, "say what to measure on: --data CORPUS, or --harness TASKS.")
     if harness is None and (harness_path or harness_download or few_shot is not None):
         raise InputError("--harness-path, --harness-download and --few-shot are for --harness: leave them out.")
-    if harness is not None and stride is not None:
-        raise InputError("--stride is for --data: a task decides itself how it reads a text.")
+    require(harness is None or stride is None, "--stride is for --data: a task decides itself how it reads a text.")
     if json is not None and str(json) != "-":
         check_new(json)
     how: dict[str, Any] = {"length": length, "rows": rows, "batch_size": batch, "precision": precision}

@@ -1,5 +1,6 @@
 """Tasks of lm-evaluation-harness on a model, through the harness's own class for transformers. Needs lm_eval."""
 
+import math
 from contextlib import chdir, nullcontext
 from dataclasses import asdict, replace
 from difflib import get_close_matches
@@ -17,9 +18,9 @@ from transformers import AutoTokenizer
 
 from chiar.data.tokenizers import Tokenizer
 from chiar.data.tokens import TextCodec
-from chiar.errors import InputError, first_line
+from chiar.errors import InputError, first_line, require
 from chiar.evaluation.harness import Reading
-from chiar.evaluation.report import finite, shown, side_by_side
+from chiar.evaluation.report import shown, side_by_side
 from chiar.model.load import choose_device, describe_device, load_model, resolve_model
 
 FORMAT = "chiar-downstream/1"
@@ -60,15 +61,14 @@ class ChiarLM(HFLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """HFLM makes room for all a task may take, and fails where the length is no more than that. Here a prompt comes
         first: behind it is written what it leaves of the length, but up to a quarter of the length in any case."""
-        self.asked, fitted = True, []
-        if self.max_length < 2:
-            raise InputError("a task writes text, and a --length of 1 leaves no room behind a prompt: raise it.")
+        self.asked, fitted, most = True, [], self.max_length
+        require(most > 1, "a task writes text, and a --length of 1 leaves no room behind a prompt: raise it.")
         for request in requests:
             context, options = request.args
             size = len(self.tok_encode(context))
             wanted = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
-            new = min(wanted, max(self.max_length - max(size, 1), self.max_length // 4, 1))
-            self.cut += size > self.max_length - new or new < wanted
+            new = min(wanted, max(most - max(size, 1), most // 4, 1))
+            self.cut += size > most - new or new < wanted
             fitted.append(replace(request, arguments=(context, {**options, "max_gen_toks": new})))
         return super().generate_until(fitted, disable_tqdm)
 
@@ -78,8 +78,7 @@ def run_tasks(
 ) -> dict[str, Any]:
     """A report. `folder` has task files (YAML) of one's own, whose data files are named from there; then only those are
     known. `few_shot` None: as each task says; `how` has fields of `Reading`."""
-    if folder is not None and not folder.is_dir():
-        raise InputError(f"there is no folder {folder}.")
+    require(folder is None or folder.is_dir(), f"there is no folder {folder}.")
     manager = TaskManager(include_path=folder and str(folder.resolve()), include_defaults=folder is None)
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         near = get_close_matches(unknown[0], manager.all_tasks, n=1, cutoff=0.5)  # of thousands
@@ -103,12 +102,12 @@ def run_tasks(
     scores = []
     for task, figures in results["results"].items():
         documents = (results.get("n-samples", {}).get(task) or {}).get("effective")
-        numbers = {key: finite(float(value)) for key, value in figures.items() if isinstance(value, int | float)}
-        for key, value in numbers.items():  # 'metric,filter', and their errors 'metric_stderr,filter'
+        known = {k: float(x) if math.isfinite(x) else None for k, x in figures.items() if isinstance(x, int | float)}
+        for key, value in known.items():  # 'metric,filter', and their errors 'metric_stderr,filter'
             metric, _, chosen = key.partition(",")
             if chosen and not metric.endswith("_stderr"):
                 score = {"task": task, "metric": metric, "filter": chosen, "value": value, "documents": documents}
-                scores.append({**score, "error": numbers.get(f"{metric}_stderr,{chosen}")})
+                scores.append({**score, "error": known.get(f"{metric}_stderr,{chosen}")})
     pool = config.gate_pool if config.meta_router else "causal"
     remarks = {
         f"gate_pool {pool!r}: g is a mean over the whole row, later tokens too: not causal.": pool != "causal",
@@ -116,9 +115,8 @@ def run_tasks(
         f"only the first {reading.rows} documents of each task were read.": reading.rows,
     }
     told: dict[str, Any] = {"format": FORMAT, "model": resolved, "run": run, "tasks": tasks}
-    told |= {"harness": version("lm_eval"), "few_shot": few_shot, **asdict(reading)}
-    told |= {"device": describe_device(target), "scores": scores}
-    return told | {"remarks": [remark for remark, holds in remarks.items() if holds]}
+    told |= {"harness": version("lm_eval"), "few_shot": few_shot, **asdict(reading), "device": describe_device(target)}
+    return told | {"scores": scores, "remarks": [remark for remark, holds in remarks.items() if holds]}
 
 
 def downstream_tables(reports: list[dict[str, Any]]) -> list[Table | str]:

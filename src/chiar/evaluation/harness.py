@@ -1,6 +1,5 @@
 """A model over a prepared corpus: losses of running text or classes of documents, where tokens went, as one report."""
 
-import math
 import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus, Split
 from chiar.data.tokenizers import check_tokenizer
-from chiar.errors import InputError, unknown_name
+from chiar.errors import InputError, require, unknown_name
 from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, LayerUse, RoutingUse
 from chiar.model.heads import open_classifier
 from chiar.model.load import choose_device, describe_device, load_config, load_model, resolve_model
@@ -28,6 +27,7 @@ from chiar.routing.flops import Shares, baseline_of, count_flops, operator_share
 
 LOGIT_ROWS = 1024  # logits of a whole batch over GPT-2's vocabulary would take gigabytes
 COUNTED_AT_ONCE = 1 << 22
+Measured = tuple[LanguageScores | ClassScores, RoutingUse, int]
 with_bar = partial(track, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
@@ -55,16 +55,14 @@ class Reading:
         return reading
 
 
-def evaluate(
-    model: str, data: Path | str, split: str | None = None, *, device: str = "auto", **how: Any
-) -> EvaluationReport:
+def evaluate(model: str, data: Path | str, split: str = "", *, device: str = "auto", **how: Any) -> EvaluationReport:
     """Perplexity or accuracy of a model folder, a training run (its best model is taken) or a preset. `split` is test
     by default, or valid where a corpus has no labelled test split (GLUE); `how` has fields of `Reading`."""
     target, (folder, run) = choose_device(device), resolve_model(model)
     corpus, config = Corpus.open(data), load_config(folder)
     reading = Reading.of(config, **how)
     remarks = [*corpus.remarks, *check_tokenizer(folder, config, corpus)]
-    if split is None:
+    if not split:
         split = "test" if "test" in corpus.splits or "valid" not in corpus.splits else "valid"
         if split == "valid":
             remarks.append(f"{corpus.name} has no test split: measured on valid, by which training chooses its best.")
@@ -126,7 +124,7 @@ class Tally:
 
     def read(self, count: int) -> tuple[float, RoutingUse]:
         """The mean of `count` losses, and what was routed."""
-        if not math.isfinite(float(self.loss)):
+        if not self.loss.isfinite():
             raise InputError("the loss is not finite: the model's weights are damaged or its training diverged.")
         rows = zip(self.config.routed_layers, (self.counts_LK / self.tokens).tolist(), strict=True)
         layers = [LayerUse(layer, dict(zip(self.operators, shares, strict=True))) for layer, shares in rows]
@@ -135,13 +133,10 @@ class Tally:
 
 
 @torch.inference_mode()
-def measure_perplexity(
-    model: ChiarForCausalLM, corpus: Corpus, split: Split, reading: Reading
-) -> tuple[LanguageScores, RoutingUse, int]:
+def measure_perplexity(model: ChiarForCausalLM, corpus: Corpus, split: Split, reading: Reading) -> Measured:
     """Scores, routing, and the length of a block. With limited rows, words and bytes are those of the tokens read."""
     targets, tally = split.tokens - 1, Tally(model)
-    if targets < 1:
-        raise InputError(f"split {split.name!r} has {split.tokens} token: there is nothing to predict.")
+    require(targets > 0, f"split {split.name!r} has {split.tokens} token: there is nothing to predict.")
     stride, size = reading.stride or reading.length, reading.batch_size
     starts = np.arange(0, max(targets - reading.length, 0) + stride, stride)[: reading.rows]
     tokens = min(int(starts[-1]) + reading.length, targets)
@@ -179,13 +174,13 @@ def unigram_entropy(split: Split, vocab_size: int, targets: int | None = None) -
 @torch.inference_mode()
 def measure_classification(
     model: ChiarForSequenceClassification, corpus: Corpus, split: Split, reading: Reading
-) -> tuple[ClassScores, RoutingUse, int]:
+) -> Measured:
     """Scores, routing over real tokens, and the length a token sees on average. Documents are cut to `length` tokens
     and padded on the right, in batches of similar length: the order of the split plays no part."""
-    labels, classes, device, tally = split.labels, len(corpus.labels), model.device, Tally(model)
+    labels, device, tally = split.labels, model.device, Tally(model)
+    known, classes = model.config.num_labels, len(corpus.labels)
     assert labels is not None, "the corpus is a classification corpus"
-    if model.config.num_labels != classes:
-        raise InputError(f"the model knows {model.config.num_labels} classes, but {corpus.folder} has {classes}.")
+    require(known == classes, f"the model knows {known} classes, but {corpus.folder} has {classes}.")
     chosen = np.array(split.choose(reading.rows))
     whole = np.diff(split.offsets).astype(np.int64)[chosen]
     if not whole.all():

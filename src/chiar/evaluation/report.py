@@ -9,9 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from rich.table import Table
 
-from chiar.errors import InputError, errors_as
+from chiar.errors import InputError, errors_as, require
 from chiar.files import check_file
-from chiar.training.run_folder import METRICS, RUN, read_records
+from chiar.training.run_folder import METRICS, RUN, RunFolder
 
 FORMAT = "chiar-evaluation/1"
 SCORES = (
@@ -45,9 +45,9 @@ class LanguageScores:
     def derived(self) -> dict[str, float | None]:
         """Perplexity by word counts the end of each line as a word, as WikiText's literature does."""
         total, words = self.nll * self.tokens, self.words + self.lines
-        by_word = finite(exponential(total / words)) if words else None
+        by_word = perplexity(total / words) if words else None
         by_byte = total / math.log(2) / self.bytes if self.bytes else None
-        return {"perplexity": finite(exponential(self.nll)), "word_perplexity": by_word, "bits_per_byte": by_byte}
+        return {"perplexity": perplexity(self.nll), "word_perplexity": by_word, "bits_per_byte": by_byte}
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,10 @@ class EvaluationReport:
     flops_length: int
     remarks: list[str] = field(default_factory=list)
 
-    @property
-    def kind(self) -> str:
-        return self.scores.kind
-
     def to_dict(self) -> dict[str, Any]:
         record = asdict(self)
         record["scores"] |= self.scores.derived()  # for readers of the file
-        return {"format": FORMAT, "kind": self.kind, **record}
+        return {"format": FORMAT, "kind": self.scores.kind, **record}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
@@ -147,12 +143,9 @@ class EvaluationReport:
             return cls(**{known.name: data[known.name] for known in fields(cls)} | parts)
 
 
-def exponential(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf
-
-
-def finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def perplexity(nats: float) -> float | None:
+    """None where it would be no finite number."""
+    return math.exp(nats) if nats < 700 else None
 
 
 def shown(value: float | None, form: str) -> str:
@@ -167,23 +160,19 @@ def side_by_side(title: str, columns: dict[str, dict[str, str]]) -> Table:
     return table
 
 
-def score_rows(scores: LanguageScores | ClassScores) -> list[tuple[str, str]]:
-    """Without what this kind of corpus, or this one, does not have."""
+def figures(report: EvaluationReport) -> dict[str, str]:
+    """Scores, without what this kind of corpus, or this one, does not have, and costs; as they are shown."""
+    scores, gate, pool = report.scores, report.routing.gate, report.routing.gate_pool
     known: dict[str, Any] = {**asdict(scores), "loss": scores.loss, **scores.derived()}
     found = [(name, known[key], form) for name, key, form in SCORES if known.get(key) is not None]
-    rows = [(name.format(second=known.get("labels", [""])[-1]), shown(value, form)) for name, value, form in found]
-    classes = known.get("class_accuracy", {}).items()
-    return rows + [(f"accuracy on {name}", shown(share, ".2%")) for name, share in classes]
-
-
-def cost_rows(report: EvaluationReport) -> list[tuple[str, str]]:
-    gate, pool = report.routing.gate, report.routing.gate_pool
-    return [
-        ("f, mean of the routed layers", shown(report.routing.fraction, ".4f")),
-        ("g, mean of the gate", "–" if gate is None else f"{gate:.4f} (pool: {pool})"),
-        (f"counted MFLOPs per token at T = {report.flops_length}", f"{report.flops / 1e6:,.3f}"),
-        ("… ÷ attention in every layer", f"{report.flops / report.baseline_flops:.4f}"),
-    ]
+    rows = {name.format(second=known.get("labels", [""])[-1]): shown(value, form) for name, value, form in found}
+    rows |= {f"accuracy on {name}": shown(share, ".2%") for name, share in known.get("class_accuracy", {}).items()}
+    return rows | {
+        "f, mean of the routed layers": shown(report.routing.fraction, ".4f"),
+        "g, mean of the gate": "–" if gate is None else f"{gate:.4f} (pool: {pool})",
+        f"counted MFLOPs per token at T = {report.flops_length}": f"{report.flops / 1e6:,.3f}",
+        "… ÷ attention in every layer": f"{report.flops / report.baseline_flops:.4f}",
+    }
 
 
 class Training(NamedTuple):
@@ -209,23 +198,22 @@ def read_entry(argument: Path, name: str, report: EvaluationReport | None = None
     saved = argument if is_report(argument) else argument / REPORT
     if report is None and (saved == argument or saved.is_file()):
         report = EvaluationReport.read(saved)
-    metrics = (Path(report.run) if report and report.run else argument) / METRICS
-    if report is None and not metrics.is_file():
-        raise InputError(f"{argument} is neither a training run nor holds an {REPORT}: give --data or --harness.")
-    return Entry(name, report, read_training(metrics) if metrics.is_file() else None)
+    run = Path(report.run) if report and report.run else argument
+    trained = (run / METRICS).is_file()
+    require(report or trained, f"{argument} is neither a training run nor holds an {REPORT}: give --data or --harness.")
+    return Entry(name, report, read_training(run) if trained else None)
 
 
 def read_training(path: Path) -> Training:
-    records = read_records(path)
+    records = RunFolder(path).read_metrics()
     validations = [record["validation"] for record in records if record.get("validation")]
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
     # A run that does not say its data is compared with nothing but itself.
     measured_on: dict[str, Any] = {"data": str(path)}
-    if (told := path.with_name(RUN)).is_file():
-        with errors_as(f"{told} is damaged", ValueError, KeyError, TypeError):
-            record = json.loads(told.read_text(encoding="utf-8"))
-            measured_on = {name: record["settings"][name] for name in ("length", "evaluate_rows")}
-            measured_on["data"] = record["data"]
+    if (path / RUN).is_file():
+        with errors_as(f"{path / RUN} is damaged", KeyError, TypeError):
+            run = RunFolder(path).read()
+            measured_on = {name: run["settings"][name] for name in ("length", "evaluate_rows")} | {"data": run["data"]}
     return Training(dict(validations[-1]) if validations else {}, median(speeds) if speeds else None, measured_on)
 
 
@@ -252,7 +240,7 @@ def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
         found: dict[str, str] = {}
         if report and shared:
             differing[name] = differences(report, shared)
-            found = dict((*score_rows(report.scores), *cost_rows(report)))
+            found = figures(report)
             found["gap to the baseline, nats"] = f"{report.scores.loss - shared.scores.loss:+.4f}"
             found["FLOPs ÷ baseline"] = f"{report.flops / shared.flops:.4f}"
             for layer in report.routing.layers if len(entries) == 1 else ():

@@ -12,7 +12,7 @@ from typing import Any
 from chiar import __version__
 from chiar.config import ChiarConfig
 from chiar.errors import optional_module, require
-from chiar.evaluation.report import REPORT, EvaluationReport, cost_rows, score_rows
+from chiar.evaluation.report import REPORT, EvaluationReport, figures
 from chiar.explore.view import STATIC, LoadedModel, open_models, route_text
 from chiar.files import check_new, write_new
 from chiar.plots import draw_curves, svg_text
@@ -74,7 +74,7 @@ def sections(
         yield {"title": "Training", "picture": f"data:image/svg+xml;base64,{picture}", **table(settings)}
     if measured:
         names = [f"{r.run or r.model} on {r.corpus} {r.split}" for r in measured]
-        scores = [dict((*score_rows(r.scores), *cost_rows(r))) for r in measured]
+        scores = [figures(report) for report in measured]
         notes = [visible(f"{name}, {r.precision} on {r.device}.") for name, r in zip(names, measured, strict=True)]
         yield {"title": "Evaluation", "notes": notes, **table(dict(zip(names, scores, strict=True)))}
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from chiar.errors import InputError
+from chiar.errors import require
 from chiar.files import check_new
 
 HELP = "Train a declared grid of models on equal tokens; one table and one picture of loss against cost."
@@ -35,8 +35,7 @@ def show(name: Name = "", data: Vocabulary = None, only: Only = None) -> None:
 
     if name:
         return typer.echo(grid(make_plan(find(name), data or [], only)))
-    if not STUDIES.is_dir():
-        raise InputError(f"there is no ./{STUDIES} here: go to a checkout of the project, or name a .toml file.")
+    require(STUDIES.is_dir(), f"there is no ./{STUDIES} here: go to a checkout of the project, or name a .toml file.")
     for study in (find(str(path)) for path in sorted(STUDIES.glob("*.toml"))):
         typer.echo(f"{study.name:18} {len(study.variants):2} variants, {study.duration}: {study.title}")
 

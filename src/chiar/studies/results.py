@@ -16,15 +16,15 @@ from chiar.config import ChiarConfig
 from chiar.config_checks import LAST_COMMIT, REMOVED, REMOVED_OPERATORS
 from chiar.errors import require
 from chiar.evaluation.harness import measured_shares
-from chiar.evaluation.report import REPORT, EvaluationReport, exponential, finite, read_training, shown
+from chiar.evaluation.report import REPORT, EvaluationReport, perplexity, read_training, shown
 from chiar.files import write_whole
 from chiar.model.load import count_parameters, load_config
 from chiar.plots import draw_pareto, svg_text
 from chiar.routing.flops import Shares, count_flops, operator_shares
 from chiar.studies.runner import STUDY, VALIDATION, StudyFolder, held, read_json
-from chiar.studies.study import Plan, Run, checked, make_plan
+from chiar.studies.study import Plan, Run, make_plan
 from chiar.training.reporting import training_flops
-from chiar.training.run_folder import METRICS, RunFolder
+from chiar.training.run_folder import RunFolder
 from chiar.training.settings import train_arguments
 
 FORMAT, RESULTS = "chiar-study-results/1", "results.json"
@@ -59,7 +59,7 @@ def read_run(folder: StudyFolder, told: Run) -> Row:
     report, config, stored = EvaluationReport.read(run / REPORT), load_config(str(run / "final")), RunFolder(run).read()
     settings = replace(told.train_settings(), initial=stored["settings"].get("initial", ""))
     tau = {"thresholds": config.thresholds} if "thresholds" in told.after else {}
-    speed, step = read_training(run / METRICS).tokens_per_second, settings.batch * settings.length
+    speed, step = read_training(run).tokens_per_second, settings.batch * settings.length
     return {
         **{"name": told.name, "variant": told.variant, "seed": told.seed, "test_loss": report.scores.loss},
         "validation_loss": EvaluationReport.read(run / VALIDATION).scores.loss if told.validate else None,
@@ -146,8 +146,8 @@ def summarise(study: dict[str, Any], runs: list[Row]) -> list[Row]:
         if paper := papers[variant["name"]]:
             validation, first = mean(run["validation_loss"] for run in own), papers[baseline]
             row |= {f"paper_{part}": value for part, value in paper.items()}
-            row |= {"validation_perplexity": validation and finite(exponential(validation))}
-            row |= {"test_perplexity": finite(exponential(row["test_loss"]))}
+            row["validation_perplexity"] = validation and perplexity(validation)
+            row["test_perplexity"] = perplexity(row["test_loss"])
             row["paper_gap"] = math.log(paper["test"] / first["test"]) if first else None
         rows.append(row)
     loss = "paired_loss" if all(row["paired_loss"] is not None for row in rows) else "test_loss"
@@ -206,7 +206,7 @@ def costs_of(run: Run) -> Row:
 
 def grid(plan: Plan) -> str:
     """The variants before any run, their FLOPs counted at the f each aims at."""
-    study, settings, steps, rows = plan.study, checked(plan.study.settings), plan.steps, []
+    study, settings, steps, rows = plan.study, plan.runs[0].train_settings(), plan.steps, []
     whole = costs_of(make_plan(study, plan.runs[0].data[:1], [study.baseline]).runs[0])["flops_per_token"]["forward"]
     for name in dict.fromkeys(run.variant for run in plan.runs):
         variant, own = study.variants[name], [run for run in plan.runs if run.variant == name]

@@ -27,18 +27,18 @@ from chiar.config_checks import LAST_COMMIT
 from chiar.console import guarded
 from chiar.data.shards import Corpus
 from chiar.data.tokens import batches
-from chiar.errors import InputError, first_line, optional_module, require
+from chiar.errors import InputError, errors_as, optional_module, require
 from chiar.evaluation.harness import describe_device, evaluate
 from chiar.evaluation.report import REPORT
 from chiar.files import aside_of, hold, write_whole
 from chiar.model.load import choose_device, load_config, load_model
 from chiar.routing.calibration import calibrate
-from chiar.studies.study import Plan, Run, checked
+from chiar.studies.study import Plan, Run
 from chiar.training import checkpoint
-from chiar.training.checkpoint import TrainingStopped
 from chiar.training.compiling import clear_device
 from chiar.training.loop import train
 from chiar.training.run_folder import MAY_CHANGE, RUN, RunFolder, versions
+from chiar.training.settings import TrainSettings
 
 FORMAT, STUDY, LOCK, VALIDATION = "chiar-study/2", "study.json", ".lock", "validation.json"
 CALIBRATION_ROWS = 200
@@ -94,8 +94,7 @@ def held(path: Path, plan: Plan | None = None, device: str = "cpu") -> Iterator[
             common = {part: study[part] for part in ("name", "preset", "baseline", "config", "settings", "test_rows")}
             common |= {"steps": plan.steps, "data": plan.corpora[0].fingerprint}
             about = {"title": study["title"] or study["name"], "corpus": corpus, "caption": study["notes"]}
-            about |= {"common": common, "variants": list(study["variants"].values())}
-            folder.begin(about, plan.runs)
+            folder.begin({**about, "common": common, "variants": list(study["variants"].values())}, plan.runs)
         yield folder
 
 
@@ -112,10 +111,8 @@ def complain(stored: dict[str, Any], asked: dict[str, Any], where: str) -> None:
 
 
 def read_json(path: Path, kind: str) -> dict[str, Any]:
-    try:
+    with errors_as(f"{path.parent} is not a study, or damaged: {path.name}", OSError, ValueError):
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path.parent} is not a study, or damaged: {path.name}: {first_line(error)}.") from error
     found = record.pop("format", None) if isinstance(record, dict) else None
     require(found != "chiar-study/1", f"{path} is of an earlier format: commit {LAST_COMMIT} reads it.")
     require(found == kind, f"{path} does not say format {kind!r}.")
@@ -198,15 +195,14 @@ def work(path: Path, name: str, device: str) -> None:
     aside_of(run / RUN).unlink(missing_ok=True)  # of a process killed before the run began
     try:
         train(config, settings, run, resume=begun, device=device)
-    except TrainingStopped as stopped:
+    except checkpoint.TrainingStopped as stopped:
         raise InputError(str(stopped)) from stopped
     torch.set_float32_matmul_precision("highest")
     # In micro-batches, over which the paper's gate pools in training too. The test comes last, for it ends the run.
     how: dict[str, Any] = {"length": settings.length, "batch_size": settings.micro_batch, "device": device}
     if told.validate:
         write_whole(run / VALIDATION, evaluate(str(run / "best"), told.data[0], "valid", **how).to_json())
-    how["rows"] = told.test_rows
-    write_whole(run / REPORT, evaluate(str(run / "final"), told.data[0], "test", **how).to_json())
+    write_whole(run / REPORT, evaluate(str(run / "final"), told.data[0], "test", rows=told.test_rows, **how).to_json())
 
 
 def time_study(plan: Plan, folder: StudyFolder, steps: int, device: str) -> None:
@@ -226,7 +222,7 @@ def time_study(plan: Plan, folder: StudyFolder, steps: int, device: str) -> None
         still = {"learning_rate": 0.0, "final_learning_rate": 0.0, "recalibrate_every": 0, "initial": trained}
         clear_device()
         with TemporaryDirectory() as aside:
-            timed = checked({**run.settings, "data": run.data, **still, **seldom})
+            timed = TrainSettings.from_dict({**run.settings, "data": run.data, **still, **seldom})
             train(config, timed, Path(aside) / "run", device=device, quiet=True)
             records = RunFolder(Path(aside) / "run").read_metrics()
         speed = median(record["tokens_per_second"] for record in records if record["step"] - every >= WARM_UP)

@@ -121,12 +121,6 @@ def check(study: Study) -> Study:
     return study
 
 
-def checked(given: dict[str, Any]) -> TrainSettings:
-    settings = TrainSettings.from_dict({"data": ["-"], **given})
-    settings.validate()
-    return settings
-
-
 @dataclass(frozen=True)
 class Run:
     """One variant with one seed: an ordinary training run, and what its record says."""
@@ -145,7 +139,7 @@ class Run:
     attempts: list[dict[str, Any]] = field(default_factory=list)  # jobs (so many at once), then seconds or failed
 
     def train_settings(self) -> TrainSettings:
-        return checked({**self.settings, "data": self.data or ["-"]})
+        return TrainSettings.from_dict({**self.settings, "data": self.data or ["-"]})
 
     def model_config(self, **more: Any) -> ChiarConfig:
         """With the vocabulary of the corpus, if there is one."""
@@ -179,7 +173,8 @@ def make_plan(study: Study, data: list[str], only: list[str] | None = None, seed
     mixed = [name for name in sorted(wanted) if study.variants[name].settings.get("mixing") == "added"]
     require(not mixed or len(data) != 1, f"{', '.join(mixed)} needs more corpora: give --data again for each.")
     require(mixed or len(data) < 2, f"a study trains on one corpus: give --data once, not {len(data)} times.")
-    corpora, steps, runs, common = [Corpus.open(path) for path in data], 0, [], checked(study.settings)
+    corpora, steps, runs = [Corpus.open(path) for path in data], 0, list[Run]()
+    common = TrainSettings.from_dict({"data": ["-"], **study.settings})
     if corpora:
         kind, size = corpora[0].kind, f"one step of {common.batch} × {common.length} tokens"
         require(kind == "language", f"{data[0]} is a {kind} corpus: name a text first, studies train language models.")

@@ -84,8 +84,7 @@ def agreed(processes: Processes, what: str) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         failure = error
-    reasons = [reason for reason in processes.all(str(failure) if failure else None) if reason]
-    if reasons:
+    if reasons := [reason for reason in processes.all(str(failure) if failure else None) if reason]:
         raise TrainingStopped(f"{what} could not be written ({reasons[0]}): earlier ones are kept.") from failure
 
 

@@ -48,9 +48,8 @@ class Processes:
 
     def from_main(self, work: Callable[[], T]) -> T:
         """What `work` gives in the main process, in all of them; an InputError too."""
-        found: Any = None
         try:
-            found = work() if self.main else None
+            found: Any = work() if self.main else None
         except InputError as error:
             found = error
         found = self.all(found)[0]

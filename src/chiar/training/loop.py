@@ -59,8 +59,8 @@ def train(
 
 def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus]) -> list[str]:
     """InputError where the run cannot be; otherwise what a reader of its figures must know."""
-    first, names, needed = corpora[0], [corpus.name for corpus in corpora], corpora[0].vocab_size
-    text_first, moves = first.kind == "language", settings.recalibrate_every > 0
+    first, names = corpora[0], [corpus.name for corpus in corpora]
+    text_first, needed, known = first.kind == "language", first.vocab_size, config.vocab_size
     for corpus in corpora:
         placed, splits = text_first or corpus.kind != "language", ", ".join(corpus.splits)
         require(placed, f"{corpus.name} is a language corpus: name it first, before {first.name}.")
@@ -74,10 +74,9 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus
     require(differ, f"two corpora are called alike ({', '.join(names)}): chiar data prepare --name names one.")
     notes = [remark for corpus in corpora for remark in corpus.remarks]
     notes += check_tokenizer(settings.initial, config, first) if settings.initial else []
-    if needed > config.vocab_size:
-        raise InputError(f"the corpus has {needed} token ids, the model only {config.vocab_size}: set vocab_size.")
-    if moves and (not config.router_kind.has_thresholds or not config.routed_layers):
-        raise InputError("recalibrate_every needs routed layers with the entropy router.")
+    require(needed <= known, f"the corpus has {needed} token ids, the model only {known}: set vocab_size.")
+    moves, movable = settings.recalibrate_every > 0, config.router_kind.has_thresholds and config.routed_layers
+    require(movable or not moves, "recalibrate_every needs routed layers with the entropy router.")
     if moves and config.target_fraction is not None:
         raise InputError("target_fraction already moves the thresholds in training: leave recalibrate_every at 0.")
     fits = config.positions != "learned" or settings.length <= config.max_position_embeddings
@@ -108,8 +107,7 @@ def train_among(
     torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
     run = Run(config, settings, corpora, processes)  # what cannot be built leaves no folder
     run.folder = folder
-    record = describe(config, settings, corpora, processes.count)
-    found = processes.from_main(lambda: folder.open(record, resume))
+    found = processes.from_main(lambda: folder.open(describe(config, settings, corpora, processes.count), resume))
     if found is not None:
         run.restore(found)
         left = "" if run.step < settings.steps else ": nothing is left to train"
@@ -161,8 +159,14 @@ class Run(Trainer):
         return record
 
     def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
-        record = self.summary(measured)
-        self.check_finite(record["loss"])
+        """A step's measurements over all processes as plain numbers."""
+        loss, (losses, gates, _) = self.means(measured["done"])
+        self.check_finite(loss)
+        use_LK = self.processes.total(torch.stack([result.use_LK for _, result, _ in measured["done"]]).mean(0))
+        use = [[round(value, 6) for value in row] for row in (use_LK / self.processes.count).tolist()]
+        record = {"step": self.step, "loss": loss, "rate": measured["rate"], "gradient_norm": float(measured["norm"])}
+        record |= {"use": use} | ({"loss_by_corpus": losses} if len(self.corpora) > 1 else {})
+        record |= {"gate": gates} if self.config.meta_router else {}
         now, tokens = time.perf_counter(), self.processes.all(self.tokens)
         record["tokens_per_second"] = round(sum(tokens) / (now - self.marked_time), 1)
         self.tokens, self.marked_time = 0, now

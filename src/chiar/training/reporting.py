@@ -7,15 +7,15 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from chiar.config import ChiarConfig
 from chiar.routing.flops import Shares, count_dense_execution, count_flops
-
-if TYPE_CHECKING:
-    from chiar.training.loop import Trainer
+from chiar.training.trainer import Trainer
 
 # Dense bf16 matrix products with fp32 sums, TFLOP/s, from the makers' data sheets (without sparsity).
 PEAKS = {
@@ -43,23 +43,18 @@ class Display:
     def __init__(self, steps: int, first: int, quiet: bool = False) -> None:
         self.steps, self.quiet = steps, quiet
         self.began: tuple[int, float] | None = None  # after the first step here: resuming and compiling do not count
-        self.bar: Any = None
-        if not quiet and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = [TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-            self.bar = Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=300)
-            self.task = self.bar.add_task("training", total=steps, completed=first)
-            self.bar.start()
+        columns = [TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+        console, plain = Console(stderr=True), quiet or not sys.stderr.isatty()
+        self.bar = Progress(*columns, console=console, transient=True, disable=plain, speed_estimate_period=300)
+        self.task = self.bar.add_task("training", total=steps, completed=first)
+        self.bar.start()
 
     def advance(self, step: int) -> None:
         self.began = self.began or (step, time.perf_counter())
-        if self.bar is not None:
-            self.bar.update(self.task, completed=step)
+        self.bar.update(self.task, completed=step)
 
     def say(self, text: str) -> None:
-        if self.bar is not None:
+        if not self.bar.disable:
             self.bar.console.print(text, highlight=False, markup=False)
         elif not self.quiet:
             print(text, flush=True)
@@ -69,7 +64,7 @@ class Display:
         values = {**record, "f": sum(dark) / len(dark)} if dark else record
         for key, shown in SHOWN.items():
             parts += [shown.format(value, name=name) for name, value in by_name(values.get(key, {})).items()]
-        if self.bar is None and self.began is not None and record["step"] > self.began[0]:
+        if self.bar.disable and self.began is not None and record["step"] > self.began[0]:
             each = (time.perf_counter() - self.began[1]) / (record["step"] - self.began[0])
             parts.append(f"{timedelta(seconds=round(each * (self.steps - record['step'])))} left")
         self.say("  ".join(parts))
@@ -77,8 +72,7 @@ class Display:
             self.say(f"  sample: {record['sample']!r}")
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        self.bar.stop()
 
 
 class Metrics:
@@ -135,7 +129,7 @@ def training_flops(config: ChiarConfig, length: int, shares: Shares | None = Non
     return 3.0 * count.total - 2.0 * (0.0 if config.router_kind.has_gradient else count.part("router"))
 
 
-def utilisation(run: "Trainer", tokens_per_second: float, use: list[list[float]]) -> float | None:
+def utilisation(run: Trainer, tokens_per_second: float, use: list[list[float]]) -> float | None:
     """MFU; None where the peak is not known or the tokens a second are not: documents vary, added batches are left out.
     `use`: the share of tokens each operator of each routed layer got."""
     config, settings, device = run.config, run.settings, run.processes.device

@@ -17,7 +17,7 @@ import transformers
 import chiar
 from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus
-from chiar.errors import InputError, first_line, require
+from chiar.errors import InputError, errors_as, first_line, require
 from chiar.files import new_folder, write_whole
 from chiar.model.heads import export_model
 from chiar.training import checkpoint
@@ -57,18 +57,6 @@ def describe(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus]
     return told | {"versions": versions(), "commit": commit(), "remarks": {c.name: c.remarks for c in corpora}}
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a run that goes on may be in the middle of its last line."""
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines := path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            records.append(dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            if number < len(lines):
-                raise InputError(f"{path}, line {number} is damaged: {first_line(error)}") from error
-    return records
-
-
 class RunFolder:
     """RUN/run.json, metrics.jsonl, checkpoints/step-*, best → exports/best-step-*, final alike."""
 
@@ -81,12 +69,9 @@ class RunFolder:
         write_whole(self.path / RUN, json.dumps(record, indent=1))
 
     def read(self) -> dict[str, Any]:
-        try:
-            return json.loads((self.path / RUN).read_text())
-        except FileNotFoundError:
-            raise InputError(f"{self.path} is not a training run: it has no {RUN}.") from None
-        except ValueError as error:
-            raise InputError(f"{self.path / RUN} is damaged: {error}") from error
+        require((self.path / RUN).is_file(), f"{self.path} is not a training run: it has no {RUN}.")
+        with errors_as(f"{self.path / RUN} is damaged", ValueError):
+            return json.loads((self.path / RUN).read_text(encoding="utf-8"))
 
     def told(self, part: str) -> Any:
         run = self.read()
@@ -94,8 +79,16 @@ class RunFolder:
         return run[part]
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        require(self.metrics_path.is_file(), f"{self.path} has no {METRICS}.")
-        return read_records(self.metrics_path)
+        """Its records; a run that goes on may be in the middle of the last line."""
+        path, records = self.metrics_path, list[dict[str, Any]]()
+        require(path.is_file(), f"{self.path} has no {METRICS}.")
+        for number, line in enumerate(lines := path.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                records.append(dict(json.loads(line)))
+            except (ValueError, TypeError) as error:
+                if number < len(lines):
+                    raise InputError(f"{path}, line {number} is damaged: {first_line(error)}") from error
+        return records
 
     def goes_on(self, resume: bool) -> bool:
         """Whether a run is continued: asked for, or torchrun started it again. Otherwise the folder must be free."""

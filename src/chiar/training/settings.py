@@ -2,10 +2,11 @@
 
 import json
 import math
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
+from chiar.config_checks import fits
 from chiar.errors import require, unknown_name
 
 CHOICES = {"precision": ("auto", "bf16", "fp32"), "mixing": ("weights", "added"), "parallel": ("auto", "ddp", "fsdp")}
@@ -20,9 +21,7 @@ class TrainSettings:
 
     data: Annotated[list[str], "Prepared corpus; several mix."] = field(default_factory=list)
     initial: Annotated[str, "Model folder whose weights the run starts from; empty: the seed's. Heads start anew."] = ""
-    mixing: Annotated[str, "weights draw a micro-batch's corpus; added (paper): the first, some with another."] = (
-        "weights"
-    )
+    mixing: Annotated[str, "weights draw a micro-batch's corpus; added (paper): first, some with another."] = "weights"
     weights: Annotated[list[float] | None, "One a corpus; equal when not given."] = None
     added_share: Annotated[float, "Probability of a micro-batch beside the first corpus' one (mixing=added)."] = 0.25
     length: Annotated[int, "Tokens a row."] = 256
@@ -58,14 +57,11 @@ class TrainSettings:
     def validate(self) -> None:
         """Raise InputError with the value received and what is allowed."""
         for setting in fields(self):
-            name, value, default = setting.name, getattr(self, setting.name), setting.default
-            if default is not None and default is not MISSING:
-                whole_number = isinstance(default, float) and type(value) is int
-                right = whole_number or type(value) is type(default)
-                require(right, f"{name} must be {type(default).__name__}, got {value!r}.")
+            name, value, kind = setting.name, getattr(self, setting.name), get_args(setting.type)[0]
+            require(fits(value, kind), f"{name} must be {getattr(kind, '__name__', kind)}, got {value!r}.")
             if name in CHOICES and value not in CHOICES[name]:
                 raise unknown_name(name, value, CHOICES[name])
-            if type(default) in (int, float):
+            if kind in (int, float):
                 limit = f"be at least {LEAST[name]}" if name in LEAST else "not be negative or nan"
                 require(LEAST.get(name, 0) <= value < math.inf, f"{name} must {limit}, got {value}.")
         require(self.ema < 1.0, f"ema must be less than 1, got {self.ema}.")
@@ -88,14 +84,15 @@ class TrainSettings:
         names = [setting.name for setting in fields(cls)]
         for name in data.keys() - set(names):
             raise unknown_name("training setting", name, names)
-        return cls(**data)
+        settings = cls(**data)
+        settings.validate()
+        return settings
 
 
 def finetune_settings(chosen: dict[str, Any], length: int, documents: int, epochs: float) -> TrainSettings:
     """Settings of a run on labelled documents: those `chosen`, else what suits (lengths vary: nothing is compiled)."""
     require(0.0 < epochs < math.inf, f"epochs must be more than 0, got {epochs}.")
     asked = TrainSettings.from_dict({"batch": 32, **chosen})
-    asked.validate()
     epoch = math.ceil(documents / asked.batch)
     steps = chosen.get("steps", math.ceil(epochs * documents / asked.batch))
     asked = replace(asked, micro_batch=min(asked.batch, 32), length=length, steps=steps, warmup=round(0.06 * steps))

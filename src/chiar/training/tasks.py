@@ -59,9 +59,7 @@ class Rows:
         require(self.count > 0, f"the corpus has {self.split.tokens} tokens: too few for one row of {length}.")
 
     def evaluated(self, limit: int) -> list[int]:
-        if self.labelled:
-            return self.split.choose(limit or None)
-        return list(range(min(limit or self.count, self.count)))
+        return self.split.choose(limit or None) if self.labelled else [*range(self.count)[: limit or None]]
 
     def batch(self, corpus: int, rows: list[int]) -> Batch:
         if not self.labelled:

@@ -163,15 +163,6 @@ class Trainer:
         by_corpus = [{name: row[column] / row[-1] for name, row in rows.items()} for column in range(3)]
         return sum(row[0] for row in table) / sum(row[-1] for row in table), by_corpus
 
-    def summary(self, measured: dict[str, Any]) -> dict[str, Any]:
-        """A step's measurements over all processes as plain numbers."""
-        loss, (losses, gates, _) = self.means(measured["done"])
-        use_LK = self.processes.total(torch.stack([result.use_LK for _, result, _ in measured["done"]]).mean(0))
-        use = [[round(value, 6) for value in row] for row in (use_LK / self.processes.count).tolist()]
-        record = {"step": self.step, "loss": loss, "rate": measured["rate"], "gradient_norm": float(measured["norm"])}
-        record |= {"use": use} | ({"loss_by_corpus": losses} if len(self.corpora) > 1 else {})
-        return record | ({"gate": gates} if self.config.meta_router else {})
-
     @torch.no_grad()
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Validation loss of each corpus, and the accuracy of those with classes, on the same rows every time."""
@@ -198,14 +189,10 @@ class Trainer:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The exponential average in place of the weights, where one is kept."""
-        parameters = dict(self.model.named_parameters()) if self.average else {}
-        kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(self.average[name])
-            yield
-            for name, parameter in parameters.items():
-                parameter.copy_(kept[name])
+        kept = {name: p.detach().clone() for name, p in self.model.named_parameters()} if self.average else {}
+        self.model.load_state_dict(self.average, strict=False)
+        yield
+        self.model.load_state_dict(kept, strict=False)
 
     @contextmanager
     def language(self) -> Iterator[Any]:
