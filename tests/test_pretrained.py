@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from chiar import ChiarConfig, ChiarForCausalLM, ChiarForSequenceClassification, ChiarModel
-from chiar.errors import InputError
-from helpers import LENGTHS, ROWS, TOKENS, small_config
+from helpers import LENGTHS, ROWS, TOKENS, refused, small_config
 
 VOCABULARY, WIDTH, LAYERS = 257, 32, 4
 every_preset = pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"])
@@ -206,8 +205,7 @@ class TestEmbeddings:
         # The output matrix has another number of rows, so the product may be blocked another way.
         assert_same_logits(after[..., :kept], before[..., :kept])
         assert logits(model, torch.tensor([[size - 1]])).isfinite().all()
-        with pytest.raises(InputError, match=rf"token id {size} is outside the vocabulary 0\.\.{size - 1}"):
-            model(torch.tensor([[size]]))
+        refused(rf"token id {size} is outside the vocabulary 0\.\.{size - 1}", model, torch.tensor([[size]]))
         model.save_pretrained(tmp_path)
         loaded = ChiarForCausalLM.from_pretrained(tmp_path).eval()
         assert loaded.config.vocab_size == size
@@ -228,8 +226,7 @@ class TestLoss:
         assert found.loss.item() == pytest.approx(by_hand.item(), abs=1e-5)
         embeddings = model.get_input_embeddings()(ids)
         if model.config.router == "random" and model.config.random_key == "token":
-            with pytest.raises(InputError, match="random_key='token' hashes token ids"):
-                model(inputs_embeds=embeddings)
+            refused("random_key='token' hashes token ids", model, inputs_embeds=embeddings)
         else:
             assert_same_logits(logits(model, None, inputs_embeds=embeddings), found.logits.detach())
 
@@ -263,8 +260,7 @@ class TestLoss:
 
     def test_reentrant_checkpointing_is_refused(self, lively):
         for model in (lively({}), lively({}).model):
-            with pytest.raises(InputError, match="use_reentrant"):
-                model.gradient_checkpointing_enable({"use_reentrant": True})
+            refused("use_reentrant", model.gradient_checkpointing_enable, {"use_reentrant": True})
 
     @pytest.mark.parametrize("keys", ["all", "routed"])
     @pytest.mark.parametrize("preset", ["v1-tiny", "v3-tiny"])
