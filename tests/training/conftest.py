@@ -31,10 +31,7 @@ def settings(corpus):
 
 @pytest.fixture
 def config():
-    def make(name="v3-tiny", **changes):
-        return presets.get(name, **{"hidden_size": 16, **changes})
-
-    return make
+    return lambda name="v3-tiny", **changes: presets.get(name, **{"hidden_size": 16, **changes})
 
 
 @pytest.fixture
