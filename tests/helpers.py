@@ -109,6 +109,10 @@ def padding_mask(side: str, rows: int = 2, tokens: int = 8) -> torch.Tensor:
     return mask
 
 
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
 def refused(match: str, function, /, *inputs, **options) -> InputError:
     """The error with which this call is answered."""
     with pytest.raises(InputError, match=match) as caught:

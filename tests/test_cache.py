@@ -2,6 +2,7 @@
 have lengths of their own, and a token stores nothing where it is not sent."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,19 @@ from chiar.errors import InputError
 from chiar.layers.ragged import BLOCK, LEAST, ROOM, Shelf
 from chiar.layers.sparse import sparse_tokens
 from chiar.model.cache import ChiarCache
-from helpers import ALONG_TIME, LENGTHS, ROWS, TOKENS, fed_logits, feed, mixed_routes, refused, routed_model, token_ids
+from helpers import (
+    ALONG_TIME,
+    LENGTHS,
+    ROWS,
+    TOKENS,
+    fed_logits,
+    feed,
+    gradients,
+    mixed_routes,
+    refused,
+    routed_model,
+    token_ids,
+)
 
 LONG, NEW = 90, 6
 # A decoding step multiplies matrices of another shape than the whole pass, so sums run in another order. Logits reach
@@ -348,19 +361,15 @@ def test_a_sparse_prefill_fills_the_cache(monkeypatch, keys, operators):
     ids, routes = token_ids(ROWS, LONG), ragged_routes(model.config)
     padded = torch.ones_like(ids)
     padded[0, :20], padded[2, :55] = 0, 0
-    lengths = []
-
-    def recorded(block, x_BTD, *rest):
-        lengths.append(x_BTD.shape[1])
-        return sparse_tokens(block, x_BTD, *rest)
-
+    recorded = Mock(side_effect=sparse_tokens)
     monkeypatch.setattr("chiar.layers.block.sparse_tokens", recorded)
     for mask in (None, padded):
         model.config.execution = "sparse"
         inputs = ids, [60, 1, 20, *[1] * 9], mask, routes
         found, cache = fed_logits(model, *inputs)
+        lengths = [call.args[1].shape[1] for call in recorded.call_args_list]
         assert lengths == [60] * len(model.config.routed_layers)
-        lengths.clear()
+        recorded.reset_mock()
         model.config.execution = "dense"
         expected, dense_cache = fed_logits(model, *inputs)
         real = torch.ones_like(ids).bool() if mask is None else mask.bool()
@@ -418,13 +427,11 @@ def test_gradients_through_the_cache(design):
     model, ids = routed_model(**design), token_ids(ROWS, 20)
     routes = ragged_routes(model.config, 20)
 
-    def gradients(logits):
-        model.zero_grad()
-        logits.square().sum().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    expected = gradients(model(ids, forced_routes=routes).logits)
-    found = gradients(fed_logits(model, ids, [8, 1, 5, 1, 1, 1, 3], None, routes, gradients=True)[0])
+    model(ids, forced_routes=routes).logits.square().sum().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    fed_logits(model, ids, [8, 1, 5, 1, 1, 1, 3], None, routes, gradients=True)[0].square().sum().backward()
+    found = gradients(model)
     assert expected.keys() == found.keys()
     for name, gradient in expected.items():
         assert (gradient - found[name]).abs().max() <= 1e-5 * gradient.abs().max() + 1e-12, name

@@ -118,6 +118,11 @@ class TestRoundTrip:
         refused("unknown keys 'rooted'", ChiarForCausalLM, config)
 
 
+OTHER = {name: not value if isinstance(value, bool) else 3 for name, value in REMOVED.items()}
+GONE = [(f"{name}=.*", {name: OTHER[name]}) for name in OTHER if name != "temporal_channels"]
+GONE += [(f"the operator '{name}'", {"operators": [name, "attention"]}) for name in REMOVED_OPERATORS]
+
+
 class TestRemovedFields:
     """Of experiments that are gone: what says nothing opens, what says something names the commit that can run it."""
 
@@ -127,19 +132,11 @@ class TestRemovedFields:
         assert opened.to_dict() == presets.get("v4-tiny").to_dict() == presets.get("v4-tiny", **REMOVED).to_dict()
         assert not any(hasattr(opened, name) for name in REMOVED)
 
-    @pytest.mark.parametrize("name", [name for name in REMOVED if name != "temporal_channels"])
-    def test_other_values_are_refused(self, name):
-        saved = json.loads(presets.get("v3-tiny").to_json_string())
-        other = {**saved, name: not REMOVED[name] if isinstance(REMOVED[name], bool) else 3}
-        for build, inputs in ((ChiarConfig.from_dict, (other,)), (lambda: presets.get("v3-tiny", **{name: 3}), ())):
-            refused(f"{name}=.* is gone .*: commit {LAST_COMMIT} runs it", build, *inputs)
-
-    @pytest.mark.parametrize("operator", REMOVED_OPERATORS)
-    def test_removed_operators_are_refused(self, operator):
-        operators = [operator, "attention"]
-        reason = f"the operator '{operator}' is gone .*: commit {LAST_COMMIT} runs it"
-        refused(reason, presets.get, "v3-tiny", operators=operators)
-        refused(reason, ChiarConfig.from_dict, {**presets.get("v3-tiny").to_dict(), "operators": operators})
+    @pytest.mark.parametrize(("what", "change"), GONE, ids=str)
+    def test_other_values_and_operators_are_refused(self, what, change):
+        reason = f"{what} is gone .*: commit {LAST_COMMIT} runs it"
+        refused(reason, presets.get, "v3-tiny", **change)
+        refused(reason, ChiarConfig.from_dict, {**presets.get("v3-tiny").to_dict(), **change})
 
 
 def misspelt(name):

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from unittest.mock import Mock
 
 import numpy as np
@@ -20,6 +19,7 @@ from chiar.data.listops import GeneratedListOps
 from chiar.data.prepare import Display, TokensFile, prepare
 from chiar.data.shards import Corpus, fingerprint
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
+from commands import wait_until
 from helpers import refused
 from small_corpora import BYTES, WHOLE, all_refused, sentence, text_file, tree, wikitext_folder
 
@@ -119,10 +119,7 @@ def test_kill_9_and_resume(tmp_path):
     progress = tmp_path / ".out.partial" / "train.progress.json"
     for least in (100, 400):
         process = subprocess.Popen([sys.executable, "-c", SLOW, tmp_path], stderr=subprocess.DEVNULL)
-        while process.poll() is None:
-            if progress.is_file() and json.loads(progress.read_text())["counts"][0] >= least:
-                break
-            time.sleep(0.005)
+        wait_until(lambda: progress.is_file() and json.loads(progress.read_text())["counts"][0] >= least)  # noqa: B023
         assert process.poll() is None, "it ended before it could be killed"
         process.kill()
         process.wait()
@@ -137,13 +134,10 @@ def test_kill_9_and_resume(tmp_path):
 
 
 def test_two_preparations_of_one_corpus_do_not_meet(tmp_path, source):
-    def second(*_):
-        refused("another process is preparing", prepare, source, tmp_path / "out", BYTES)
-
-    (tmp_path / "out").mkdir()  # an empty folder may be the target
-    (display := Display()).at = second
-    prepare(source, tmp_path / "out", BYTES, display=display)
-    Corpus.open(tmp_path / "out", verify=True)
+    (out := tmp_path / "out").mkdir()  # an empty folder may be the target
+    (display := Display()).at = lambda *_: refused("another process is preparing", prepare, source, out, BYTES)
+    prepare(source, out, BYTES, display=display)
+    Corpus.open(out, verify=True)
 
 
 def test_tokens_files_become_a_corpus_unchanged(tmp_path, monkeypatch):

@@ -56,9 +56,8 @@ def test_gap_and_ratio(two):
     assert routed["f, mean of the routed layers"] == "0.2500" and "(pool: batch)" in routed["g, mean of the gate"]
     assert columns["base"]["gap to the baseline, nats"] == "+0.0000"
     assert text.count("a subset") == 1
-    write(
-        two[0], dataclasses.replace(BASE, scores=reports.ClassScores(10, 50, 0, 0.5, ["no", "yes"], [[3, 1], [2, 4]]))
-    )
+    classes = reports.ClassScores(10, 50, 0, 0.5, ["no", "yes"], [[3, 1], [2, 4]])
+    write(two[0], dataclasses.replace(BASE, scores=classes))
     assert compared(two[:1])[1]["base"]["accuracy"] == "70.00%"
 
 

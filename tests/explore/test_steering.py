@@ -52,8 +52,7 @@ def test_a_share_is_what_attention_gets_a_higher_cut_means_less_and_the_model_is
 
 def test_a_shift_is_a_model_with_other_thresholds_or_another_bias(lively):
     model = lively({"thresholds": [0.79, 0.81]})
-    steering = Steering("shift", 0.013)
-    moved = run(model, steering)
+    moved = run(model, Steering("shift", 0.013))
     model.model.set_thresholds([0.803, 0.823])
     expected = run(model)
     assert torch.equal(moved.logits, expected.logits)

@@ -12,7 +12,7 @@ from implementations import implementations
 from chiar import ChiarForCausalLM
 from chiar.kernels import packed_norm, packing
 from chiar.layers import sparse
-from helpers import randomise, small_config, token_ids
+from helpers import gradients, randomise, small_config, token_ids
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 TESTED = ("packing", "packed_attention", "decode_attention", "linear_cross_entropy")
@@ -43,7 +43,7 @@ def test_recomputed_layers_give_the_same_gradients(implementation, monkeypatch):
         model.zero_grad()
         loss = model(ids, labels=ids).loss
         loss.backward()
-        found.append((loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+        found.append((loss.detach(), gradients(model)))
     # The same kernels over the same numbers.
     torch.testing.assert_close(found[1], found[0])
 

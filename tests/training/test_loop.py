@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from runs import assert_same_run, command, final_state, full_disk, interrupted, metrics, run, start, wait_for
+from runs import assert_same_run, command, final_state, full_disk, interrupted, metrics, run, start
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -21,6 +21,7 @@ from chiar.training.distributed import start as start_processes
 from chiar.training.run_folder import RunFolder, launch
 from chiar.training.trainer import Trainer
 from commands import run as chiar
+from commands import wait_until
 from helpers import refused
 
 RESUMED = {
@@ -59,7 +60,7 @@ def test_kill_9_at_a_random_moment_changes_nothing(corpus, tmp_path):
     run(command(corpus, tmp_path / "straight"), tmp_path / "log")
     out = tmp_path / "killed"
     process = start(command(corpus, out), tmp_path / "log")
-    wait_for(out / "checkpoints" / "latest")
+    wait_until((out / "checkpoints" / "latest").exists)
     time.sleep(random.Random(os.getpid()).uniform(0, 0.05))
     process.kill()
     process.join()

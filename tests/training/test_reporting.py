@@ -19,13 +19,9 @@ from chiar.training.run_folder import RunFolder
 from helpers import refused
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def test_a_terminal_shows_bar_time_left_and_records(go, monkeypatch):
-    screen = Terminal()
+    screen = io.StringIO()
+    screen.isatty = lambda: True
     with monkeypatch.context() as patch:
         patch.setenv("TERM", "xterm")
         patch.setenv("COLUMNS", "150")
