@@ -90,19 +90,14 @@ def generate(model, prompt, fast=False, **options):
     return found
 
 
-def clear_choices(model, prompt, **options):
-    """Greedy tokens of uncached decoding, each of them the best by a margin."""
-    found = generate(model, prompt, use_cache=False, output_logits=True, return_dict_in_generate=True, **options)
-    for logits in found.logits:
-        best = logits.topk(2).values
-        assert (best[:, 0] - best[:, 1]).min() > TOKEN_MARGIN
-    return found.sequences
-
-
 def test_greedy_generation(lively, option, ids, left_mask):
     """Without a cache, with one, by fixed steps where there are such, and the best token of the whole pass."""
     model = lively(option).double()
-    expected = clear_choices(model, ids, attention_mask=left_mask)
+    plainly = {"use_cache": False, "output_logits": True, "return_dict_in_generate": True}
+    found = generate(model, ids, attention_mask=left_mask, **plainly)
+    first, second = torch.stack(found.logits).topk(2).values.unbind(-1)
+    assert (first - second).min() > TOKEN_MARGIN
+    expected = found.sequences
     mask = torch.cat([left_mask, left_mask.new_ones(ROWS, NEW - 1)], 1)
     best = whole(model, expected[:, :-1], mask).logits[:, TOKENS - 1 :].argmax(-1)
     assert torch.equal(expected, torch.cat([ids, best], 1))
@@ -116,9 +111,7 @@ def test_padded_rows_sampling_and_beams(lively, some, ids, left_mask, monkeypatc
     embeddings what their tokens do."""
     model = lively(some).double()
     orders, reorder = [], ChiarCache.reorder_cache
-    monkeypatch.setattr(
-        ChiarCache, "reorder_cache", lambda cache, rows: orders.append(rows.tolist()) or reorder(cache, rows)
-    )
+    monkeypatch.setattr(ChiarCache, "reorder_cache", lambda *given: orders.append(given[1].tolist()) or reorder(*given))
     for how in ({}, {"num_beams": 3}, {"do_sample": True, "temperature": 3.0}):
         found = generate(model, ids, attention_mask=left_mask, **how)
         assert torch.equal(found, generate(model, ids, True, attention_mask=left_mask, **how))

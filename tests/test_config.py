@@ -21,22 +21,21 @@ def refused(match, build=ChiarConfig, /, *inputs, **fields):
     assert "\n" not in str(error) and str(error).endswith((".", "?"))
 
 
-class TestSizes:
-    # Trainable parameters of the published models.
-    @pytest.mark.parametrize(
-        ("preset", "routing", "parameters"),
-        [
-            *[("baseline-400m", None, 404_159_488), ("v3-400m", "threshold", 400_043_009)],
-            *[("baseline-16m", None, 16_025_344), ("v3-16m", "threshold", 15_764_225)],
-            *[("v3-16m", "soft", 15_765_257), ("v3-16m", "hard", 15_765_257)],
-            *[("v2-16m", "threshold", 15_829_504), ("v1-16m", "hard", 15_898_124)],
-        ],
-    )
-    def test_trainable_parameters(self, preset, routing, parameters):
-        with torch.device("meta"):
-            model = ChiarForCausalLM(presets.get(preset, routing=routing))
-        assert sum(p.numel() for p in model.parameters()) == parameters
-        assert all(p.requires_grad for p in model.parameters())
+# Trainable parameters of the published models.
+@pytest.mark.parametrize(
+    ("preset", "routing", "parameters"),
+    [
+        *[("baseline-400m", None, 404_159_488), ("v3-400m", "threshold", 400_043_009)],
+        *[("baseline-16m", None, 16_025_344), ("v3-16m", "threshold", 15_764_225)],
+        *[("v3-16m", "soft", 15_765_257), ("v3-16m", "hard", 15_765_257)],
+        *[("v2-16m", "threshold", 15_829_504), ("v1-16m", "hard", 15_898_124)],
+    ],
+)
+def test_trainable_parameters(preset, routing, parameters):
+    with torch.device("meta"):
+        model = ChiarForCausalLM(presets.get(preset, routing=routing))
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert all(p.requires_grad for p in model.parameters())
 
 
 class TestDefaults:

@@ -167,27 +167,26 @@ def test_a_process_that_never_imported_chiar(lively, tmp_path):
     assert_same_state(ChiarForCausalLM.from_pretrained(tmp_path / "again"), model)
 
 
-class TestEmbeddings:
-    @pytest.mark.parametrize("size", [300, 200])
-    def test_resizing(self, lively, ids, tmp_path, size):
-        model = lively({})
-        ids = ids % 200
-        before, rows = logits(model, ids), model.get_input_embeddings().weight.detach().clone()
-        model.resize_token_embeddings(size)
-        kept = min(size, VOCABULARY)
-        assert model.config.vocab_size == size
-        assert model.get_input_embeddings().weight.shape == (size, WIDTH)
-        assert model.lm_head.weight is model.get_input_embeddings().weight
-        assert torch.equal(model.get_input_embeddings().weight[:kept], rows[:kept])
-        after = logits(model, ids)
-        # The output matrix has another number of rows, so the product may be blocked another way.
-        assert_same_logits(after[..., :kept], before[..., :kept])
-        assert logits(model, torch.tensor([[size - 1]])).isfinite().all()
-        refused(rf"token id {size} is outside the vocabulary 0\.\.{size - 1}", model, torch.tensor([[size]]))
-        model.save_pretrained(tmp_path)
-        loaded = ChiarForCausalLM.from_pretrained(tmp_path).eval()
-        assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
-        assert_same_logits(logits(loaded, ids), after)
+@pytest.mark.parametrize("size", [300, 200])
+def test_resizing(lively, ids, tmp_path, size):
+    model = lively({})
+    ids = ids % 200
+    before, rows = logits(model, ids), model.get_input_embeddings().weight.detach().clone()
+    model.resize_token_embeddings(size)
+    kept = min(size, VOCABULARY)
+    assert model.config.vocab_size == size
+    assert model.get_input_embeddings().weight.shape == (size, WIDTH)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert torch.equal(model.get_input_embeddings().weight[:kept], rows[:kept])
+    after = logits(model, ids)
+    # The output matrix has another number of rows, so the product may be blocked another way.
+    assert_same_logits(after[..., :kept], before[..., :kept])
+    assert logits(model, torch.tensor([[size - 1]])).isfinite().all()
+    refused(rf"token id {size} is outside the vocabulary 0\.\.{size - 1}", model, torch.tensor([[size]]))
+    model.save_pretrained(tmp_path)
+    loaded = ChiarForCausalLM.from_pretrained(tmp_path).eval()
+    assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+    assert_same_logits(logits(loaded, ids), after)
 
 
 class TestLoss:

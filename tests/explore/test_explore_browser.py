@@ -1,7 +1,6 @@
 """The page and the report in a real Chromium: typed, dragged, compared, continued; no error, no outside request."""
 
 import time
-from contextlib import ExitStack
 from unittest.mock import Mock
 from urllib.parse import urlsplit
 
@@ -16,12 +15,11 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture(scope="module")
 def browser():
-    with ExitStack() as stack:
-        try:
-            found = stack.enter_context(chromium())
-        except NoBrowser as error:
-            pytest.skip(str(error))
-        yield found
+    try:
+        with chromium() as found:
+            yield found
+    except NoBrowser as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
