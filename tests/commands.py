@@ -18,8 +18,8 @@ def run(*arguments):
     return result.exit_code, result.output
 
 
-def wait_until(true, seconds=60.0):
+def wait_until(true, seconds=120.0):
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "work went on"
-        time.sleep(0.02)
+        time.sleep(0.002)

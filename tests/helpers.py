@@ -1,9 +1,11 @@
 """Small models with weights that leave nothing at its initial symmetry, and inputs to go with them."""
 
+import pytest
 import torch
 
 from chiar import presets
 from chiar.config import ChiarConfig
+from chiar.errors import InputError
 from chiar.model.cache import ChiarCache
 from chiar.model.modeling import ChiarForCausalLM
 
@@ -105,6 +107,17 @@ def padding_mask(side: str, rows: int = 2, tokens: int = 8) -> torch.Tensor:
         padding = {"left": slice(0, row + 1), "right": slice(tokens - row - 1, tokens), "holes": slice(2, row + 3)}
         mask[row, padding[side]] = 0
     return mask
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def refused(match: str, function, /, *inputs, **options) -> InputError:
+    """The error with which this call is answered."""
+    with pytest.raises(InputError, match=match) as caught:
+        function(*inputs, **options)
+    return caught.value
 
 
 def feed(

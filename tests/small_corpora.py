@@ -5,15 +5,12 @@ import json
 import random
 from pathlib import Path
 
-import pytest
-
 from chiar.data.catalog import build_source
 from chiar.data.prepare import prepare
 from chiar.data.shards import Corpus
 from chiar.data.tokenizers import TokenizerChoice
-from chiar.errors import InputError
 from chiar.model.modeling import ChiarForCausalLM
-from helpers import randomise, small_config
+from helpers import randomise, refused, small_config
 
 BYTES = TokenizerChoice("bytes")
 WHOLE = (1.0, 0.0, 0.0)
@@ -90,13 +87,8 @@ def tree(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def refused(message: str):
-    return pytest.raises(InputError, match=message)
-
-
 def all_refused(make, path: Path, cases: dict):
     """Each content of the file is answered with its sentence."""
     for content, message in cases.items():
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        with refused(message):
-            make()
+        refused(message, make)

@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from chiar import ChiarConfig, ChiarForCausalLM, ChiarForSequenceClassification, ChiarModel
-from chiar.errors import InputError
-from helpers import LENGTHS, ROWS, TOKENS, small_config
+from helpers import LENGTHS, ROWS, TOKENS, gradients, refused, small_config
 
 VOCABULARY, WIDTH, LAYERS = 257, 32, 4
 every_preset = pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"])
@@ -30,10 +29,6 @@ GRADIENT_ROUNDING = 1e-4
 def logits(model, ids, **kwargs):
     with torch.no_grad():
         return model(ids, **kwargs).logits
-
-
-def gradients(model):
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def assert_same_logits(found, expected):
@@ -80,16 +75,13 @@ class TestSaving:
         assert sum(sizes.values()) == sum(p.numel() for p in model.parameters()) + sum(buffers)
 
         assert type(AutoConfig.from_pretrained(tmp_path)) is ChiarConfig
-        language_model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-        assert type(language_model) is ChiarForCausalLM
-        assert language_model.lm_head.weight is language_model.model.embed_tokens.weight
         assert type(AutoModelForCausalLM.from_config(model.config)) is ChiarForCausalLM
-        decoder = AutoModel.from_pretrained(tmp_path)
-        assert type(decoder) is ChiarModel
-        assert_same_state(decoder, model.model)
-        classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
-        assert type(classifier) is ChiarForSequenceClassification
-        assert_same_state(classifier.model, model.model)
+        kinds = {AutoModelForSequenceClassification: ChiarForSequenceClassification, AutoModel: ChiarModel}
+        for auto, kind in {**kinds, AutoModelForCausalLM: ChiarForCausalLM}.items():
+            loaded = auto.from_pretrained(tmp_path)
+            assert type(loaded) is kind
+            assert_same_state(loaded.base_model, model.model)
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
         half = ChiarForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
         assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
@@ -113,32 +105,25 @@ class TestSaving:
         assert float(torch.tensor(0.8954).bfloat16()) != float(torch.tensor(0.8954)), "bfloat16 would blur it"
         assert_kept(model, lively({}, thresholds=0.8954), torch.float64 if cast == "double" else torch.float32)
 
-    def test_state_of_experiments_that_are_gone_is_passed_over(self, tmp_path):
-        """A folder of an older version, whose router state held more, opens without a word."""
+    def test_a_folder_of_an_older_version_opens_without_a_word(self, tmp_path):
+        """Its router state held more, of experiments that are gone, and its layer types had another name."""
         model = ChiarForCausalLM(small_config("v4-tiny"))
         model.save_pretrained(tmp_path)
         file = tmp_path / "model.safetensors"
         gone = {"model.router_state.spread_L": torch.ones(2), "model.router_state.progress": torch.zeros(())}
         save_file({**load_file(file), **gone}, file, metadata={"format": "pt"})
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["layer_types"] = config.pop("chiar_layer_types")
+        (tmp_path / "config.json").write_text(json.dumps(config))
         loaded, told = ChiarForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-        assert not any(told.values())
+        assert not any(told.values()) and loaded.config.layer_types == model.config.layer_types
         assert_same_state(loaded, model)
-
-    def test_files_saved_under_the_old_name_of_the_layer_types_open(self, tmp_path):
-        config = small_config("v3-tiny")
-        config.save_pretrained(tmp_path)
-        told = json.loads((tmp_path / "config.json").read_text())
-        told["layer_types"] = told.pop("chiar_layer_types")
-        (tmp_path / "config.json").write_text(json.dumps(told))
-        assert ChiarConfig.from_pretrained(tmp_path).layer_types == config.layer_types
 
 
 FRESH_PROCESS = """
 import sys
 import torch
-from transformers import (
-    AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 folder, again = sys.argv[1:]
 assert AutoTokenizer.from_pretrained(folder + "/lm")("dark").input_ids == [2]
@@ -150,14 +135,9 @@ model = AutoModelForCausalLM.from_pretrained(folder + "/lm", trust_remote_code=T
 decoder = AutoModel.from_pretrained(folder + "/lm", trust_remote_code=True).eval()
 classifier = AutoModelForSequenceClassification.from_pretrained(folder + "/classifier", trust_remote_code=True).eval()
 with torch.no_grad():
-    found = {
-        "layers": config.to_dict()["layer_types"],
-        "logits": model(ids).logits,
-        "states": decoder(ids).last_hidden_state,
-        "classes": classifier(ids).logits,
-    }
+    found = [model(ids).logits, decoder(ids).last_hidden_state, classifier(ids).logits]
 model.save_pretrained(again)
-torch.save(found, folder + "/found.pt")
+torch.save([config.to_dict()["layer_types"], *found], folder + "/found.pt")
 """
 
 
@@ -176,11 +156,9 @@ def test_a_process_that_never_imported_chiar(lively, tmp_path):
     command = [sys.executable, "-c", FRESH_PROCESS, str(tmp_path), str(tmp_path / "again")]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = torch.load(tmp_path / "found.pt")
-    assert found["layers"] == model.config.layer_types
-    assert_same_logits(found["logits"], logits(model, ids))
-    assert_same_logits(found["states"], model.model(ids).last_hidden_state.detach())
-    assert_same_logits(found["classes"], logits(classifier, ids))
+    layers, *found = torch.load(tmp_path / "found.pt")
+    assert layers == model.config.layer_types
+    assert_same_logits(found, [logits(model, ids), model.model(ids).last_hidden_state, logits(classifier, ids)])
     for folder in (tmp_path / "lm", tmp_path / "again"):
         assert [path.name for path in folder.rglob("*.py")] == ["chiar_shim.py"]
         lines = (folder / "chiar_shim.py").read_text().splitlines()
@@ -189,30 +167,26 @@ def test_a_process_that_never_imported_chiar(lively, tmp_path):
     assert_same_state(ChiarForCausalLM.from_pretrained(tmp_path / "again"), model)
 
 
-class TestEmbeddings:
-    @pytest.mark.parametrize("size", [300, 200])
-    def test_resizing(self, lively, ids, tmp_path, size):
-        model = lively({})
-        ids = ids % 200
-        before, rows = logits(model, ids), model.get_input_embeddings().weight.detach().clone()
-        model.resize_token_embeddings(size)
-        kept = min(size, VOCABULARY)
-        assert model.config.vocab_size == size
-        assert model.get_input_embeddings().weight.shape == (size, WIDTH)
-        assert model.lm_head.weight is model.get_input_embeddings().weight
-        assert torch.equal(model.get_input_embeddings().weight[:kept], rows[:kept])
-        after = logits(model, ids)
-        assert after.shape == (ROWS, TOKENS, size)
-        # The output matrix has another number of rows, so the product may be blocked another way.
-        assert_same_logits(after[..., :kept], before[..., :kept])
-        assert logits(model, torch.tensor([[size - 1]])).isfinite().all()
-        with pytest.raises(InputError, match=rf"token id {size} is outside the vocabulary 0\.\.{size - 1}"):
-            model(torch.tensor([[size]]))
-        model.save_pretrained(tmp_path)
-        loaded = ChiarForCausalLM.from_pretrained(tmp_path).eval()
-        assert loaded.config.vocab_size == size
-        assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
-        assert_same_logits(logits(loaded, ids), after)
+@pytest.mark.parametrize("size", [300, 200])
+def test_resizing(lively, ids, tmp_path, size):
+    model = lively({})
+    ids = ids % 200
+    before, rows = logits(model, ids), model.get_input_embeddings().weight.detach().clone()
+    model.resize_token_embeddings(size)
+    kept = min(size, VOCABULARY)
+    assert model.config.vocab_size == size
+    assert model.get_input_embeddings().weight.shape == (size, WIDTH)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert torch.equal(model.get_input_embeddings().weight[:kept], rows[:kept])
+    after = logits(model, ids)
+    # The output matrix has another number of rows, so the product may be blocked another way.
+    assert_same_logits(after[..., :kept], before[..., :kept])
+    assert logits(model, torch.tensor([[size - 1]])).isfinite().all()
+    refused(rf"token id {size} is outside the vocabulary 0\.\.{size - 1}", model, torch.tensor([[size]]))
+    model.save_pretrained(tmp_path)
+    loaded = ChiarForCausalLM.from_pretrained(tmp_path).eval()
+    assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+    assert_same_logits(logits(loaded, ids), after)
 
 
 class TestLoss:
@@ -228,8 +202,7 @@ class TestLoss:
         assert found.loss.item() == pytest.approx(by_hand.item(), abs=1e-5)
         embeddings = model.get_input_embeddings()(ids)
         if model.config.router == "random" and model.config.random_key == "token":
-            with pytest.raises(InputError, match="random_key='token' hashes token ids"):
-                model(inputs_embeds=embeddings)
+            refused("random_key='token' hashes token ids", model, inputs_embeds=embeddings)
         else:
             assert_same_logits(logits(model, None, inputs_embeds=embeddings), found.logits.detach())
 
@@ -263,8 +236,7 @@ class TestLoss:
 
     def test_reentrant_checkpointing_is_refused(self, lively):
         for model in (lively({}), lively({}).model):
-            with pytest.raises(InputError, match="use_reentrant"):
-                model.gradient_checkpointing_enable({"use_reentrant": True})
+            refused("use_reentrant", model.gradient_checkpointing_enable, {"use_reentrant": True})
 
     @pytest.mark.parametrize("keys", ["all", "routed"])
     @pytest.mark.parametrize("preset", ["v1-tiny", "v3-tiny"])
@@ -283,26 +255,23 @@ class TestLoss:
 class TestOutputs:
     def test_hidden_states(self, lively, option, ids):
         model = lively(option)
-        with torch.no_grad():
-            output = model(ids, output_hidden_states=True)
-            states = output.hidden_states
-            assert len(states) == LAYERS + 1
-            assert all(state.shape == (ROWS, TOKENS, WIDTH) for state in states)
-            torch.testing.assert_close(model.model(ids).last_hidden_state, states[-1])
-            torch.testing.assert_close(model.lm_head(states[-1]), output.logits)
-            embedded = model.get_input_embeddings()(ids)
-            if model.config.positions == "learned":
-                embedded = embedded + model.model.embed_positions(torch.arange(TOKENS))
-            if model.config.embedding_norm:
-                embedded = embedded / embedded.pow(2).mean(-1, keepdim=True).sqrt()
-            torch.testing.assert_close(states[0], embedded)
+        output = model(ids, output_hidden_states=True)
+        states = output.hidden_states
+        assert [state.shape for state in states] == [(ROWS, TOKENS, WIDTH)] * (LAYERS + 1)
+        torch.testing.assert_close(model.model(ids).last_hidden_state, states[-1])
+        torch.testing.assert_close(model.lm_head(states[-1]), output.logits)
+        embedded = model.get_input_embeddings()(ids)
+        if model.config.positions == "learned":
+            embedded = embedded + model.model.embed_positions(torch.arange(TOKENS))
+        if model.config.embedding_norm:
+            embedded = embedded / embedded.pow(2).mean(-1, keepdim=True).sqrt()
+        torch.testing.assert_close(states[0], embedded)
 
     @pytest.mark.parametrize("keys", ["all", "routed"])
     @every_preset
     def test_attentions(self, lively, ids, left_mask, preset, keys):
         model = lively({"preset": preset}, keys=keys, attn_implementation="eager")
-        with torch.no_grad():
-            attentions = model(ids, attention_mask=left_mask, output_attentions=True).attentions
+        attentions = model(ids, attention_mask=left_mask, output_attentions=True).attentions
         assert [weights is None for weights in attentions] == [kind == "spectral" for kind in model.config.layer_types]
         for weights in filter(lambda weights: weights is not None, attentions):
             assert weights.shape == (ROWS, model.config.num_attention_heads, TOKENS, TOKENS)
@@ -333,10 +302,9 @@ class TestClassification:
     @pytest.mark.parametrize("pool", ["last", "mean"])
     def test_pools_and_padding(self, lively, ids, left_mask, pool):
         model = self.build(lively, pool)
-        with torch.no_grad():
-            states = model.model(ids).last_hidden_state
-            expected = model.score(states[:, -1] if pool == "last" else states.mean(1))
-            other = model.score(states[:, -1] if pool == "mean" else states.mean(1))
+        states = model.model(ids).last_hidden_state
+        pooled = {"last": model.score(states[:, -1]), "mean": model.score(states.mean(1))}
+        expected, other = pooled.pop(pool), *pooled.values()
         assert_same_logits(logits(model, ids), expected)
         assert (other - expected).abs().max() > 0.1
         rows = [ids[row : row + 1, :length] for row, length in enumerate(LENGTHS)]

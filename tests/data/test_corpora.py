@@ -15,7 +15,8 @@ from chiar.data import corpora
 from chiar.data.catalog import build_source
 from chiar.data.corpora import Labelled, Stdlib, Text, WikiText
 from chiar.data.prepare import TokensFile
-from small_corpora import WHOLE, all_refused, refused, sentence, text_file, wikitext_folder
+from helpers import refused
+from small_corpora import WHOLE, all_refused, sentence, text_file, wikitext_folder
 
 
 def texts(source, split="train"):
@@ -33,8 +34,7 @@ def test_hash_splits_keep_their_shares_and_never_move_a_document():
     assert [names.count(split) / 4000 for split in ("valid", "test")] == pytest.approx([0.1, 0.1], abs=0.015)
     assert names[::-1] == [corpora.split_by_hash(f"document {n}", fractions) for n in reversed(range(4000))]
     for impossible in [(0.9, 0.1, 0.1), (0.0, 0.5, 0.5), (1.2, -0.1, -0.1)]:
-        with refused("split fractions must"):
-            corpora.carve_all(impossible)
+        refused("split fractions must", corpora.carve_all, impossible)
     valid, none = "basic_val.tsv dev.jsonl 00-validation.parquet", "notes.txt training.txt train-test.txt"
     for split, files in {"test": "test_d20s.tsv.xz", "valid": valid, None: none}.items():
         assert {corpora.split_of_file(Path(name)) for name in files.split()} == {split}
@@ -64,11 +64,9 @@ def test_wikitext_from_the_hub_equals_the_files(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", Mock(load_dataset=load_dataset))
     assert texts(source, "valid") == expected["valid"]
     load_dataset.assert_called_with("Salesforce/wikitext", "wikitext-103-v1", split="validation", streaming=True)
-    with refused("could not be fetched from the Hub: no network"):
-        texts(source)
+    refused("could not be fetched from the Hub: no network", texts, source)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with refused("pip install 'chiar\\[hub\\]'"):
-        texts(source)
+    refused("pip install 'chiar\\[hub\\]'", texts, source)
 
 
 def test_imdb_in_the_official_layout(tmp_path):
@@ -84,16 +82,13 @@ def test_imdb_in_the_official_layout(tmp_path):
     assert all(("fine" in d.text) == (d.label == 1) and "unlabelled" not in d.text for d in everything(source))
     assert [d.label for d in source.documents("test")] == [0, 1] * 6
     (tmp_path / "aclImdb" / "test" / "pos" / "3_9.txt").write_text("")
-    with refused(r"3_9.txt is empty"):
-        texts(source, "test")
+    refused(r"3_9.txt is empty", texts, source, "test")
     (tmp_path / "aclImdb" / "train" / "neg").rename(tmp_path / "negative")
-    with refused("no folder neg"):
-        Labelled([tmp_path], "imdb")
+    refused("no folder neg", Labelled, [tmp_path], "imdb")
 
 
 def test_imdb_tables(tmp_path):
-    with refused("holds neither"):
-        Labelled([tmp_path], "imdb")
+    refused("holds neither", Labelled, [tmp_path], "imdb")
     (tmp_path / "train.tsv.gz").write_bytes(gzip.compress(b'label\ttext\n0\tpoor "quoted, \n1\tfine\n'))
     (tmp_path / "valid.csv").write_text('review,sentiment\n"fine, with\na ""second"" line",positive\npoor,negative\n')
     (tmp_path / "test.tsv").write_text("1\tno header\n")
@@ -132,8 +127,7 @@ def test_plain_text_in_paragraphs_lines_and_files_splits_by_hash_or_file_name(tm
     expected = {"paragraphs": ["one\ntwo\r\n", "three\n", "four"], "lines": ["one\n", "two\r\n", "three\n", "four"]}
     expected["files"] = ["one\ntwo\r\n\r\n\n   \nthree\n\nfour"]
     assert {unit: texts(Text([path], fractions=WHOLE, unit=unit)) for unit in expected} == expected
-    with refused("Did you mean 'lines'"):
-        Text([path], unit="line")
+    refused("Did you mean 'lines'", Text, [path], unit="line")
     assert len(texts(Text([text_file(path)]))) < len(everything(Text([path]))) == 200
     files = [tmp_path / f"{split}.txt" for split in ("train", "validation", "test")]
     for file in files:
@@ -159,16 +153,13 @@ def test_parquet(tmp_path, monkeypatch):
     path.write_bytes(b"PAR1")
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "pyarrow.parquet", None)
-        with refused("pip install 'chiar\\[parquet\\]'"):
-            texts(Text([path]))
+        refused("pip install 'chiar\\[parquet\\]'", texts, Text([path]))
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    with refused("not a readable parquet file"):
-        texts(Text([path]))
+    refused("not a readable parquet file", texts, Text([path]))
     parquet.write_table(pyarrow.table({"text": [f"row {n}" for n in range(3000)], "other": range(3000)}), path)
     assert texts(Text([path], fractions=WHOLE)) == [f"row {n}" for n in range(3000)]
     for field, message in {"body": "no field 'body' \\(it has text, other\\)", "other": "'other' is int"}.items():
-        with refused(f"row 1.*{message}"):
-            texts(Text([path], field=field))
+        refused(f"row 1.*{message}", texts, Text([path], field=field))
 
 
 def test_damaged_and_missing_files(tmp_path):
@@ -179,14 +170,12 @@ def test_damaged_and_missing_files(tmp_path):
         all_refused(lambda name=name: texts(Text([tmp_path / name])), tmp_path / name, cases)
     (tmp_path / "empty").mkdir()
     for name, message in [("missing.txt", "there is no file or folder"), ("empty", "holds no text file")]:
-        with refused(message):
-            Text([tmp_path / name])
+        refused(message, Text, [tmp_path / name])
 
 
 def test_harvesting_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.setattr(Stdlib, "folder", tmp_path)
-    with refused("no Python sources"):
-        Stdlib()
+    refused("no Python sources", Stdlib)
     files = {"first.py": '"""First."""\nraise SystemExit\ndef f(x, y=1):\n    "Do f."\n', "third.py": "'Do g.'\n"}
     files["pydoc_data/topics.py"] = "# a comment\ntopics = {'b': 'B\\n', 'a': 'A\\n'}\n"
     files["second.py"] = "class C:\n    'Do f.'\n    if 1:\n        async def g(self): 'Do g.'\n"
@@ -206,11 +195,9 @@ def test_tokens_files_are_concatenated_in_order(tmp_path):
     source = TokensFile([tmp_path])
     assert source.splits == ("train", "valid")
     assert np.array_equal(np.concatenate(list(source.blocks("train"))), parts.ravel())
-    with refused("odd number of bytes"):
-        list(source.blocks("valid"))
+    refused("odd number of bytes", list, source.blocks("valid"))
     (tmp_path / "train.3.u16.xz").unlink()
-    with refused("not numbered"):
-        TokensFile([tmp_path])
+    refused("not numbered", TokensFile, [tmp_path])
 
 
 def test_the_catalog_finds_corpora_by_name_and_files_by_path(tmp_path, monkeypatch):
@@ -226,9 +213,6 @@ def test_the_catalog_finds_corpora_by_name_and_files_by_path(tmp_path, monkeypat
     cases |= {"wikitext-2-raw .": "holds none of", "stdlib notes.txt": "takes no files"}
     cases |= {"tokens notes.txt": "not a folder", "text": "at least one text file"}
     for arguments, message in cases.items():
-        with refused(message):
-            build_source(arguments.split())
-    with refused("--depth is an option of listops, listops-lra, not for imdb"):
-        build_source(["imdb", "."], depth=3)
-    with refused("--seed is .*not for listops from files"):
-        build_source(["listops", "notes.txt"], seed=1)
+        refused(message, build_source, arguments.split())
+    refused("--depth is an option of listops, listops-lra, not for imdb", build_source, ["imdb", "."], depth=3)
+    refused("--seed is .*not for listops from files", build_source, ["listops", "notes.txt"], seed=1)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,7 @@ from chiar.data.catalog import CATALOG, spelling
 from chiar.data.shards import Corpus
 from small_corpora import text_file, tree, wikitext_folder
 
-
-def run(*arguments):
-    return commands.run("data", *arguments)
+run = partial(commands.run, "data")
 
 
 def in_new_process(arguments, heavy):

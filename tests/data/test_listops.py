@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chiar.data.listops import GeneratedListOps, ListOpsFiles, evaluate, generate
-from small_corpora import all_refused, refused
+from helpers import refused
+from small_corpora import all_refused
 
 # Rows of the published test set.
 DEEP = "( ( ( ( ( ( [SM ( ( ( ( ( [MIN ( ( ( ( ( ( [MIN 5 ) ( ( ( ( [SM 5 ) 4 ) 1 ) ] ) ) 0 ) 4 ) 9 ) ] ) ) 8 ) 7 ) "
@@ -84,11 +85,10 @@ def test_generation_is_seeded_and_splits_share_nothing():
 def test_impossible_shapes_end_with_a_sentence(monkeypatch):
     cases = [({"depth": 1}, "at least 2"), ({"arguments": 1}, "at least 2"), ({"examples": (0, 1, 1)}, "at least 1")]
     for options, message in [*cases, ({"min_length": 9, "max_length": 8}, "--min-length")]:
-        with refused(message):
-            GeneratedListOps([], "listops", **options)
+        refused(message, GeneratedListOps, [], "listops", **options)
     monkeypatch.setattr("chiar.data.listops.PATIENCE", 2000)
-    with refused("no new expression"):
-        list(GeneratedListOps([], "listops", depth=2, arguments=2, examples=(500, 0, 0)).documents("train"))
+    few = GeneratedListOps([], "listops", depth=2, arguments=2, examples=(500, 0, 0))
+    refused("no new expression", list, few.documents("train"))
 
 
 def test_published_files_and_those_of_the_arena(tmp_path):
@@ -108,5 +108,4 @@ def test_published_files_and_those_of_the_arena(tmp_path):
     cases |= {"4\t[MIN 4\n": "never closed", "11\t4\n": "label '11' is none of 0, 1", "4\n": "1 columns, expected 2"}
     path = tmp_path / "valid.tsv"
     all_refused(lambda: list(ListOpsFiles([path], "listops").documents("valid")), path, cases)
-    with refused("one file a split"):
-        ListOpsFiles([tmp_path], "listops")
+    refused("one file a split", ListOpsFiles, [tmp_path], "listops")

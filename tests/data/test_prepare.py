@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from unittest.mock import Mock
 
 import numpy as np
@@ -20,7 +19,9 @@ from chiar.data.listops import GeneratedListOps
 from chiar.data.prepare import Display, TokensFile, prepare
 from chiar.data.shards import Corpus, fingerprint
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
-from small_corpora import BYTES, WHOLE, all_refused, refused, sentence, text_file, tree, wikitext_folder
+from commands import wait_until
+from helpers import refused
+from small_corpora import BYTES, WHOLE, all_refused, sentence, text_file, tree, wikitext_folder
 
 BPE = TokenizerChoice("bpe", vocab_size=300)
 
@@ -118,10 +119,7 @@ def test_kill_9_and_resume(tmp_path):
     progress = tmp_path / ".out.partial" / "train.progress.json"
     for least in (100, 400):
         process = subprocess.Popen([sys.executable, "-c", SLOW, tmp_path], stderr=subprocess.DEVNULL)
-        while process.poll() is None:
-            if progress.is_file() and json.loads(progress.read_text())["counts"][0] >= least:
-                break
-            time.sleep(0.005)
+        wait_until(lambda: progress.is_file() and json.loads(progress.read_text())["counts"][0] >= least)  # noqa: B023
         assert process.poll() is None, "it ended before it could be killed"
         process.kill()
         process.wait()
@@ -136,14 +134,10 @@ def test_kill_9_and_resume(tmp_path):
 
 
 def test_two_preparations_of_one_corpus_do_not_meet(tmp_path, source):
-    def second(*_):
-        with refused("another process is preparing"):
-            prepare(source, tmp_path / "out", BYTES)
-
-    (tmp_path / "out").mkdir()  # an empty folder may be the target
-    (display := Display()).at = second
-    prepare(source, tmp_path / "out", BYTES, display=display)
-    Corpus.open(tmp_path / "out", verify=True)
+    (out := tmp_path / "out").mkdir()  # an empty folder may be the target
+    (display := Display()).at = lambda *_: refused("another process is preparing", prepare, source, out, BYTES)
+    prepare(source, out, BYTES, display=display)
+    Corpus.open(out, verify=True)
 
 
 def test_tokens_files_become_a_corpus_unchanged(tmp_path, monkeypatch):
@@ -194,13 +188,11 @@ def test_refusals_leave_nothing_behind(tmp_path, source, monkeypatch):
     cases += [("no train split", wiki, new, TokenizerChoice()), ("tokenised already", ids, new, TokenizerChoice())]
     cases += [("holds id 300, outside the 257 entries", ids, new, BYTES), ("is it binary", binary, new, BYTES)]
     for message, *arguments in cases:
-        with refused(message):
-            prepare(*arguments)
+        refused(message, prepare, *arguments)
         assert tree(tmp_path) == before and not list(tmp_path.glob(".*"))
     monkeypatch.setattr(module, "partial_folder", Mock(side_effect=AssertionError("work was begun")))
     for source, message in ((empty, "is empty"), (none, "is empty"), (short, "split has no text: give more")):
-        with refused(message):
-            prepare(source, new, BYTES)
+        refused(message, prepare, source, new, BYTES)
 
 
 SHARD = 1000
@@ -241,8 +233,7 @@ def test_views_rows_and_what_lies_outside(corpus, ids):
     for start, count in [(-1, 2), (0, -1), (10**9, 1)]:
         with pytest.raises(IndexError, match="split 'train'"):
             split.read(start, count)
-    with refused("Did you mean 'valid'"):
-        corpus.split("val")
+    refused("Did you mean 'valid'", corpus.split, "val")
 
 
 def test_documents_end_with_the_end_of_text_and_decode_to_the_source(corpus):
@@ -279,18 +270,15 @@ def test_damaged_files_are_found(copy):
         right = (copy / name).read_bytes()
         (copy / name).write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
         Corpus.open(copy)
-        with refused(f"{name} does not have the hash"):
-            Corpus.open(copy, verify=True)
+        refused(f"{name} does not have the hash", Corpus.open, copy, verify=True)
         (copy / name).write_bytes(right)
     path = copy / "tokenizer" / "tokenizer.json"
     path.write_text(path.read_text().replace('"use_regex": false', '"use_regex": true'))
-    with refused("not the tokenizer this corpus"):
-        Corpus.open(copy, verify=True)
+    refused("not the tokenizer this corpus", Corpus.open, copy, verify=True)
     path = copy / "train.001.bin"
     all_refused(lambda: Corpus.open(copy), path, {path.read_bytes()[:-2]: "has 1998 bytes, expected 2000"})
     path.unlink()
-    with refused(r"train\.001\.bin is missing"):
-        Corpus.open(copy)
+    refused(r"train\.001\.bin is missing", Corpus.open, copy)
 
 
 def test_manifests_that_cannot_be_used(copy):
@@ -307,5 +295,4 @@ def test_manifests_that_cannot_be_used(copy):
     path.write_text(json.dumps(right))  # nor are arrays ever unpickled
     for array, message in [(np.array([{"a": 1}]), r"not a readable \.npy"), (np.zeros(3), "whole numbers")]:
         np.save(copy / "valid.documents.npy", array, allow_pickle=True)
-        with refused(message):
-            _ = Corpus.open(copy).split("valid").offsets
+        refused(message, getattr, Corpus.open(copy).split("valid"), "offsets")

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from chiar.data.tokenizers import CHARACTER_OF_BYTE, END_OF_TEXT, KINDS, Tokenizer, TokenizerChoice
-from small_corpora import all_refused, refused, sentence
+from helpers import refused
+from small_corpora import all_refused, sentence
 
 SAMPLE = [sentence(n, 60) for n in range(50)]
 # Every kind of space, including those Python and the tokenizers library disagree about, next to everything else.
@@ -86,8 +87,7 @@ def test_training_is_deterministic_and_does_not_depend_on_the_order(pairs):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, input=json.dumps(SAMPLE), check=True, capture_output=True, text=True)
     assert done.stdout.strip() == pairs["bpe"][0].fingerprint and pairs["bpe"][0].vocab_size == 300
-    with refused("at least 257"):
-        Tokenizer.train(SAMPLE, 256)
+    refused("at least 257", Tokenizer.train, SAMPLE, 256)
 
 
 def test_gpt2_from_any_of_its_files(tmp_path, pairs, monkeypatch):
@@ -97,8 +97,7 @@ def test_gpt2_from_any_of_its_files(tmp_path, pairs, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repository, name: str(tmp_path / name))
     assert TokenizerChoice("gpt2", from_hub=True).ready().vocab_size == 50_257
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    with refused(r"could not be fetched from the Hub: no network$"):
-        TokenizerChoice("gpt2", from_hub=True).ready()
+    refused(r"could not be fetched from the Hub: no network$", TokenizerChoice("gpt2", from_hub=True).ready)
 
 
 def test_choices_that_make_no_sense_are_refused(tmp_path):
@@ -106,8 +105,7 @@ def test_choices_that_make_no_sense_are_refused(tmp_path):
     cases |= {"no files": ["bytes", tmp_path], "neither vocab.json": ["gpt2", tmp_path]}
     cases |= {"no tokenizer.json": ["bpe", tmp_path], "not a prepared corpus": [None, None, None, tmp_path]}
     for message, choice in cases.items():
-        with refused(message):
-            TokenizerChoice(*choice).ready()
+        refused(message, TokenizerChoice(*choice).ready)
     assert TokenizerChoice().ready() is None
 
 
@@ -125,5 +123,4 @@ def test_damaged_tokenizers_are_refused(tmp_path):
     all_refused(lambda: Tokenizer.open(tmp_path), path, cases)
     (tmp_path / "merges.txt").write_text("")
     all_refused(lambda: Tokenizer.open(tmp_path), tmp_path / "vocab.json", {"[]": "not a readable tokenizer"})
-    with refused("400 entries, but GPT-2"):
-        TokenizerChoice("gpt2", path=gpt2_folder(tmp_path, entries=400)).ready()
+    refused("400 entries, but GPT-2", TokenizerChoice("gpt2", path=gpt2_folder(tmp_path, entries=400)).ready)

@@ -16,7 +16,8 @@ from chiar.evaluation.report import ClassScores, EvaluationReport
 from chiar.model.modeling import ChiarForSequenceClassification
 from chiar.routing.flops import baseline_of, count_flops
 from commands import run
-from small_corpora import measured_corpus, refused, save, tiny_model
+from helpers import refused
+from small_corpora import measured_corpus, save, tiny_model
 
 LENGTH = 16  # of the models
 
@@ -77,8 +78,7 @@ def test_figures_by_word_and_byte_also_of_a_part(corpus):
     model = tiny_model("baseline-tiny")
     with torch.no_grad():
         model.model.embed_tokens.weight[0] = math.nan
-    with refused("not finite"):
-        measure_perplexity(model, corpus, split, Reading(LENGTH))
+    refused("not finite", measure_perplexity, model, corpus, split, Reading(LENGTH))
 
 
 def test_unigram_entropy_also_in_pieces(corpus, monkeypatch):
@@ -128,8 +128,7 @@ def test_a_limit_spreads_over_the_split(classes, two_classes):
     assert split.choose(1000) == split.choose(None) == list(range(split.documents))
     assert measure_classification(two_classes, classes, split, Reading(LENGTH, rows=4))[0].documents == 4
     other = tiny_model(kind=ChiarForSequenceClassification, num_labels=3)
-    with refused(r"knows 3 classes, but .* has 2"):
-        measure_classification(other, classes, split, Reading(LENGTH))
+    refused(r"knows 3 classes, but .* has 2", measure_classification, other, classes, split, Reading(LENGTH))
 
 
 def test_language_report(corpus, language):
@@ -182,8 +181,7 @@ def test_every_kind_of_model(tmp_path, corpus, changes, remark):
 
 def test_a_run_gives_its_best_model(tmp_path, corpus):
     (tmp_path / "metrics.jsonl").write_text("")
-    with refused("without a best model"):
-        evaluate(str(tmp_path), corpus.folder)
+    refused("without a best model", evaluate, str(tmp_path), corpus.folder)
     save(tiny_model(), tmp_path / "best", corpus.tokenizer())
     report = evaluate(str(tmp_path), corpus.folder, rows=1)
     assert report.model == str(tmp_path / "best") and report.run == str(tmp_path)
@@ -191,11 +189,9 @@ def test_a_run_gives_its_best_model(tmp_path, corpus):
 
 def test_another_tokenizer_is_refused(tmp_path, corpus, language):
     other = measured_corpus(tmp_path / "bpe", tokenizer=TokenizerChoice("bpe", vocab_size=270))
-    with refused(r"vocabulary of 2[67].*more than the 257 entries"):
-        evaluate(language, other.folder)
+    refused(r"vocabulary of 2[67].*more than the 257 entries", evaluate, language, other.folder)
     wide = save(tiny_model(vocab_size=300), tmp_path / "wide", corpus.tokenizer())
-    with refused("prepared with another tokenizer"):
-        evaluate(str(wide), other.folder)
+    refused("prepared with another tokenizer", evaluate, str(wide), other.folder)
     (wide / "tokenizer.json").write_text("{}")
     assert any("not compared" in remark for remark in evaluate(str(wide), other.folder, rows=1).remarks)
 
@@ -213,8 +209,7 @@ def test_what_does_not_fit(tmp_path, corpus, classes, language, classifier):
         (classifier, classes, {"stride": 4}, "--stride is for language corpora"),
         (str(tmp_path / "none"), corpus, {}, "no folder"),
     ):
-        with refused(sentence):
-            evaluate(model, data.folder, **options)
+        refused(sentence, evaluate, model, data.folder, **options)
     assert "a preset with random" in evaluate("v3-tiny", corpus.folder, length=LENGTH, rows=1).remarks[0]
 
 

@@ -13,7 +13,8 @@ from chiar.data.tokens import TextCodec
 from chiar.evaluation.cli import OFFLINE, prepare_harness
 from chiar.evaluation.harness import Reading
 from commands import run
-from small_corpora import measured_corpus, refused, save, tiny_model
+from helpers import refused
+from small_corpora import measured_corpus, save, tiny_model
 
 END, LENGTH = 256, 16
 BYTES = TextCodec(None, None)
@@ -129,8 +130,7 @@ def test_scores_are_those_of_each_row_alone(downstream, preset, pool):
         assert total == pytest.approx(alone[0], abs=1e-4)  # fp32, sums of up to 12 losses of up to 20 nats
         assert greedy == alone[1]
     assert scored[3][1]
-    with refused("raise --length"):
-        lm._loglikelihood_tokens([(("", ""), [1], [2] * 65)], disable_tqdm=True)
+    refused("raise --length", lm._loglikelihood_tokens, [(("", ""), [1], [2] * 65)], disable_tqdm=True)
 
 
 def test_text_of_any_length(folder, tasks, tmp_path, model):

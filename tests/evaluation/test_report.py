@@ -9,7 +9,7 @@ import pytest
 from chiar.evaluation import report as reports
 from chiar.evaluation.report import EvaluationReport, LanguageScores, RoutingUse
 from commands import run
-from small_corpora import refused
+from helpers import refused
 
 BASE = EvaluationReport(
     model="base", run=None, corpus="text", fingerprint="abc", split="test", length=16, stride=None, rows=None,
@@ -56,9 +56,8 @@ def test_gap_and_ratio(two):
     assert routed["f, mean of the routed layers"] == "0.2500" and "(pool: batch)" in routed["g, mean of the gate"]
     assert columns["base"]["gap to the baseline, nats"] == "+0.0000"
     assert text.count("a subset") == 1
-    write(
-        two[0], dataclasses.replace(BASE, scores=reports.ClassScores(10, 50, 0, 0.5, ["no", "yes"], [[3, 1], [2, 4]]))
-    )
+    classes = reports.ClassScores(10, 50, 0, 0.5, ["no", "yes"], [[3, 1], [2, 4]])
+    write(two[0], dataclasses.replace(BASE, scores=classes))
     assert compared(two[:1])[1]["base"]["accuracy"] == "70.00%"
 
 
@@ -77,8 +76,7 @@ def test_what_was_measured_otherwise_is_refused_or_marked(tmp_path, two, runs, k
         paths = [*two, write(tmp_path / "other.json", dataclasses.replace(ROUTED, **changes))]
     else:
         paths = [*runs, run_folder(tmp_path / "other", {"text": 2.5}, **changes)]
-    with refused(f"other was evaluated with another {field} than {paths[0].stem}"):
-        compared(paths)
+    refused(f"other was evaluated with another {field} than {paths[0].stem}", compared, paths)
     text, columns = compared(paths, True)
     assert columns["other"]["evaluated"] == f"≠ {field}" and columns[paths[1].stem]["evaluated"] == "alike"
     assert "mean little" in text
@@ -89,11 +87,9 @@ def test_runs_show_what_training_measured(runs):
     assert list(columns["b"].values()) == ["2.5000", "+0.5000", "100"] and "training's own evaluations" in text
     (runs[1] / "run.json").unlink()  # it says its data no more
     for order in (runs, runs[::-1]):
-        with refused("was evaluated with another data"):
-            compared(order)
+        refused("was evaluated with another data", compared, order)
     (runs[0] / "run.json").write_text('{"settings": {}}')
-    with refused(r"run\.json is damaged"):
-        compared(runs)
+    refused(r"run\.json is damaged", compared, runs)
 
 
 def test_runs_beside_reports(tmp_path, two):

@@ -9,19 +9,14 @@ import httpx
 from chiar.data.tokenizers import Tokenizer
 from chiar.explore.server import Explorer
 from chiar.explore.view import open_models
-from chiar.model.modeling import ChiarForCausalLM
-from helpers import randomise, small_config
+from small_corpora import save, tiny_model
 
 
 def save_model(folder, preset="v3-tiny", **changes):
     """Bytes for tokens, and thresholds its entropies lie on both sides of."""
-    tokenizer = Tokenizer.of_bytes()
-    fields = {"vocab_size": tokenizer.vocab_size, "gate_pool": "causal", "max_position_embeddings": 64, **changes}
     if preset == "v3-tiny" and not {"router", "target_fraction", "thresholds"} & set(changes):
-        fields["thresholds"] = 0.8
-    randomise(ChiarForCausalLM(small_config(preset, **fields)), seed=4).save_pretrained(folder)
-    tokenizer.save(folder)
-    return folder
+        changes["thresholds"] = 0.8
+    return save(tiny_model(preset, seed=4, max_position_embeddings=64, **changes), folder, Tokenizer.of_bytes())
 
 
 class Served:

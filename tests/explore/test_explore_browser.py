@@ -1,7 +1,7 @@
 """The page and the report in a real Chromium: typed, dragged, compared, continued; no error, no outside request."""
 
 import time
-from contextlib import ExitStack
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -15,12 +15,11 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture(scope="module")
 def browser():
-    with ExitStack() as stack:
-        try:
-            found = stack.enter_context(chromium())
-        except NoBrowser as error:
-            pytest.skip(str(error))
-        yield found
+    try:
+        with chromium() as found:
+            yield found
+    except NoBrowser as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
@@ -115,9 +114,7 @@ def test_two_models_stand_side_by_side(page, folders):
     assert panel(page, 1).locator(".cell.dark").count() > 0
 
 
-def test_a_text_is_continued_as_one_watches_until_it_is_stopped_or_breaks_off(watched, served, monkeypatch):
-    page = watched.open(served.url)
-
+def test_a_text_is_continued_as_one_watches_until_it_is_stopped_or_breaks_off(page, watched, served, monkeypatch):
     def carry_on(tokens):
         page.fill("#tokens", str(tokens))
         panel(page).get_by_role("button", name="Continue").click()
@@ -137,11 +134,7 @@ def test_a_text_is_continued_as_one_watches_until_it_is_stopped_or_breaks_off(wa
     page.wait_for_selector(".token.written")
     page.keyboard.press("Escape")
     wait_for_status(", then stopped")
-
-    def broken(self):
-        raise RuntimeError("on purpose")
-
-    monkeypatch.setattr("chiar.generation.writer.Writer.read", broken)
+    monkeypatch.setattr("chiar.generation.writer.Writer.read", Mock(side_effect=RuntimeError("on purpose")))
     carry_on(12)
     page.wait_for_selector("#error:visible")
     wait_for_status("")
@@ -162,8 +155,7 @@ def test_hostile_text_is_only_text(page, text):
         assert "".join(pieces(page)) == text
 
 
-def test_too_long_a_text_is_refused_with_a_sentence(watched, served):
-    page = watched.open(served.url)
+def test_too_long_a_text_is_refused_with_a_sentence(page, watched):
     page.evaluate("document.getElementById('text').value = 'x'.repeat(1_000_000)")
     page.dispatch_event("#text", "input")
     page.wait_for_selector("#error:visible")

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -63,12 +64,8 @@ def test_nothing_is_overwritten_unasked_or_half(written, folders, monkeypatch):
     before, arguments = written.read_text(), ("explore", folders[0], "--prompt", "a", "--export", written)
     code, said = run(*arguments)
     assert code == 2 and "exists already" in said and written.read_text() == before
-
-    def fail(*_):
-        raise OSError("no space left")
-
     with monkeypatch.context() as disk:
-        disk.setattr(os, "fsync", fail)
+        disk.setattr(os, "fsync", Mock(side_effect=OSError("no space left")))
         with pytest.raises(OSError, match="no space"):
             run(*arguments, "--overwrite")
     assert written.read_text() == before and [path.name for path in written.parent.iterdir()] == [written.name]

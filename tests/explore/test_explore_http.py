@@ -109,13 +109,7 @@ def test_limits(served):
 
 def test_wrong_fields(served):
     steers = [5, {"kind": "up", "value": 1}, {"kind": "share", "value": "x"}, {"kind": "share", "value": 2}]
-    wrong = {
-        "text": [5, None],
-        "model": [2, -1, "0", True],
-        "steer": steers,
-        "tokens": [0, 1000],
-        "seed": [-1],
-    }
+    wrong = {"text": [5, None], "model": [2, -1, "0", True], "steer": steers, "tokens": [0, 1000], "seed": [-1]}
     for name, values in {**wrong, "temperature": [-1, 10**400], "more": [1]}.items():
         for value in values:
             refused(served.post("/api/continue", {"text": TEXT, name: value}), 400)

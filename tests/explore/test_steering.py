@@ -7,6 +7,7 @@ import torch
 
 from chiar.errors import InputError
 from chiar.explore.steering import Steering, steered, ways_to_steer, why_not
+from helpers import refused
 
 IDS = torch.randint(0, 200, (1, 24), generator=torch.Generator().manual_seed(1))
 SCORED = {
@@ -51,8 +52,7 @@ def test_a_share_is_what_attention_gets_a_higher_cut_means_less_and_the_model_is
 
 def test_a_shift_is_a_model_with_other_thresholds_or_another_bias(lively):
     model = lively({"thresholds": [0.79, 0.81]})
-    steering = Steering("shift", 0.013)
-    moved = run(model, steering)
+    moved = run(model, Steering("shift", 0.013))
     model.model.set_thresholds([0.803, 0.823])
     expected = run(model)
     assert torch.equal(moved.logits, expected.logits)
@@ -69,13 +69,11 @@ def test_a_random_router_takes_a_share_and_what_has_no_cut_says_so(lively):
     model = lively({"router": "random"})
     shares = [sum(fractions(run(model, Steering("share", share)).routing)) for share in (0.0, 0.5, 1.0)]
     assert shares[0] == 0.0 < shares[1] < shares[2] == 2.0
-    with pytest.raises(InputError, match="way to steer"):
-        run(model, Steering("shift", 0.1))
+    refused("way to steer", run, model, Steering("shift", 0.1))
     for option in ({"preset": "baseline-tiny"}, {"router": "static"}):
         model = lively(option)
         assert ways_to_steer(model.config) == []
-        with pytest.raises(InputError, match=re.escape(why_not(model.config))):
-            run(model, Steering("share", 0.5))
+        refused(re.escape(why_not(model.config)), run, model, Steering("share", 0.5))
 
 
 def test_cuts_found_on_a_text_stay_and_an_error_inside_leaves_the_routers(lively):

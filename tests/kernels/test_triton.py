@@ -7,18 +7,45 @@ from pathlib import Path
 
 import pytest
 import torch
+from implementations import implementations
+
+from chiar import ChiarForCausalLM
+from chiar.kernels import packed_norm, packing
+from chiar.layers import sparse
+from helpers import gradients, randomise, small_config, token_ids
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 TESTED = ("packing", "packed_attention", "decode_attention", "linear_cross_entropy")
 
 
 def test_every_kernel_is_its_definition():
-    """The tests of the plain operators, with Triton's."""
+    """The tests of the plain operators, and that of recomputed layers, with Triton's."""
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in TESTED]
+    files.append(f"{__file__}::{test_recomputed_layers_give_the_same_gradients.__name__}")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "triton", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@implementations("torch")
+def test_recomputed_layers_give_the_same_gradients(implementation, monkeypatch):
+    """torch lets a gradient unpack what a checkpoint recomputes once only."""
+    monkeypatch.setattr(sparse, "host_sees_routes", lambda device: False)
+    if implementation == "triton":
+        for module in (packing, packed_norm):
+            monkeypatch.setattr(module, "wants_triton", lambda *_: True)
+    fields = {"hidden_size": 32, "norm_position": "pre", "light_ffn": False, "keys": "routed", "router": "learned"}
+    config = small_config(**fields, num_attention_heads=2, hard_estimator="selected", execution="sparse")
+    model, ids, found = randomise(ChiarForCausalLM(config)).train(), token_ids(3, 12), []
+    for enable in (lambda: None, model.gradient_checkpointing_enable):
+        enable()
+        model.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        found.append((loss.detach(), gradients(model)))
+    # The same kernels over the same numbers.
+    torch.testing.assert_close(found[1], found[0])
 
 
 def machine_code(function, types, constants, aligned, options, monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -129,10 +130,7 @@ def test_a_row_without_a_next_token_fails_alone(engine, capfd, temperature):
 
 def test_rows_that_cannot_be_dropped_do_not_harm_a_newcomer(engine, monkeypatch, capfd):
     """All layers but the last have lost a row then."""
-    engine.limits = Limits(length=64, rows=4)
-
-    def fail(indices):
-        raise MemoryError("no memory left")
+    engine.limits, fail = Limits(length=64, rows=4), Mock(side_effect=MemoryError("no memory left"))
 
     async def run():
         jobs = [job(10_000) for _ in range(3)]

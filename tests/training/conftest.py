@@ -20,21 +20,14 @@ def labelled(tmp_path_factory, corpus):
 
 @pytest.fixture
 def settings(corpus):
-    def make(**changes):
-        base = {"data": [str(corpus)], "length": 16, "batch": 4, "micro_batch": 2, "steps": 12, "warmup": 3}
-        base |= {"learning_rate": 3e-3, "precision": "fp32", "compile": False, "evaluate_rows": 4}
-        base |= {"evaluate_every": 6, "save_every": 4, "log_every": 1}
-        return TrainSettings(**{**base, **changes})
-
-    return make
+    base = {"data": [str(corpus)], "length": 16, "batch": 4, "micro_batch": 2, "steps": 12, "warmup": 3}
+    base |= {"learning_rate": 3e-3, "precision": "fp32", "compile": False, "evaluate_rows": 4, "evaluate_every": 6}
+    return lambda **changes: TrainSettings(**{**base, "save_every": 4, "log_every": 1, **changes})
 
 
 @pytest.fixture
 def config():
-    def make(name="v3-tiny", **changes):
-        return presets.get(name, **{"hidden_size": 16, **changes})
-
-    return make
+    return lambda name="v3-tiny", **changes: presets.get(name, **{"hidden_size": 16, **changes})
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import sys
-import time
 from contextlib import contextmanager
 from multiprocessing import get_context
 from unittest.mock import Mock
@@ -71,12 +70,6 @@ def run(arguments, log, count=1):
         process.join()
         assert process.exitcode == 0, file.read_text()[-2000:]
     return logs[0].read_text()
-
-
-def wait_for(path):
-    deadline = time.monotonic() + 120
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.002)
 
 
 class Killed(BaseException):

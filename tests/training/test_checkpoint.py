@@ -5,9 +5,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from chiar.errors import InputError
 from chiar.training import checkpoint
 from chiar.training.distributed import Processes
+from helpers import refused
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 
@@ -44,25 +44,22 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(name, damage, t
     checkpoint.load(found.folder, into)
     assert all(torch.equal(into[name], value) for name, value in tensors(1.0).items())
     (tmp_path / checkpoint.step_name(1) / TENSORS).unlink()
-    with pytest.raises(InputError, match="is usable"):
-        checkpoint.find(tmp_path)
+    refused("is usable", checkpoint.find, tmp_path)
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):
     save(tmp_path, 1)
     monkeypatch.setattr(checkpoint, "synced_hash", Mock(side_effect=PermissionError(13, "Permission denied")))
-    with pytest.raises(InputError, match="step-00000001 cannot be read: Permission denied"):
-        checkpoint.find(tmp_path)
+    refused("step-00000001 cannot be read: Permission denied", checkpoint.find, tmp_path)
 
 
 def test_tensors_of_another_model_are_refused_and_the_newest_and_the_best_kept(tmp_path):
     for step in range(1, 7):
         save(tmp_path, step)
+    first, gone = tmp_path / checkpoint.step_name(1), sorted(checkpoint.GONE)[0]
     for shape in ((4, 2), (3, 1)):
-        with pytest.raises(InputError, match=r"does not hold all of model\.a"):
-            checkpoint.load(tmp_path / checkpoint.step_name(1), {**tensors(), "model.a": torch.zeros(shape)})
-    for other in ({"model.b": torch.zeros(1)}, {**tensors(), sorted(checkpoint.GONE)[0]: torch.zeros(())}):
-        with pytest.raises(InputError, match="same tensors"):
-            checkpoint.load(tmp_path / checkpoint.step_name(1), other)
+        refused(r"not hold all of model\.a", checkpoint.load, first, {**tensors(), "model.a": torch.zeros(shape)})
+    for other in ({"model.b": torch.zeros(1)}, {**tensors(), gone: torch.zeros(())}):
+        refused("same tensors", checkpoint.load, first, other)
     checkpoint.retain(tmp_path, keep=2, best={"step": 3})
     assert [path.name[-1] for path in checkpoint.steps(tmp_path)] == ["6", "5", "3"]

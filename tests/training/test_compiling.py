@@ -11,6 +11,7 @@ from chiar.errors import InputError
 from chiar.training import loop
 from chiar.training.compiling import Forward, miscompiled
 from chiar.training.run_folder import RunFolder
+from helpers import refused
 
 
 @pytest.fixture
@@ -98,5 +99,4 @@ def test_auto_is_what_the_device_multiplies_and_stays_on_another_machine(
         go("run", resume=steps > 1, precision="auto", steps=steps)
     assert used == [expected] * 2 and folder.read()["settings"]["precision"] == expected
     folder.write({})
-    with pytest.raises(InputError, match="says nothing of its settings"):
-        go("run", resume=True, precision="auto")
+    refused("says nothing of its settings", go, "run", resume=True, precision="auto")

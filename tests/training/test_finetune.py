@@ -12,12 +12,12 @@ from transformers import AutoTokenizer
 from chiar.data.catalog import build_source
 from chiar.data.prepare import prepare
 from chiar.data.tokenizers import TokenizerChoice
-from chiar.errors import InputError
 from chiar.evaluation.harness import evaluate
 from chiar.model.heads import HEADS
 from chiar.model.modeling import ChiarForSequenceClassification
 from chiar.training.run_folder import RunFolder
 from commands import run
+from helpers import refused
 from small_corpora import labelled_corpus
 
 SMALL = ["--no-compile", "--set", "precision=fp32", "--set", "log_every=1", "--device", "cpu"]
@@ -118,8 +118,7 @@ def test_evaluation_says_what_it_read_and_which_heads_there_are(classifier, mixe
     assert code == 0 and "F1 of positive" in output and "note: sst-2 has no test split: measured on valid" in output
     assert evaluate(str(classifier), sentiment).length == 48
     assert evaluate(str(mixed), corpus, rows=2).scores.kind == "language"
-    with pytest.raises(InputError, match="has no head for sst-2, only for listops"):
-        evaluate(str(mixed), sentiment)
+    refused("has no head for sst-2, only for listops", evaluate, str(mixed), sentiment)
 
 
 @pytest.mark.parametrize(("start", "length"), [("language", 32), ("classifier", 48)])

@@ -10,18 +10,19 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from runs import assert_same_run, command, final_state, full_disk, interrupted, metrics, run, start, wait_for
+from runs import assert_same_run, command, final_state, full_disk, interrupted, metrics, run, start
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from chiar import ChiarConfig, ChiarForCausalLM
-from chiar.errors import InputError
 from chiar.training import checkpoint
 from chiar.training.checkpoint import TrainingStopped
 from chiar.training.distributed import start as start_processes
 from chiar.training.run_folder import RunFolder, launch
 from chiar.training.trainer import Trainer
 from commands import run as chiar
+from commands import wait_until
+from helpers import refused
 
 RESUMED = {
     "threshold": ({}, {}),
@@ -59,7 +60,7 @@ def test_kill_9_at_a_random_moment_changes_nothing(corpus, tmp_path):
     run(command(corpus, tmp_path / "straight"), tmp_path / "log")
     out = tmp_path / "killed"
     process = start(command(corpus, out), tmp_path / "log")
-    wait_for(out / "checkpoints" / "latest")
+    wait_until((out / "checkpoints" / "latest").exists)
     time.sleep(random.Random(os.getpid()).uniform(0, 0.05))
     process.kill()
     process.join()
@@ -81,8 +82,8 @@ def test_ctrl_c_says_how_to_go_on(corpus, tmp_path, monkeypatch):
 def test_out_of_memory_says_what_to_reduce(go, monkeypatch):
     monkeypatch.setattr(Trainer, "train_step", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
     for done, way in ((False, ", or add --set gradient_checkpointing=true"), (True, "")):
-        with pytest.raises(InputError, match=rf"--micro-batch \(2 now\) or --length \(16\) smaller{way}, with a new"):
-            go(f"run {done}", gradient_checkpointing=done)
+        reason = rf"--micro-batch \(2 now\) or --length \(16\) smaller{way}, with a new"
+        refused(reason, go, f"run {done}", gradient_checkpointing=done)
 
 
 @pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"])
@@ -105,10 +106,8 @@ def test_mixed_training_goes_through_the_whole_model(config, go, corpus, labelle
     assert any(set(r["gate"]) == {"text", "listops"} for r in records)
     assert set(records[-1]["validation"]) == {"text", "listops"}
     assert final_state(tmp_path / "run")["optimizer.heads.listops.weight.exp_avg"].abs().max() > 0
-    with pytest.raises(InputError, match="text is a language corpus: name it first, before listops"):
-        go("other", data=both[::-1])
-    with pytest.raises(InputError, match="auto, cpu, cuda"):
-        start_processes("tpu")
+    refused("text is a language corpus: name it first, before listops", go, "other", data=both[::-1])
+    refused("auto, cpu, cuda", start_processes, "tpu")
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_its_batch(go, tmp_path, monkeypatch):
@@ -163,8 +162,7 @@ def test_an_existing_run_is_not_touched_unless_resumed_alike(config, go, tmp_pat
         ("config keys = 'all', not 'routed'", "run", config(keys="routed"), {}),
         (r"no run\.json", "other", None, {}),
     ):
-        with pytest.raises(InputError, match=sentence):
-            go(name, model, **{"resume": True, **changes})
+        refused(sentence, go, name, model, **{"resume": True, **changes})
     assert folder.metrics_path.read_bytes() == before
     go("run", resume=True, steps=6)
     assert metrics(folder.path)[-1]["step"] == 6
@@ -174,8 +172,7 @@ def test_an_existing_run_is_not_touched_unless_resumed_alike(config, go, tmp_pat
     folder.write({"launch": launch()})
     assert folder.goes_on(False)
     folder.write({"launch": "theirs"})
-    with pytest.raises(InputError, match="exists already"):
-        folder.goes_on(False)
+    refused("exists already", folder.goes_on, False)
 
 
 def test_an_older_run_is_resumed(config, go, tmp_path):
@@ -192,8 +189,8 @@ def test_an_older_run_is_resumed(config, go, tmp_path):
     save_file(load_file(file) | gone, file, {"starts": "{}"})
     hashes = checkpoint.read_manifest(saved) | {file.name: checkpoint.synced_hash(file)}
     (saved / checkpoint.MANIFEST).write_text(json.dumps({"files": hashes}))
-    with pytest.raises(InputError, match="config embedding_norm = False, not True"):
-        go("run", config(target_fraction=0.5, embedding_norm=True), resume=True)
+    other = config(target_fraction=0.5, embedding_norm=True)
+    refused("config embedding_norm = False, not True", go, "run", other, resume=True)
     go("run", model, resume=True, steps=4)
     assert metrics(folder.path)[-1]["step"] == 4
 
@@ -217,7 +214,6 @@ def test_an_older_run_is_resumed(config, go, tmp_path):
     ids=str,
 )
 def test_impossible_settings(changes, message, config, go, tmp_path):
-    changed = {key: value for key, value in changes.items() if key in ChiarConfig.__annotations__}
-    with pytest.raises(InputError, match=message):
-        go("run", config(**changed), **{key: value for key, value in changes.items() if key not in changed})
+    fields = {key: changes[key] for key in changes.keys() & ChiarConfig.__annotations__.keys()}
+    refused(message, go, "run", config(**fields), **{key: changes[key] for key in changes.keys() - fields.keys()})
     assert not (tmp_path / "run").exists()

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import assert_same_run, command, final_state, metrics, run, sets, torchrun, wait_for
+from runs import assert_same_run, command, final_state, metrics, run, sets, torchrun
 
 from chiar import ChiarForCausalLM
 from chiar.training import checkpoint
+from commands import wait_until
 
 # Hard routing, where an operator may get no token; five batches to validate on, more than three processes share evenly.
 CHANGES = ("dropout=0.0", "gate_pool=causal", "routing=hard", "sample=light", "ema=0.5", "keep=9", "evaluate_rows=10")
@@ -109,7 +110,7 @@ def test_a_killed_process_is_started_again_and_nothing_changes(corpus, tmp_path)
     out = tmp_path / "killed"
     command_line = torchrun(2, 1, arguments(corpus, out, "ddp", "--steps", "40"))
     launcher = subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    wait_for(out / "checkpoints" / "latest")
+    wait_until((out / "checkpoints" / "latest").exists)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()  # Linux
     os.kill(max(map(int, children)), signal.SIGKILL)
     output, _ = launcher.communicate(timeout=120)

@@ -11,21 +11,17 @@ from runs import interrupted
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from chiar import presets
-from chiar.errors import InputError
 from chiar.routing.flops import count_dense_execution, count_flops, operator_shares
 from chiar.training import reporting
 from chiar.training.distributed import Processes
 from chiar.training.reporting import Display, known_peak, training_flops, utilisation
 from chiar.training.run_folder import RunFolder
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+from helpers import refused
 
 
 def test_a_terminal_shows_bar_time_left_and_records(go, monkeypatch):
-    screen = Terminal()
+    screen = io.StringIO()
+    screen.isatty = lambda: True
     with monkeypatch.context() as patch:
         patch.setenv("TERM", "xterm")
         patch.setenv("COLUMNS", "150")
@@ -73,8 +69,7 @@ def test_events_hold_what_metrics_hold_and_those_behind_the_checkpoint_are_dropp
 
 def test_without_the_package_nothing_is_begun(go, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # cannot be imported: as if it were not installed
-    with pytest.raises(InputError, match=r"pip install 'chiar\[tensorboard\]'"):
-        go("run", tensorboard=True)
+    refused(r"pip install 'chiar\[tensorboard\]'", go, "run", tensorboard=True)
     assert not (tmp_path / "run").exists()
 
 
@@ -102,8 +97,7 @@ def test_mfu_is_in_the_metrics_where_the_peak_is_known(config, go, capsys):
     assert "MFU" in capsys.readouterr().out
     assert "mfu" not in go("unknown", quiet=False, steps=2)
     assert "MFU" not in capsys.readouterr().out
-    with pytest.raises(InputError, match="peak_tflops must not be negative"):
-        go("other", peak_tflops=-1.0)
+    refused("peak_tflops must not be negative", go, "other", peak_tflops=-1.0)
 
 
 def test_mfu_counts_devices_and_what_was_chosen_but_no_unknown_tokens(config, settings):
