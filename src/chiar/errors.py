@@ -20,7 +20,8 @@ def require(right: object, otherwise: str) -> None:
 
 def first_line(error: BaseException) -> str:
     """A library's error in one line; its type where it says nothing."""
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    return said.strip().split("\n")[0] or type(error).__name__
 
 
 @contextmanager

@@ -17,7 +17,7 @@ def check_file(path: Path) -> None:
 
 def check_new(out: Path, overwrite: bool = False) -> None:
     """Raise InputError if something is there already, other than an empty folder or a file that may be replaced."""
-    if any(out.iterdir()) if out.is_dir() else out.exists() and not (overwrite and out.is_file()):
+    if any(out.iterdir()) if out.is_dir() else out.exists() and not overwrite:
         raise InputError(f"{out} exists already and is left as it is: choose another name or remove it first.")
 
 
@@ -42,7 +42,10 @@ def write_new(out: Path, text: str, overwrite: bool = False) -> None:
     """Write a text file, by default only where there is none."""
     check_new(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out.resolve(), text)  # the file a link leads to, not the link
+    if out.exists() and not out.is_file():  # a pipe or a terminal
+        out.write_text(text, encoding="utf-8")
+    else:
+        write_whole(out.resolve(), text)  # the file a link leads to, not the link
 
 
 def hold(lock: IO[str], busy: str) -> None:

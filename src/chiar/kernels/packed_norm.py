@@ -18,8 +18,8 @@ def packed_norm(
     nn.LayerNorm or None. h has autocast's dtype where that is on: a product reads it."""
     if not wants_triton(x_ND, implementation):
         u_PD = pack(x_ND, packing)
-        if add_PD is not None and add_bias_D is not None:
-            u_PD = u_PD + (add_PD + add_bias_D)
+        if add_PD is not None:
+            u_PD = u_PD + (add_PD if add_bias_D is None else add_PD + add_bias_D)
         u_PD = used(u_PD, packing)
         return u_PD, used(u_PD if norm is None else norm(u_PD), packing).to(product_dtype(x_ND))
     from chiar.kernels.triton_rows import norm_forward

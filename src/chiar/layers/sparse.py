@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from chiar.kernels.packed_attention import prefix_attention, rotary_attention
 from chiar.kernels.packed_norm import packed_gelu, packed_norm, unpack_sum
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from chiar.layers.block import Block
 
 FEWEST = {"routed": 256, "all": 512}  # tokens in a batch, for each key policy, below which "auto" runs densely on a CPU
+SHORT = 256  # rows up to here are filled up to the longest for one call: on a CPU a call a row costs more
 LONG = 512
 """From here on, and where at most half of the tokens are dark, all keys get attention for dark queries only: torch's
 causal attention of every query, in one call for all rows, is faster below."""
@@ -203,5 +205,13 @@ class PackedTokens(Tokens):
             where = self.table_rows(dark), dark, self.limits(dark), self.length
             return rotary_attention(qkv_P3Hd, bias.view(3, heads, -1), (cos, sin), *where)
         qkv_P3Hd = packed_linear(seen_PD, attention.qkv.weight, bias, dark).unflatten(1, (3, heads, -1))
-        q_PHd, k_PHd, v_PHd = qkv_P3Hd.unbind(1)
-        return self.over_keys(self.rotated(q_PHd, dark), self.rotated(k_PHd, dark), v_PHd, dark)
+        q_PHd, k_PHd = (self.rotated(x_PHd, dark) for x_PHd in qkv_P3Hd[:, :2].unbind(1))
+        v_PHd = qkv_P3Hd[:, 2]
+        if not (self.on_host and self.length <= SHORT and len(v_PHd)):
+            return self.over_keys(q_PHd, k_PHd, v_PHd, dark)
+        self.remember("attention", {"key": k_PHd, "value": v_PHd}, dark)
+        count_B = dark.rows.diff()
+        rows = [pad_sequence(x_PHd.split(count_B.tolist()), batch_first=True) for x_PHd in (q_PHd, k_PHd, v_PHd)]
+        q_BHLd, k_BHLd, v_BHLd = (x_BLHd.transpose(1, 2) for x_BLHd in rows)
+        mixed_BLHd = F.scaled_dot_product_attention(q_BHLd, k_BHLd, v_BHLd, is_causal=True).transpose(1, 2)
+        return mixed_BLHd[torch.arange(mixed_BLHd.shape[1]) < count_B[:, None]]

@@ -165,7 +165,7 @@ def rename(tensors: dict[str, Tensor], config: ChiarConfig) -> dict[str, Tensor]
     for ours, name in theirs.items():
         found, shape = tuple(tensors[name].shape) if name in tensors else None, tuple(expected[ours].shape)
         if found != shape:
-            wrong.append(f"{name} has shape {found}, expected {shape}" if found else f"missing {name}")
+            wrong.append(f"{name} has shape {found}, expected {shape}" if found is not None else f"missing {name}")
     tied = tensors.get("lm_head.weight")
     if tied is not None and not wrong and not torch.equal(tied, tensors["token_emb.weight"]):
         wrong.append("lm_head.weight differs from token_emb.weight, to which it should be tied")

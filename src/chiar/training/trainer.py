@@ -191,8 +191,10 @@ class Trainer:
         """The exponential average in place of the weights, where one is kept."""
         kept = {name: p.detach().clone() for name, p in self.model.named_parameters()} if self.average else {}
         self.model.load_state_dict(self.average, strict=False)
-        yield
-        self.model.load_state_dict(kept, strict=False)
+        try:
+            yield
+        finally:
+            self.model.load_state_dict(kept, strict=False)
 
     @contextmanager
     def language(self) -> Iterator[Any]:
