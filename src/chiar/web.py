@@ -6,7 +6,7 @@ import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from chiar.errors import InputError
 from chiar.visible import HALVES
@@ -32,6 +33,8 @@ HEADERS = {
 OWN_NAME = r"(localhost|[\d.]+|\[[\da-f:.]+\]|{})(:\d+)?"
 # How many times the allowed size is read of a body before the line is cut, and the seconds a client has to send it.
 READ_ON, BODY_SECONDS = 64, 30.0
+# Connections beyond those whose requests are worked on; and the seconds a client may keep its connection waiting.
+SPARE, IDLE_SECONDS = 64, 60.0
 Made = TypeVar("Made")
 
 
@@ -134,19 +137,68 @@ async def while_there(request: Request, work: Awaitable[Made]) -> Made:
         job.cancel()
 
 
+class Line(H11Protocol):
+    """A connection. Where there are too many, a new one takes the place of the one kept waiting longest by its client;
+    where all of those wait for us, uvicorn answers 503."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.since = self.loop.time()
+        lines: set[Any] = self.connections
+        waiting = [line for line in lines if line.waits and line is not self]
+        if waiting and len(lines) >= (self.config.limit_concurrency or 0):
+            min(waiting, key=lambda line: line.since).drop()
+
+    def on_response_complete(self) -> None:
+        self.since = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        self.since = self.loop.time()
+        super().pause_writing()
+
+    @property
+    def waits(self) -> bool:
+        """Since `since`, or later, for its client: to send a whole request, or to read the answer."""
+        cycle = self.cycle
+        return cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused
+
+    def drop(self) -> None:
+        self.connections.discard(self)
+        self.transport.abort()
+
+
+class Listener(socket.socket):
+    """A listening socket with a limit to what is open, so that the loop, which accepts all who knock before it looks at
+    any of them, does not run out of file handles. Above it, it waits for connections to be dropped."""
+
+    def __init__(self, found: socket.socket, most: int) -> None:
+        super().__init__(fileno=found.detach())
+        self.most, self.accepted = most, list[socket.socket]()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.accepted = [line for line in self.accepted if line.fileno() >= 0]
+        if len(self.accepted) >= self.most:
+            raise BlockingIOError
+        line, address = super().accept()
+        self.accepted.append(line)
+        return line, address
+
+
 class Site(uvicorn.Server):
     """An application and its server. Told to stop it takes nothing new, drains, and goes; told twice, it waits for no
     client. An endpoint may put what is to happen when its answer is over on the stack scope["over"]."""
 
     greeting = "listening on {}"
 
-    def __init__(self, host: str, named: bool, routes: list[Any], farewell: int, connections: int | None) -> None:
-        """`named`: it answers to its own names only. `farewell`: seconds for last answers to be read."""
+    def __init__(self, host: str, named: bool, routes: list[Any], farewell: int, busy: int) -> None:
+        """`named`: it answers to its own names only. `farewell`: seconds for last answers to be read. `busy`: requests
+        that may be worked on."""
         kinds = (Refused, InputError, ClientDisconnect, HTTPException, Exception)
         self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, refuse))
-        quiet: Any = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
-        bounds: Any = {"limit_concurrency": connections, "timeout_graceful_shutdown": farewell}
-        super().__init__(uvicorn.Config(self, ws="none", **quiet, **bounds))
+        quiet: Any = {"log_level": "error", "access_log": False, "server_header": False, "lifespan": "off"}
+        bounds: Any = {"limit_concurrency": busy + SPARE, "timeout_graceful_shutdown": farewell}
+        super().__init__(uvicorn.Config(self, http=Line, ws="none", loop="asyncio", **quiet, **bounds))
         self.host, self.named, self.draining = host, named, False
 
     def check(self, request: Request) -> None:
@@ -191,6 +243,10 @@ class Site(uvicorn.Server):
         if self.draining and not self.should_exit:
             await self.drain()
             self.should_exit = True
+        lines: list[Any] = [*self.server_state.connections]
+        for line in lines if counter % 10 == 0 else ():
+            if line.waits and line.loop.time() - line.since > IDLE_SECONDS:
+                line.drop()
         return await super().on_tick(counter)
 
     def listen(self, port: int, say: Callable[[str], None]) -> None:
@@ -201,7 +257,14 @@ class Site(uvicorn.Server):
         except (OSError, OverflowError) as error:
             where = f"{self.host}, port {port} ({getattr(error, 'strerror', None) or error})"
             raise InputError(f"cannot listen on {where}: choose others with --host and --port 0.") from None
-        with listener:
+        most = self.config.limit_concurrency or 1
+        with suppress(ImportError):  # Windows knows no such limit
+            import resource
+
+            # Of the free file handles a third for connections, one for those about to be dropped, one for other files.
+            free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % 2**63 - listener.fileno()  # -1: no limit
+            most = self.config.limit_concurrency = max(1, min(most, free // 3))
+        with Listener(listener, 2 * most) as listener:
             name = f"[{self.host}]" if ":" in self.host else self.host
             say(self.greeting.format(f"http://{name}:{listener.getsockname()[1]}"))
             self.run(sockets=[listener])

@@ -5,6 +5,7 @@ import math
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -16,10 +17,11 @@ from chiar.explore.server import MOST_BYTES, SEATS
 from chiar.explore.view import PART, Pieces
 from chiar.generation.writer import BROKEN
 from chiar.routing.tables import route_text
-from chiar.web import HEADERS
+from chiar.web import HEADERS, Line
 from commands import wait_until
 
 FILES = ["/", "/style.css", "/theme.js", "/marks.js", "/view.js", "/app.js"]
+GET_ALL = "".join(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n" for path in FILES).encode()
 TEXT = "light and dark tokens, side by side"
 
 
@@ -178,6 +180,23 @@ def test_a_client_that_leaves_at_any_moment_leaves_no_work(served):
             connection.sendall(whole[:sent])
     wait_until(lambda: not served.explorer.seated)
     assert served.post("/api/route", {"text": TEXT}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET / HTTP/1.1\r\nHost: local", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", GET_ALL * 400],
+    ids=["idle", "slow", "kept", "unread"],
+)
+def test_clients_that_keep_it_waiting_are_dropped(served, monkeypatch, sent):
+    dropped = Mock(side_effect=Line.drop)
+    monkeypatch.setattr(Line, "drop", lambda line: dropped(line))
+    monkeypatch.setattr("chiar.web.IDLE_SECONDS", 0.1)
+    with socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.connect(("127.0.0.1", int(served.url.rsplit(":", 1)[1])))
+        line.sendall(sent)
+        wait_until(lambda: dropped.called)
+        wait_until(lambda: not served.explorer.server_state.connections)
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from chiar.model.modeling import ChiarForCausalLM
 from chiar.web import TEXT, Field, Refused, Site, require
 
 COMPLETIONS = "/v1/completions"
-# Seconds of writing between sends, seconds for last answers to be read, connections beyond those that run or wait.
-QUICK, FAREWELL, SPARE = 0.01, 3, 64
+# Seconds of writing between sends, and for last answers to be read.
+QUICK, FAREWELL = 0.01, 3
 # What /metrics tells: type and help. The first five have no labels and begin at 0.
 METRICS = {
     **{"prompt_tokens_total": ("counter", "Tokens read."), "completion_tokens_total": ("counter", "Tokens written.")},
@@ -312,7 +312,7 @@ class Service(Site):
         gets = {**dict.fromkeys(("/v1/models", "/v1/models/{name:path}"), self.models), "/health": self.health}
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
         routes += [Route(path, endpoint) for path, endpoint in {**gets, "/metrics": self.show_metrics}.items()]
-        super().__init__(host, named, routes, FAREWELL, engine.limits.rows + engine.limits.waiting + SPARE)
+        super().__init__(host, named, routes, FAREWELL, engine.limits.rows + engine.limits.waiting)
         self.name, self.engine, self.key = name, engine, key
         self.greeting = f"serving {name} on {{}}/v1, until Ctrl-C"
         self.entry = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "chiar"}
