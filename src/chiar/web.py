@@ -249,8 +249,8 @@ class Site(uvicorn.Server):
                 line.drop()
         return await super().on_tick(counter)
 
-    def listen(self, port: int, say: Callable[[str], None]) -> None:
-        """Answer until told to stop; `say` is told the address. Port 0: any free one."""
+    def listen(self, port: int, say: Callable[[str], None], visit: Callable[[str], None] | None = None) -> None:
+        """Answer until told to stop; `say` is told so, and `visit` the address. Port 0: any free one."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             listener = socket.create_server((self.host, port), family=family, backlog=1024)
@@ -266,5 +266,8 @@ class Site(uvicorn.Server):
             most = self.config.limit_concurrency = max(1, min(most, free // 3))
         with Listener(listener, 2 * most) as listener:
             name = f"[{self.host}]" if ":" in self.host else self.host
-            say(self.greeting.format(f"http://{name}:{listener.getsockname()[1]}"))
+            port = listener.getsockname()[1]
+            say(self.greeting.format(f"http://{name}:{port}"))
+            if visit is not None:
+                visit(f"http://{'localhost' if self.host in ('0.0.0.0', '::') else name}:{port}/")
             self.run(sockets=[listener])

@@ -49,6 +49,7 @@ def test_files_come_with_strict_headers_and_name_no_outside_host(served):
 def test_models_are_described_and_a_view_is_what_trace_says_and_its_loss_the_models(served, folders):
     first, second = served.get("/api/models").json()["models"]
     assert [first["name"], second["name"]] == folders and first["steer"] == ["shift", "share"]
+    assert first["trained"] == 64 and not any("guesses" in note for note in first["notes"])
     assert second["steer"] == [] and "No layer" in second["unsteerable"]
     view = served.post("/api/route", {"model": 0, "text": TEXT}).json()
     trace = route_text(folders[0], TEXT, None, 0).trace
