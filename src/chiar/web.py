@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from chiar.errors import InputError
-from chiar.visible import HALVES
+from chiar.visible import HALVES, visible
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -68,6 +69,7 @@ async def refuse(request: Request, error: Exception) -> Response:
         status = 499 if isinstance(error, ClientDisconnect) else 500
         error = Refused(status, "the server failed on this request.", kind="server_error")
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    headers |= {"connection": "close"} if error.status == 503 else {}
     return json_response(error.body(), error.status, headers)
 
 
@@ -139,14 +141,16 @@ async def while_there(request: Request, work: Awaitable[Made]) -> Made:
 
 class Line(H11Protocol):
     """A connection. Where there are too many, a new one takes the place of the one kept waiting longest by its client;
-    where all of those wait for us, uvicorn answers 503."""
+    where all of those wait for us, it is answered 503."""
+
+    config: Any
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.since = self.loop.time()
         lines: set[Any] = self.connections
         waiting = [line for line in lines if line.waits and line is not self]
-        if waiting and len(lines) >= (self.config.limit_concurrency or 0):
+        if waiting and len(lines) > self.config.app.most:
             min(waiting, key=lambda line: line.since).drop()
 
     def on_response_complete(self) -> None:
@@ -190,6 +194,7 @@ class Site(uvicorn.Server):
     client. An endpoint may put what is to happen when its answer is over on the stack scope["over"]."""
 
     greeting = "listening on {}"
+    log: Callable[[str], None] | None = None  # gets a line for every answer
 
     def __init__(self, host: str, named: bool, routes: list[Any], farewell: int, busy: int) -> None:
         """`named`: it answers to its own names only. `farewell`: seconds for last answers to be read. `busy`: requests
@@ -197,20 +202,26 @@ class Site(uvicorn.Server):
         kinds = (Refused, InputError, ClientDisconnect, HTTPException, Exception)
         self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, refuse))
         quiet: Any = {"log_level": "error", "access_log": False, "server_header": False, "lifespan": "off"}
-        bounds: Any = {"limit_concurrency": busy + SPARE, "timeout_graceful_shutdown": farewell}
-        super().__init__(uvicorn.Config(self, http=Line, ws="none", loop="asyncio", **quiet, **bounds))
-        self.host, self.named, self.draining = host, named, False
+        how: Any = {"http": Line, "ws": "none", "loop": "asyncio", "timeout_graceful_shutdown": farewell}
+        super().__init__(uvicorn.Config(self, **quiet, **how))
+        self.host, self.named, self.draining, self.most = host, named, False, busy + SPARE
 
     def check(self, request: Request) -> None:
-        """Refuse who may not ask."""
+        """Refuse who may not ask, or has no place."""
+        if len(self.server_state.connections) > self.most:
+            raise Refused(503, "the server is full: come back later.", kind="server_error", retry_after=1)
         called, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self.named and not re.fullmatch(OWN_NAME.format(re.escape(self.host)), called, re.IGNORECASE | re.ASCII):
             raise Refused(421, "this server answers to localhost and to IP addresses only.", code="wrong_host")
         if self.named and origin not in (None, f"{request.url.scheme}://{called}"):
             raise Refused(403, "another site's page may not ask this server.", code="wrong_origin")
 
-    def answered(self, path: str, status: int, seconds: float) -> None:
-        """For those who count."""
+    def answered(self, scope: Scope, status: int, seconds: float) -> None:
+        """Neither what was asked, nor its query, nor its key is logged."""
+        if self.log is not None:
+            now, client = datetime.now().astimezone().isoformat(timespec="milliseconds"), scope["client"] or ["-"]
+            path = visible(scope["path"], keep="")[:200]
+            self.log(f"{now} {client[0]} {scope['method']} {path} {status} {seconds:.3f} s")
 
     async def drain(self) -> None:
         """Let what runs finish."""
@@ -226,7 +237,7 @@ class Site(uvicorn.Server):
             await send(message)
 
         with ExitStack() as scope["over"]:
-            scope["over"].callback(lambda: self.answered(scope["path"], status, time.monotonic() - began))
+            scope["over"].callback(lambda: self.answered(scope, status, time.monotonic() - began))
             try:
                 self.check(Request(scope))
             except Refused as error:
@@ -257,14 +268,13 @@ class Site(uvicorn.Server):
         except (OSError, OverflowError) as error:
             where = f"{self.host}, port {port} ({getattr(error, 'strerror', None) or error})"
             raise InputError(f"cannot listen on {where}: choose others with --host and --port 0.") from None
-        most = self.config.limit_concurrency or 1
         with suppress(ImportError):  # Windows knows no such limit
             import resource
 
             # Of the free file handles a third for connections, one for those about to be dropped, one for other files.
             free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % 2**63 - listener.fileno()  # -1: no limit
-            most = self.config.limit_concurrency = max(1, min(most, free // 3))
-        with Listener(listener, 2 * most) as listener:
+            self.most = max(1, min(self.most, free // 3))
+        with Listener(listener, 2 * self.most) as listener:
             name = f"[{self.host}]" if ":" in self.host else self.host
             port = listener.getsockname()[1]
             say(self.greeting.format(f"http://{name}:{port}"))

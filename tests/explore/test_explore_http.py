@@ -224,6 +224,13 @@ def test_beyond_the_waiting_room_is_429(served, held, monkeypatch):
     assert "try again" in refused(response, 429) and response.headers["retry-after"] == "3"
 
 
+def test_where_every_connection_is_busy_it_says_so(served, monkeypatch):
+    monkeypatch.setattr(served.explorer, "most", 0)
+    response = served.get("/api/models")
+    assert "full" in refused(response, 503)
+    assert (response.headers["retry-after"], response.headers["connection"]) == ("1", "close")
+
+
 def test_who_stops_waiting_is_not_computed_for(served, held):
     begun = []
     handle = served.explorer.models[0].model.model.register_forward_pre_hook(lambda *_: begun.append(1))
