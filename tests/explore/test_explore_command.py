@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+import webbrowser
+from queue import Queue
 from unittest.mock import Mock
 
 import httpx
@@ -14,6 +16,7 @@ from page_server import save_model
 
 from chiar.evaluation.report import EvaluationReport, LanguageScores, LayerUse, RoutingUse
 from chiar.explore.report import STATIC, digest
+from chiar.explore.server import Explorer
 from chiar.model.load import load_config
 from chiar.plots import LIGHT, NAMES, RAMPS
 from commands import run
@@ -70,6 +73,17 @@ def test_nothing_is_overwritten_unasked_or_half(written, folders, monkeypatch):
             run(*arguments, "--overwrite")
     assert written.read_text() == before and [path.name for path in written.parent.iterdir()] == [written.name]
     assert run(*arguments, "--overwrite")[0] == 0 and written.read_text() != before
+
+
+@pytest.mark.parametrize(("host", "name"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost")])
+def test_open_shows_the_page_or_the_file_in_the_browser(folders, tmp_path, monkeypatch, host, name):
+    seen, served, out = Queue(), Mock(), tmp_path / "report.html"
+    monkeypatch.setattr(webbrowser, "open", lambda address: seen.put(address))
+    monkeypatch.setattr(Explorer, "run", served)
+    assert run("explore", "--open", "--host", host, "--port", 0)[0] == 0 and served.called
+    assert re.fullmatch(rf"http://{name}:\d+/", seen.get(timeout=60))
+    assert run("explore", folders[0], "--prompt", "a", "--export", out, "--open")[0] == 0
+    assert seen.get(timeout=60) == out.as_uri()
 
 
 @pytest.mark.slow

@@ -165,10 +165,30 @@ def test_the_logits_of_a_long_prompt_are_made_in_parts(engine):
     torch.testing.assert_close(torch.tensor(own), expected)
 
 
+def test_tokens_are_counted_as_they_are_read_and_written_and_those_of_who_left_too(engine):
+    """A third waits and is never read."""
+    engine.limits, tokens = Limits(length=64, rows=2), ("prompt_tokens_total", "completion_tokens_total")
+
+    async def run():
+        jobs = [job(10_000), job(10_000, text="ab"), job(5)]
+        for one in jobs:
+            engine.submit(one)
+        while min(len(one.rows[0].tokens) if one.rows else 0 for one in jobs[:2]) < 3:
+            await asyncio.sleep(0.01)
+        assert [engine.counts[name] >= least for name, least in zip(tokens, (5, 6), strict=True)] == [True, True]
+        for one in jobs:
+            one.ended = True
+        await engine.end()
+        return sum(len(one.rows[0].tokens) for one in jobs[:2]), jobs[2].rows
+
+    written, unread = asyncio.run(run())
+    assert unread == [] and [engine.counts[name] for name in tokens] == [5, written]
+
+
 def test_who_must_come_back_is_told_how_long_completions_take(engine):
     service = Service("model", engine)
     for answer in [*[("/v1/completions", 200, 7.5)] * 2, ("/v1/models", 200, 0), ("/v1/completions", 429, 100)]:
-        service.answered(*answer)
+        service.answered({"path": answer[0]}, *answer[1:])
     engine.waiting += [job(), job()]
     with pytest.raises(Refused) as caught:
         engine.submit(job())

@@ -15,6 +15,7 @@ const ChiarMarks = (() => {
   const inOrder = (operators) => [...new Set(operators)].sort((a, b) => rank(a) - rank(b));
   const rank = (operator) => ["rbf", "attention"].indexOf(operator);
   const LIGHT = [255, 238, 170], DARK = [13, 44, 96];
+  const LESS = [1, 133, 113], EVEN = [245, 245, 245], MORE = [166, 97, 26];  // of a loss, than another model's
   const SVG = "http://www.w3.org/2000/svg";
 
   const mix = (a, b, share) => a.map((v, i) => Math.round(v + (b[i] - v) * Math.min(Math.max(share, 0), 1)));
@@ -106,7 +107,7 @@ const ChiarMarks = (() => {
   }
 
   return {
-    DARK, LIGHT, bright, compact, css, draw, edged, facts, farthest, inOrder, make, mean, mix, nameOf, percent, ramp, routed,
+    DARK, EVEN, LESS, LIGHT, MORE, bright, compact, css, draw, edged, facts, farthest, inOrder, make, mean, mix, nameOf, percent, ramp, routed,
     share, shown, signed, strength, tokenFacts,
   };
 })();
