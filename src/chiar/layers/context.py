@@ -52,6 +52,7 @@ class TokenContext:
         with `missing` where there were fewer. A cache keeps them under `name`: ask in every pass, once for each name,
         with the same reach."""
         require(self.owner is not None, "only a router, or an Operator in its forward, may ask for the past.")
+        require(reach >= 1, f"a look back of {reach} tokens under {name!r}: give at least 1.")
         values_BTC = values.reshape(*values.shape[:2], -1)
         line_BSC = with_past(values_BTC, reach, self.real_BT, self.memory, f"{self.owner}.{name}", missing)
         before_BTRC = line_BSC.unfold(1, reach, 1)[:, :-1].transpose(2, 3)
