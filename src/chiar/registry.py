@@ -129,6 +129,8 @@ def own_tensors(module: Any) -> list[str]:
 
 def adopted(kind: str, name: str | None, module: Any) -> Any:
     """The module, if its weights can be drawn and loaded: models are made without memory and filled later."""
+    if not hasattr(module, "modules"):
+        raise InputError(f"the {kind} {name!r} was built as {type(module).__name__}, expected a torch.nn.Module.")
     for part in module.modules():
         unsaved = list(part._non_persistent_buffers_set)
         if unsaved and not hasattr(part, "derive"):
@@ -158,7 +160,7 @@ def register_operator(
     name: str, build: "Callable[[ChiarConfig], Any]", *, flops: "Callable[[ChiarConfig], float] | None" = None
 ) -> None:
     """A light operator, to stand before attention in `operators`. It sees one token at a time, so any execution may
-    give it any selection of them. `flops`: of one token."""
+    give it any selection of them; one that looks back is an `Operator` (layers/operator.py). `flops`: of one token."""
     taken = [known for known, kind in OPERATORS.items() if built_in(kind)]
     check_name("operator", name, [*taken, "routed", *PARTS])
     OPERATORS[name] = OperatorKind(build, flops=flops)
