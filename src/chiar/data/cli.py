@@ -9,7 +9,7 @@ from typer import Option
 
 from chiar.errors import InputError
 
-ABOUT = "Turn corpora into memory-mapped token shards, and look at them."
+ABOUT = "Turn corpora into token shards, and look at them."
 WHAT = "A corpus of `chiar data show` and the folder or files it is read from, or text files of your own."
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=ABOUT)
 
