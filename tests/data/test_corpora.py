@@ -13,7 +13,8 @@ import pytest
 
 from chiar.data import corpora
 from chiar.data.catalog import build_source
-from chiar.data.corpora import Labelled, Stdlib, Text, WikiText
+from chiar.data.corpora import Labelled, Stdlib, WikiText
+from chiar.data.own_files import Text
 from chiar.data.prepare import TokensFile
 from helpers import refused
 from small_corpora import WHOLE, all_refused, sentence, text_file, wikitext_folder
@@ -169,7 +170,7 @@ def test_damaged_and_missing_files(tmp_path):
     for name, cases in (files | {"a.tsv": {b"1\ttext": "is a table"}}).items():
         all_refused(lambda name=name: texts(Text([tmp_path / name])), tmp_path / name, cases)
     (tmp_path / "empty").mkdir()
-    for name, message in [("missing.txt", "there is no file or folder"), ("empty", "holds no text file")]:
+    for name, message in [("missing.txt", "there is no file or folder"), ("empty", "holds no file to read")]:
         refused(message, Text, [tmp_path / name])
 
 
@@ -211,7 +212,7 @@ def test_the_catalog_finds_corpora_by_name_and_files_by_path(tmp_path, monkeypat
     cases = {"": "name a corpus", "wikitex-2": "Did you mean 'wikitext-2'", "wikitext-2": "needs its files"}
     cases |= {"wikitext-2 . .": "one folder", "wikitext-2 wiki.test.tokens": "not a folder", "imdb": "one folder"}
     cases |= {"wikitext-2-raw .": "holds none of", "stdlib notes.txt": "takes no files"}
-    cases |= {"tokens notes.txt": "not a folder", "text": "at least one text file"}
+    cases |= {"tokens notes.txt": "not a folder", "text": "name at least one"}
     for arguments, message in cases.items():
         refused(message, build_source, arguments.split())
     refused("--depth is an option of listops, listops-lra, not for imdb", build_source, ["imdb", "."], depth=3)

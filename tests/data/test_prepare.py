@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chiar.data import prepare as module
-from chiar.data.corpora import Document, Source, Text, WikiText
+from chiar.data.corpora import Document, Source, WikiText
 from chiar.data.listops import GeneratedListOps
+from chiar.data.own_files import Text
 from chiar.data.prepare import Display, TokensFile, prepare
 from chiar.data.shards import Corpus, fingerprint
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
@@ -105,11 +106,11 @@ def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypat
 SLOW = """
 import sys, time
 from pathlib import Path
-from chiar.data import corpora, prepare, tokenizers
+from chiar.data import own_files, prepare, tokenizers
 
 folder, display, prepare.CHECKPOINT_SECONDS = Path(sys.argv[1]), prepare.Display(), 0.0
 display.at = lambda *_: time.sleep(0.002)
-source, choice = corpora.Text([folder / "notes.txt"]), tokenizers.TokenizerChoice("bpe", vocab_size=300)
+source, choice = own_files.Text([folder / "notes.txt"]), tokenizers.TokenizerChoice("bpe", vocab_size=300)
 prepare.prepare(source, folder / "out", choice, shard_tokens=1000, display=display)
 """
 
