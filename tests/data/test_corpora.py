@@ -122,21 +122,6 @@ def test_glue(tmp_path, folder, header, row, expected):
     all_refused(lambda: texts(source), inner / "train.tsv", {header + "a\tb\tc\td\te\n": "cannot be read"})
 
 
-def test_plain_text_in_paragraphs_lines_and_files_splits_by_hash_or_file_name(tmp_path):
-    path = tmp_path / "notes.txt"
-    path.write_bytes("\ufeffone\ntwo\r\n\r\n\n   \nthree\n\nfour".encode())
-    expected = {"paragraphs": ["one\ntwo\r\n", "three\n", "four"], "lines": ["one\n", "two\r\n", "three\n", "four"]}
-    expected["files"] = ["one\ntwo\r\n\r\n\n   \nthree\n\nfour"]
-    assert {unit: texts(Text([path], fractions=WHOLE, unit=unit)) for unit in expected} == expected
-    refused("Did you mean 'lines'", Text, [path], unit="line")
-    assert len(texts(Text([text_file(path)]))) < len(everything(Text([path]))) == 200
-    files = [tmp_path / f"{split}.txt" for split in ("train", "validation", "test")]
-    for file in files:
-        file.write_text(f"this is {file.stem}")
-    assert [d.text for d in everything(Text(files))] == ["this is train", "this is validation", "this is test"]
-    assert len(everything(Text([tmp_path]))) == 203  # one file that names no split, and all are one corpus
-
-
 def test_json_lines(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "one\\ntwo", "body": "b"}\n\n{"text": "é", "body": ""}\n')
@@ -170,7 +155,7 @@ def test_damaged_and_missing_files(tmp_path):
     for name, cases in (files | {"a.tsv": {b"1\ttext": "is a table"}}).items():
         all_refused(lambda name=name: texts(Text([tmp_path / name])), tmp_path / name, cases)
     (tmp_path / "empty").mkdir()
-    for name, message in [("missing.txt", "there is no file or folder"), ("empty", "holds no file to read")]:
+    for name, message in [("missing.txt", "there is no file or folder"), ("empty", "holds no file that can")]:
         refused(message, Text, [tmp_path / name])
 
 

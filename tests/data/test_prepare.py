@@ -36,7 +36,7 @@ def noted():
 
 @pytest.fixture
 def source(tmp_path):
-    return Text([text_file(tmp_path / "notes.txt")], fractions=(0.8, 0.1, 0.1))
+    return Text([text_file(tmp_path / "notes.txt")], fractions=(0.8, 0.1, 0.1), unit="paragraphs")
 
 
 def test_wikitext_counts_are_those_of_the_literature_and_compression_changes_nothing(tmp_path):
@@ -106,11 +106,12 @@ def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypat
 SLOW = """
 import sys, time
 from pathlib import Path
-from chiar.data import own_files, prepare, tokenizers
+from chiar.data import prepare, tokenizers
+from chiar.data.own_files import Text
 
 folder, display, prepare.CHECKPOINT_SECONDS = Path(sys.argv[1]), prepare.Display(), 0.0
 display.at = lambda *_: time.sleep(0.002)
-source, choice = own_files.Text([folder / "notes.txt"]), tokenizers.TokenizerChoice("bpe", vocab_size=300)
+source, choice = Text([folder / "notes.txt"], unit="paragraphs"), tokenizers.TokenizerChoice("bpe", vocab_size=300)
 prepare.prepare(source, folder / "out", choice, shard_tokens=1000, display=display)
 """
 
@@ -125,7 +126,7 @@ def test_kill_9_and_resume(tmp_path):
         process.kill()
         process.wait()
         assert not (tmp_path / "out").exists()
-    source, (display, sentences) = Text([tmp_path / "notes.txt"]), noted()
+    source, (display, sentences) = Text([tmp_path / "notes.txt"], unit="paragraphs"), noted()
     prepare(source, tmp_path / "out", BPE, shard_tokens=1000, display=display)
     assert sentences == ["going on with the unfinished out."]
     prepare(source, tmp_path / "whole", BPE, shard_tokens=1000)
@@ -203,7 +204,7 @@ FRACTIONS = (0.8, 0.1, 0.1)
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
-    source = Text([text_file(folder / "notes.txt")], fractions=FRACTIONS)
+    source = Text([text_file(folder / "notes.txt")], fractions=FRACTIONS, unit="paragraphs")
     return prepare(source, folder / "corpus", BYTES, shard_tokens=SHARD)
 
 
@@ -238,7 +239,7 @@ def test_rows_and_what_lies_outside(corpus, ids):
 
 def test_documents_end_with_the_end_of_text_and_decode_to_the_source(corpus):
     tokenizer = corpus.tokenizer()
-    source = Text([corpus.folder.parent / "notes.txt"], fractions=FRACTIONS)
+    source = Text([corpus.folder.parent / "notes.txt"], fractions=FRACTIONS, unit="paragraphs")
     for name in corpus.splits:
         split = corpus.split(name)
         texts = [document.text for document in source.documents(name)]

@@ -11,7 +11,7 @@ from typer import Option
 from chiar.errors import InputError, require
 
 ABOUT = "Turn corpora into token shards, and look at them."
-WHAT = "A corpus of `chiar data show` and the folder or files it is read from, or text files of your own."
+WHAT = "A corpus of `chiar data show` and the folder or files it is read from, or text files and folders of your own."
 SHOWN_LABELS = 20
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=ABOUT)
 
@@ -29,9 +29,9 @@ def prepare(
     shard_tokens: A[int, Option(help="Tokens a shard.")] = 1 << 26,
     split_fractions: A[str | None, Option(help="Shares of train, valid, test, if not given (0.9,0.05,0.05).")] = None,
     field: A[str | None, Option(help="Field of .jsonl, column of .parquet with the text (text).")] = None,
-    text_column: A[list[str] | None, Option(help="labelled: column with the text; several are joined.")] = None,
+    text_column: A[list[str] | None, Option(help="labelled: column of the text (text, review …), or several.")] = None,
     label_column: A[str | None, Option(help="labelled: column with the label (label, sentiment, target …).")] = None,
-    documents: A[str | None, Option(help="A document in plain text: paragraphs (default), lines or files.")] = None,
+    documents: A[str | None, Option(help="A document in plain text: files (default), paragraphs or lines.")] = None,
     depth: A[int | None, Option(help="ListOps: levels, the digits' one included (20).")] = None,
     arguments: A[int | None, Option(help="ListOps: most arguments of an operator (5).")] = None,
     min_length: A[int | None, Option(help="ListOps: fewest tokens, round brackets aside.")] = None,
@@ -60,7 +60,7 @@ def prepare(
     choice = TokenizerChoice(tokenizer, tokenizer_path, vocab_size, like, from_hub)
     with preparation.Display(quiet=False) as display:
         preparation.prepare(source, out, choice, shard_tokens=shard_tokens, display=display)
-    typer.echo(f"wrote {out}")
+    typer.echo("\n".join([f"wrote {out}", *source.told]))
     show_corpus(out)
 
 

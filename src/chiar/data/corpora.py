@@ -66,6 +66,12 @@ class Source:
     def read_file(self, path: Path) -> Iterator[Document]:
         raise NotImplementedError
 
+    @property
+    def told(self) -> list[str]:
+        """How the splits came about; nothing where the corpus came with them."""
+        shares = ", ".join(f"{split} {share:.1%}" for split, share in self.carve.items())
+        return [f"splits by a hash of each document: {shares}."] if len(self.carve) > 1 else []
+
     def documents(self, split: str) -> Iterator[Document]:
         if split not in self.carve:
             return self.read(split)
