@@ -145,7 +145,7 @@ class Corpus:
                         wrong = "is missing" if size is None else f"has {size} bytes, expected {expected}"
                     elif verify and file_hash(stored) != file["sha256"]:
                         wrong = "does not have the hash in the manifest"
-                    require(not wrong, f"{stored} {wrong}: prepare the corpus again.")
+                    require(not wrong, f"{stored} {wrong}: restore it, or remove the corpus and prepare it again.")
         if verify:
             corpus.tokenizer()
         return corpus
