@@ -23,7 +23,7 @@ def show(renderable: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=400)
+    console = Console(width=400, markup=False)  # a label may be called [red]
     if isinstance(renderable, Table) and renderable.title:  # rich would fold a title to the width of its table
         console.print(renderable.title, soft_wrap=True, highlight=False)
         renderable.title = None

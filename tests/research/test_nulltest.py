@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from chiar.data.catalog import build_source
-from chiar.data.corpora import Text
+from chiar.data.own_files import Text
 from chiar.data.prepare import prepare
 from chiar.data.tokenizers import TokenizerChoice
 from chiar.errors import InputError

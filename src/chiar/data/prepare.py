@@ -87,7 +87,7 @@ def prepare(
     for split in source.splits:
         pieces = source.blocks(split) if isinstance(source, TokensFile) else (d.text for d in source.documents(split))
         if not any(map(len, pieces)):
-            few = ": give more documents, another --split-fractions or, for plain text, another --documents"
+            few = ": give more documents or another --split-fractions"
             raise InputError(f"{source.name} is empty: its {split} split has no text{few if source.carve else ''}.")
     files = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in source.files]
     inputs = [__version__, FORMAT, source.name, source.kind, source.options, shard_tokens, files]

@@ -56,7 +56,7 @@ def read_heads(folder: Path) -> dict[str, nn.Linear]:
     """Every head beside a model, by the name of its corpus."""
     path, heads = folder / HEADS, {}
     with errors_as(f"{path} cannot be loaded", SafetensorError, KeyError, ValueError, RuntimeError):
-        stored = load_file(path) if path.is_file() else {}
+        stored = load_file(path, backend="pread") if path.is_file() else {}
         for name in sorted({key.rpartition(".")[0] for key in stored}):
             classes, width = stored[f"{name}.weight"].shape
             heads[name] = nn.Linear(width, classes)

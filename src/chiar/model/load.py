@@ -72,10 +72,11 @@ def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
 
 
 def open_weights(kind: Any, folder: str, **options: Any) -> Any:
-    """A model of class `kind` with all its weights from a folder, and none left over but a classifier's head."""
+    """A model of class `kind` with all its weights from a folder, and none left over but a classifier's head. They are
+    read, not mapped: mapped weights would end the process where the file shrinks, even long after."""
     logging.disable_progress_bar()
     with errors_as(f"the weights in {folder} cannot be loaded", SafetensorError, RuntimeError, OSError):
-        model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
+        model, info = kind.from_pretrained(folder, output_loading_info=True, disable_mmap=True, **options)
     if info["missing_keys"]:
         raise InputError(f"{folder} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
     if left := sorted(name for name in info["unexpected_keys"] if not name.startswith("score.")):
