@@ -19,8 +19,8 @@ def require(right: object, otherwise: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """A library's error in one line; its type where it says nothing."""
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    """A library's error in one line, which is not endless; its type where it says nothing."""
+    return str(error).strip().split("\n")[0][:400] or type(error).__name__
 
 
 @contextmanager
