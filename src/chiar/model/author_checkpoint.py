@@ -158,6 +158,7 @@ def convert(
     require(width % head_size == 0, f"the head size {head_size} in rope.inv_freq does not divide the width {width}.")
     fields: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": width, "num_attention_heads": width // head_size}
     fields |= {"layer_types": layer_types, "max_position_embeddings": length, "gate_init": "neutral"}
+    fields["gate_generation"] = "prefill"
     fields |= {"entropy_eps": ENTROPY_EPS, "entropy_dc_weight": ENTROPY_DC_WEIGHT}
     fields["meta_router"] = "meta_router.gate_proj.weight" in tensors
     if "routed" in layer_types:

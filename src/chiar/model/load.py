@@ -12,15 +12,23 @@ from transformers.utils import logging
 from chiar import presets
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, errors_as, require, unknown_name
+from chiar.files import write_whole
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
+SETTINGS = "tokenizer_config.json"
+TOKENIZER_FILES = ("tokenizer.json", SETTINGS, "vocab.json", "merges.txt", "special_tokens_map.json")
 
 
 def copy_tokenizer(source: Path | None, target: Path) -> None:
-    """What the target has of its own stays."""
+    """What the target has of its own stays. Batches are padded by the end of text, before a text that is continued."""
     for name in TOKENIZER_FILES:
         if source is not None and (source / name).is_file() and not (target / name).exists():
             shutil.copy(source / name, target / name)
+    if (path := target / SETTINGS).is_file():
+        with errors_as(f"{path} is damaged", ValueError, AttributeError):
+            told = json.loads(path.read_text(encoding="utf-8"))
+            if told.get("pad_token") is None and told.get("eos_token") is not None:
+                told |= {"pad_token": told["eos_token"], "padding_side": "left"}
+                write_whole(path, json.dumps(told, indent=2) + "\n")
 
 
 def choose_device(name: str) -> torch.device:
