@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import typer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -48,6 +49,30 @@ def test_help_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "convert" in done.stdout
     assert re.fullmatch(r"chiar \d+\.\d+\.\d+\n", accepted("--version"))
+
+
+def test_options_of_one_meaning_have_one_spelling_and_one_default():
+    """What writes can overwrite, runs and studies aside, which go on in their folder; one split is read by default."""
+    told = {}
+    for name, command in walk(typer.main.get_command(app)):
+        told[name] = {flag: option for option in command.params for flag in option.opts}
+    writes = {name for name, options in told.items() if options.keys() & {"--out", "--json", "--csv"}}
+    assert {name for name in writes if "--overwrite" not in told[name]} == {
+        "train",
+        "finetune",
+        "study run",
+        "study time",
+    }
+    assert {options["--split"].default for options in told.values() if "--split" in options} == {"valid"}
+    other = {"--export", "--output", "--text", "--batch-size", "--file"}
+    assert not any(options.keys() & other for options in told.values())
+
+
+def walk(group, *before):
+    for name, command in group.commands.items():
+        yield from (
+            walk(command, *before, name) if hasattr(command, "commands") else [(" ".join((*before, name)), command)]
+        )
 
 
 def test_operating_system_errors_are_sentences_too(monkeypatch, capsys, tmp_path):

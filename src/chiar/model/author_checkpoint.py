@@ -19,6 +19,7 @@ from chiar.config import ChiarConfig
 from chiar.config_checks import CHOICES
 from chiar.errors import InputError, first_line, require, unknown_name
 from chiar.files import check_file, check_new, new_folder
+from chiar.model.load import MODEL_FILE
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 
 # The published 400M threshold; the files do not carry one.
@@ -261,15 +262,15 @@ def empty_model(config: ChiarConfig, classifier: bool) -> Any:
         return (ChiarForSequenceClassification if classifier else ChiarForCausalLM)(config)
 
 
-def import_checkpoint(path: Path, out: Path, *options: Any, **named: Any) -> Imported:
+def import_checkpoint(path: Path, out: Path, *options: Any, overwrite: bool = False, **named: Any) -> Imported:
     """Convert the file, with `convert`'s options, and write a complete model folder to `out`, which must be new."""
-    check_new(out)
+    check_new(out, overwrite, MODEL_FILE)
     imported = convert(*read_checkpoint(path), *options, **named)
     model = empty_model(imported.config, "score.weight" in imported.tensors).to_empty(device="cpu")
     missing, unexpected = model.load_state_dict(imported.tensors, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()
-    with new_folder(out) as folder:
+    with new_folder(out, overwrite, MODEL_FILE) as folder:
         model.save_pretrained(folder)
         if imported.heads:
             save_file(imported.heads, folder / "mixed_heads.safetensors")

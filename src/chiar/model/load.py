@@ -10,10 +10,11 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from chiar import presets
-from chiar.config import ChiarConfig
+from chiar.config import SHIM_MODULE, ChiarConfig
 from chiar.errors import InputError, errors_as, require, unknown_name
 from chiar.files import write_whole
 
+MODEL_FILE = f"{SHIM_MODULE}.py"  # in every model folder we write, and in no other
 SETTINGS = "tokenizer_config.json"
 TOKENIZER_FILES = ("tokenizer.json", SETTINGS, "vocab.json", "merges.txt", "special_tokens_map.json")
 
