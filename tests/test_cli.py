@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -188,6 +190,10 @@ def test_damaged_model_folders_are_named(tmp_path):
     del tensors["model.norm.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
     assert "no weights for model.norm.weight" in refused(*trace)
+    for value in (math.nan, math.inf):
+        save_file({**tensors, "model.norm.weight": torch.full((32,), value)}, weights, {"format": "pt"})
+        for command in (trace, ["generate", *trace[1:]], ["serve", folder, "--port", 0]):
+            assert "model.norm.weight in" in (said := refused(*command)) and "not finite: its training diverged" in said
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
     assert "holds a 'gpt2' model" in refused("flops", folder)
     (folder / "config.json").write_text("{")

@@ -81,7 +81,7 @@ def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
 
 
 def open_weights(kind: Any, folder: str, **options: Any) -> Any:
-    """A model of class `kind` with all its weights from a folder, and none left over but a classifier's head."""
+    """A model of class `kind` with all weights from a folder, finite ones, none left over but a classifier's head."""
     logging.disable_progress_bar()
     with errors_as(f"the weights in {folder} cannot be loaded", SafetensorError, RuntimeError, OSError):
         model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
@@ -90,6 +90,10 @@ def open_weights(kind: Any, folder: str, **options: Any) -> Any:
     if left := sorted(name for name in info["unexpected_keys"] if not name.startswith("score.")):
         unplaced = f"this configuration has no place for {left[0]}, which {folder} holds"
         raise InputError(f"{unplaced}: keep the folder's own configuration.")
+    for name, values in model.state_dict().items():
+        if not bool(values.isfinite().all()):
+            what = f"{name} in {folder} holds values that are not finite"
+            raise InputError(f"{what}: its training diverged or the file is damaged. Take an earlier model.")
     return model
 
 
