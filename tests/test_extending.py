@@ -301,7 +301,7 @@ def test_the_page_shows_them_and_has_nothing_to_move(files):
     registry.add_plugins(["words.py", "scale.py"])
     model = build(256, router="frequent", operators=["scale", "attention"], gate_pool="causal").float()
     model.save_pretrained("model")
-    code, output = run("explore", "model", "--prompt", "abc", "--export", "report.html")
+    code, output = run("explore", "model", "--prompt", "abc", "--out", "report.html")
     assert code == 0, output
     page = (files / "report.html").read_text()
     assert '"scale"' in page

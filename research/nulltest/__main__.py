@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from chiar.console import guarded
+from chiar.console import Overwrite, guarded
 from chiar.files import check_new, new_folder, write_new
 from chiar.plots import save
 from research.nulltest import nulltest
@@ -67,6 +67,7 @@ def main(
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")] = "auto",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers; - prints only them.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="New folder for numbers and pictures.")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Ask of every layer whether its routing signal is more than noise, and what a route is worth.
 
@@ -76,11 +77,11 @@ def main(
     printed = json is not None and str(json) == "-"
     for new in (out, None if printed else json):
         if new is not None:
-            check_new(new)
+            check_new(new, overwrite, NAME)
     options = {"tokens": tokens, "length": length, "flips": flips, "shuffles": shuffles, "batch": batch, "seed": seed}
     report = nulltest(model, data, split, device=device, **options)
     if out is not None:
-        with new_folder(out) as aside:
+        with new_folder(out, overwrite, NAME) as aside:
             (aside / NAME).write_text(report.to_json(), encoding="utf-8")
             for name, picture in pictures(report).items():
                 save(picture, aside / f"{name}.svg")
@@ -88,7 +89,7 @@ def main(
     if printed:
         return typer.echo(report.to_json())
     if json is not None:
-        write_new(json, report.to_json())
+        write_new(json, report.to_json(), overwrite)
         typer.echo(f"wrote {json}")
     if report.run is not None:
         typer.echo(f"{report.run} is a training run: its best model is tested.")

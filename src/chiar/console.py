@@ -15,7 +15,8 @@ from chiar.registry import load_plugins
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
 Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers as JSON to a file, - to print.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what this command wrote there before.")]
+SplitName = Annotated[str, typer.Option(metavar="train|valid|test", help="Split of the corpus.")]
 
 
 def show(renderable: Any) -> None:

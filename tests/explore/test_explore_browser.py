@@ -283,7 +283,7 @@ def test_without_a_run_the_demo_is_offered(watched, tmp_path, monkeypatch):
 def test_a_report_asks_for_nothing(watched, folders, tmp_path):
     out = tmp_path / "report.html"
     prompts = ("--prompt", "light and dark", "--prompt", "</script><script>alert(1)</script>")
-    run("explore", folders[0], "--beside", folders[1], *prompts, "--export", out)
+    run("explore", folders[0], "--beside", folders[1], *prompts, "--out", out)
     page = watched.open(f"file://{out}")
     assert page.locator("article.panel").count() == 4
     assert "".join(pieces(page)) == "light and dark"

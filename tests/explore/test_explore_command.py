@@ -28,7 +28,7 @@ PROMPTS = ["light and dark", '</script><script>alert("x")</script> & \u202e \x1b
 def written(folders, tmp_path_factory):
     out = tmp_path_factory.mktemp("report") / "report.html"
     prompts = (word for prompt in PROMPTS for word in ("--prompt", prompt))
-    code, said = run("explore", folders[0], "--beside", folders[1], *prompts, "--export", out)
+    code, said = run("explore", folders[0], "--beside", folders[1], *prompts, "--out", out)
     assert code == 0 and f"wrote {out}" in said
     return out
 
@@ -64,7 +64,7 @@ def test_nothing_comes_from_elsewhere_and_text_stays_text(written):
 
 
 def test_nothing_is_overwritten_unasked_or_half(written, folders, monkeypatch):
-    before, arguments = written.read_text(), ("explore", folders[0], "--prompt", "a", "--export", written)
+    before, arguments = written.read_text(), ("explore", folders[0], "--prompt", "a", "--out", written)
     code, said = run(*arguments)
     assert code == 2 and "exists already" in said and written.read_text() == before
     with monkeypatch.context() as disk:
@@ -118,14 +118,14 @@ def test_a_run_brings_its_curves_settings_and_evaluation(tmp_path, monkeypatch):
         *(scores, RoutingUse(use, None, None), 1e6, 2e6, 16),
     )
     (folder / "evaluation.json").write_text(evaluated.to_json())
-    assert run("explore", folder, "--prompt", "light", "--export", out)[0] == 0
+    assert run("explore", folder, "--prompt", "light", "--out", out)[0] == 0
     training, evaluation = (sections(out)[title] for title in ("Training", "Evaluation"))
     assert training["picture"].startswith("data:image/svg+xml;base64,")
     assert ["learning_rate", "0.003"] in training["rows"] and ["commit", "abcdef012345"] in training["rows"]
     assert {"1,234", "4.3210"} <= {row[1] for row in evaluation["rows"]}
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("chiar.explore.report.open_models", lambda *_, **__: pytest.fail("worked first"))
-    code, said = run("explore", folder, "--prompt", "light", "--export", tmp_path / "other.html")
+    code, said = run("explore", folder, "--prompt", "light", "--out", tmp_path / "other.html")
     assert code == 2 and "pip install 'chiar[plots]'" in said
 
 

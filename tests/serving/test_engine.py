@@ -124,8 +124,17 @@ def test_a_row_without_a_next_token_fails_alone(engine, capfd, temperature):
     expected = answers(again(engine.model), job(30))[0]
     engine.model.lm_head.register_forward_hook(spoil)
     bad, good = answers(engine, job(30, temperature, seed=7), job(30))
-    assert bad.status == 500 and good == expected
-    assert "not finite" in capfd.readouterr().err
+    assert (bad.status, good) == (500, expected) and "logits are not finite" in str(bad)
+    said = capfd.readouterr().err
+    assert "logits are not finite" in said and "Traceback" not in said
+
+
+def test_a_prompt_whose_scores_are_not_finite_is_told_in_a_sentence(engine, capfd):
+    with torch.no_grad():
+        engine.model.lm_head.weight.fill_(math.nan)
+    for bad in answers(engine, job(4), job(0, echo=True, logprobs=1)):
+        assert bad.status == 500 and "logits are not finite" in str(bad)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_rows_that_cannot_be_dropped_do_not_harm_a_newcomer(engine, monkeypatch, capfd):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from runs import assert_same_run, command, final_state, full_disk, interrupted, metrics, run, start
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, pipeline
 
 from chiar import ChiarConfig, ChiarForCausalLM
 from chiar.training import checkpoint
@@ -93,8 +93,11 @@ def test_it_learns_and_exports_the_best(preset, config, go, tmp_path):
     assert record["sample"].startswith("light") and record["sample"] != "light"
     assert ChiarForCausalLM.from_pretrained(tmp_path / "run" / "best").config.hidden_size == 16
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "best")("ab")["input_ids"] == [97, 98]
+    write = pipeline("text-generation", str(tmp_path / "run" / "best"), max_new_tokens=4, do_sample=False)
+    short, long = write(["light", "dark and dark"], batch_size=2)
+    assert short[0]["generated_text"].startswith("light") and long[0]["generated_text"].startswith("dark and dark")
     stored = RunFolder(tmp_path / "run").read()
-    assert stored["settings"]["steps"] == 40
+    assert stored["settings"]["steps"] == 40 and stored["config"]["gate_generation"] == "refuse"
     assert set(stored) >= {"command", "config", "settings", "versions", "commit", "data", "processes"}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from typer import Option
 
+from chiar.console import Overwrite
 from chiar.errors import InputError, require
 
 ABOUT = "Turn corpora into token shards, and look at them."
@@ -19,7 +20,7 @@ data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=ABOUT)
 @data_app.command()
 def prepare(
     corpus: A[list[str], typer.Argument(metavar="NAME|PATH...", help=WHAT)],
-    out: A[Path, Option(help="New folder for the corpus.")],
+    out: A[Path, Option(metavar="FOLDER", help="New folder for the corpus.")],
     name: A[str | None, Option(help="What metrics call it; to mix several texts of your own.")] = None,
     tokenizer: A[str | None, Option(help="gpt2, bpe (trained on the corpus; default) or bytes.")] = None,
     tokenizer_path: A[Path | None, Option(help="Folder with the tokenizer's files.")] = None,
@@ -39,6 +40,7 @@ def prepare(
     brackets: A[bool | None, Option("--brackets/--no-brackets", help="ListOps: round brackets as published.")] = None,
     examples: A[str | None, Option(help="ListOps: how many in train, valid and test (85000,5000,10000).")] = None,
     seed: A[int | None, Option(help="ListOps: seed of the generator (0).")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Turn a corpus into token shards with a manifest. Interrupted, the same command goes on where it stopped."""
     from chiar.data import prepare as preparation
@@ -59,7 +61,7 @@ def prepare(
     source.name = name or source.name
     choice = TokenizerChoice(tokenizer, tokenizer_path, vocab_size, like, from_hub)
     with preparation.Display(quiet=False) as display:
-        preparation.prepare(source, out, choice, shard_tokens=shard_tokens, display=display)
+        preparation.prepare(source, out, choice, shard_tokens=shard_tokens, display=display, overwrite=overwrite)
     typer.echo("\n".join([f"wrote {out}", *source.told]))
     show_corpus(out)
 

@@ -16,7 +16,9 @@ def explore(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     most_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 1024,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    export: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the view of --prompt as .html.")] = None,
+    export: Annotated[
+        Path | None, typer.Option("--out", "--export", metavar="FILE", help="Write the view of --prompt: .html.")
+    ] = None,
     prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text to export; repeatable.")] = None,
     evaluation: Annotated[list[Path] | None, typer.Option(help="A report of chiar eval to export; repeatable.")] = None,
     overwrite: Overwrite = False,
@@ -27,10 +29,10 @@ def explore(
     from chiar.errors import InputError, optional_module
 
     if model is None and (beside is not None or export is not None):
-        option = "--export" if beside is None else "--beside"
+        option = "--out" if beside is None else "--beside"
         raise InputError(f"{option} needs a first model: chiar explore MODEL {option} …")
     if (export is None) != (not prompt) or (evaluation and export is None):
-        raise InputError("--export FILE.html and --prompt TEXT go together: what is written is the view of a prompt.")
+        raise InputError("--out FILE.html and --prompt TEXT go together: what is written is the view of a prompt.")
     names = [name for name in (model, beside) if name]
     if export is not None:
         from chiar.explore.report import write_report

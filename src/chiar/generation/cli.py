@@ -81,3 +81,5 @@ def generate(
         show(*characters.add(written.id))
     show(*characters.end())
     console.print()
+    if len(ids) + len(row.tokens) > (trained := config.max_position_embeddings):
+        note(f"the text is longer than the {trained} tokens the model was trained on: beyond them it guesses.")

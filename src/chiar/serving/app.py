@@ -24,6 +24,7 @@ from torch import Tensor
 
 from chiar import web
 from chiar.data.tokens import TextCodec
+from chiar.errors import InputError
 from chiar.generation.writer import Piece, Row, Sampling, Writer, score_prompt
 from chiar.model.modeling import ChiarForCausalLM
 from chiar.web import TEXT, Field, Refused, Site, require
@@ -312,10 +313,15 @@ class Engine(Writer):
             row.finish("length")
 
     def fail(self, owners: list[Job], error: Exception) -> None:
-        """A fault of ours, or no memory: these requests fail, the server goes on."""
-        traceback.print_exception(error, file=sys.stderr)
+        """A fault of ours, no memory, or what a model cannot compute: these requests fail, the server goes on."""
+        sentence = "the model failed on this request; the server's log says why."
+        if isinstance(error, InputError):
+            sentence = str(error)
+            print(f"error: {sentence}", file=sys.stderr)
+        else:
+            traceback.print_exception(error, file=sys.stderr)
         for job in owners:
-            job.fail(Refused(500, "the model failed on this request; the server's log says why.", kind="server_error"))
+            job.fail(Refused(500, sentence, kind="server_error"))
 
 
 class Service(Site):

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from chiar.console import Overwrite
 from chiar.errors import require
 from chiar.files import check_new
 
@@ -67,7 +68,7 @@ def run(
 
 
 @study_app.command()
-def table(folder: Record, out: Target = None) -> None:
+def table(folder: Record, out: Target = None, overwrite: Overwrite = False) -> None:
     """Show the table of what is finished, and write table.md, results.json, pareto.svg (a study's: in its folder)."""
     from chiar.studies.results import markdown, read_results, write_tables
     from chiar.studies.runner import STUDY
@@ -76,7 +77,7 @@ def table(folder: Record, out: Target = None) -> None:
     typer.echo(markdown(results["title"], results["variants"], results["notes"]))
     if out is not None and out != folder:
         for name in ("table.md", "results.json", "pareto.svg"):
-            check_new(out / name)
+            check_new(out / name, overwrite)
     if target := out or (folder if (folder / STUDY).is_file() else None):
         write_tables(results, target)
         typer.echo(f"wrote {target / 'table.md'}, results.json and pareto.svg")

@@ -130,7 +130,6 @@ class RunFolder:
         target = next(path for path in names if not path.exists())
         with new_folder(target) as aside:
             export_model(model, corpus, aside)
-            shutil.copytree(corpus.folder / "tokenizer", aside, dirs_exist_ok=True)
         checkpoint.point(link, target)
         for other in {*self.exports.glob(f"*{link.name}-*")} - {target}:  # with what a killed process left behind
             shutil.rmtree(other, ignore_errors=True)
