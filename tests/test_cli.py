@@ -66,7 +66,7 @@ def test_options_of_one_meaning_have_one_spelling_and_one_default():
         "study time",
     }
     assert {options["--split"].default for options in told.values() if "--split" in options} == {"valid"}
-    other = {"--export", "--output", "--text", "--batch-size", "--file"}
+    other = {"--output", "--text", "--batch-size", "--file"}
     assert not any(options.keys() & other for options in told.values())
 
 
