@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 from scipy.linalg import toeplitz
 from torch import Tensor
 
-from chiar.console import Overwrite, guarded
+from chiar.console import Overwrite, guarded, show
 from chiar.errors import InputError
 from chiar.files import check_new, write_new
 from chiar.kernels.spectral_entropy import spectral_entropy
@@ -176,7 +175,7 @@ def theorem(
     text = jsons.dumps({"format": FORMAT, "checks": [asdict(check) for check in checks]}, indent=1) + "\n"
     if json is not None and not printed:
         write_new(json, text, overwrite)
-    typer.echo(text) if printed else Console(width=150).print(table_of(checks))
+    typer.echo(text) if printed else show(table_of(checks))
 
 
 def numbers(text: str, option: str, kind: type[int] | type[float]) -> list[float]:

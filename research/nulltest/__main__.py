@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from chiar.console import Overwrite, guarded
+from chiar.console import Overwrite, guarded, show
 from chiar.files import check_new, new_folder, write_new
 from chiar.plots import save
 from research.nulltest import nulltest
@@ -15,6 +14,7 @@ from research.nulltest.measures import KLT
 from research.nulltest.pictures import pictures
 from research.nulltest.report import NAME, LayerNull, Mean, NullTest
 
+ALIKE = 0.2  # standard deviations of the noise: a shift that moves fewer than one token in twelve across a threshold
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -51,6 +51,21 @@ def summary(report: NullTest) -> Table:
     for layer in report.layers:
         table.add_row(*cells(layer, k))
     return table
+
+
+def verdict(report: NullTest) -> str:
+    """In one line, of the layers that route; less than two standard errors from nothing count as nothing."""
+    layers = [layer for layer in report.layers if layer.kind == "routed"] or report.layers
+    farthest = max(layers, key=lambda layer: abs(layer.whiteness[0].effect))
+    own = farthest.whiteness[0]
+    like = "no more than noise" if abs(own.effect) <= max(ALIKE, 2 * own.effect_error) else "not that of white noise"
+    said = f"H is {like} (farthest in layer {farthest.layer + 1}: {own.effect:+.2f} ± {own.effect_error:.2f} σ)"
+    worth = report.worth
+    if worth is None or worth.spearman is None or worth.correlation_error is None:
+        return f"{said}; what a route is worth was not measured."
+    r, error = worth.spearman, worth.correlation_error
+    follows = "grows with it" if r > 2 * error else "falls with it" if r < -2 * error else "does not depend on it"
+    return f"{said}; what attention adds to a token {follows} (rank r {r:+.2f} ± {error:.2f})."
 
 
 @app.command()
@@ -93,9 +108,10 @@ def main(
         typer.echo(f"wrote {json}")
     if report.run is not None:
         typer.echo(f"{report.run} is a training run: its best model is tested.")
-    Console(width=250).print(summary(report))
+    show(summary(report))
     for remark in report.remarks:
         typer.echo(f"note: {remark}")
+    typer.echo(f"verdict: {verdict(report)}")
 
 
 if __name__ == "__main__":

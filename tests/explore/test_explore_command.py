@@ -14,11 +14,11 @@ import httpx
 import pytest
 from page_server import save_model
 
+from chiar.colours import LIGHT, NAMES, RAMPS, between
 from chiar.evaluation.report import EvaluationReport, LanguageScores, LayerUse, RoutingUse
 from chiar.explore.report import STATIC, digest
 from chiar.explore.server import Explorer
 from chiar.model.load import load_config
-from chiar.plots import LIGHT, NAMES, RAMPS
 from commands import run
 
 PROMPTS = ["light and dark", '</script><script>alert("x")</script> & \u202e \x1b[31m']
@@ -135,3 +135,6 @@ def test_the_scripts_have_the_colours_and_names_of_pictures():
     found = {name: (tuple(map(int, ends[:3])), tuple(map(int, ends[3:]))) for name, *ends in ramps}
     assert found == {"light": LIGHT, **RAMPS}
     assert all(f'{name}: "{words}"' in script for name, words in NAMES.items())
+    assert "LIGHT = RAMPS.light[1], DARK = RAMPS.attention[1]" in script  # words, from light to dark
+    style, dark = (STATIC / "style.css").read_text(), RAMPS["attention"]
+    assert re.findall("--dark: (#.{6})", style) == [between(*dark, share) for share in (1, 0)]  # by light, dark theme

@@ -15,18 +15,19 @@ def models() -> None:
     from rich.table import Table
 
     from chiar import presets
-    from chiar.config_checks import LAYER_TYPES
+    from chiar.config_checks import LIGHT_LAYERS
     from chiar.model.load import count_parameters
 
-    table = Table("preset", "parameters", "D", "heads", "layers", "positions", "operators", "router", "gate", box=None)
+    columns = ("layers: light + routed + dark", "beside attention")
+    table = Table("preset", "parameters", "D", "heads", *columns, "router", "positions", "gate", box=None)
     for name in presets.NAMES:
         config = presets.get(name)
         kinds, sizes = config.layer_types or [], (config.hidden_size, config.num_attention_heads)
-        layers = " ".join(f"{kinds.count(k)} {k}" for k in LAYER_TYPES if k in kinds)
-        routed = ("+".join(config.operators or []), f"{config.router}/{config.routing}")
-        chosen = routed if "routed" in kinds else ("attention", "–")
+        light, routed = sum(map(kinds.count, LIGHT_LAYERS)), kinds.count("routed")
+        layers = f"{light} + {routed} + {len(kinds) - light - routed}"
+        chosen = ("+".join((config.operators or [])[:-1]), f"{config.router}") if routed else ("–", "–")
         gate = config.gate_pool if config.meta_router else "–"
-        table.add_row(name, f"{count_parameters(config):,}", *map(str, sizes), layers, config.positions, *chosen, gate)
+        table.add_row(name, f"{count_parameters(config):,}", *map(str, sizes), layers, *chosen, config.positions, gate)
     show(table)
 
 
