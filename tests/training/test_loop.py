@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import time
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from runs import assert_same_run, command, final_state, full_disk, interrupted, metrics, run, start
+from runs import assert_same_run, command, final_state, full_disk, interrupted, metrics, run, sets, start
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -217,3 +218,49 @@ def test_impossible_settings(changes, message, config, go, tmp_path):
     fields = {key: changes[key] for key in changes.keys() & ChiarConfig.__annotations__.keys()}
     refused(message, go, "run", config(**fields), **{key: changes[key] for key in changes.keys() - fields.keys()})
     assert not (tmp_path / "run").exists()
+
+
+DAMAGES = {
+    "cut off": (lambda text: text[:-20], "line 8 dropped, 7 records kept"),
+    "foreign bytes": (lambda text: text.replace(b'"step": 3', b"\xff\xfe\x00", 1), "line 3 dropped, 7 records kept"),
+    "another program's": (lambda text: b'[1]\n{"a": 1}\n' + text, "line 1, 2 dropped, 8 records kept"),
+    "gone": (lambda text: b"", None),
+}
+
+
+@pytest.mark.parametrize(("damage", "sentence"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_log_is_read_as_far_as_it_can_be_and_the_run_goes_on(damage, sentence, go, tmp_path, capsys):
+    go("run", steps=8)
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_bytes(damage(path.read_bytes()))
+    capsys.readouterr()
+    go("run", resume=True, quiet=False, steps=10)
+    said = capsys.readouterr().out
+    assert f"warning: metrics.jsonl is damaged: {sentence}." in said if sentence else "damaged" not in said
+    steps = [record["step"] for record in metrics(tmp_path / "run")]
+    assert steps[-2:] == [9, 10] and steps == sorted(set(steps))
+
+
+def test_a_last_step_that_is_not_finite_exports_nothing_and_is_no_success(corpus, tmp_path):
+    """Its gradient is finite; what AdamW makes of it is not."""
+    out = tmp_path / "run"
+    code, said = chiar(
+        *command(corpus, out, "--learning-rate", "1e30", *sets("warmup=0", "final_learning_rate=1e30"), "--steps", "2")
+    )
+    assert code == 1 and re.search("stopped: .* of step [12] is not finite: .*a --learning-rate below 1e", said), said
+    assert not (out / "final").exists() and not (out / "best").exists()
+
+
+def test_weights_that_are_not_finite_are_never_exported(go, tmp_path, monkeypatch):
+    real = Trainer.train_step
+
+    def poisoned(self):
+        done = real(self)
+        if self.step == 6:
+            next(self.model.parameters()).data.view(-1)[0] = float("inf")
+        return done
+
+    monkeypatch.setattr(Trainer, "train_step", poisoned)
+    with pytest.raises(TrainingStopped, match=r"a weight of step 6 is not finite.*step-00000004 is the last good"):
+        go("run", evaluate_every=5, log_every=100, steps=6)
+    assert not (tmp_path / "run" / "final").exists()

@@ -22,7 +22,7 @@ from chiar.errors import InputError, optional_module, require
 from chiar.generation.writer import Sampling, write_text
 from chiar.training import checkpoint
 from chiar.training.compiling import computes_bf16
-from chiar.training.distributed import Processes, start
+from chiar.training.distributed import Processes, local_rows, start
 from chiar.training.reporting import Display, Metrics, utilisation
 from chiar.training.run_folder import RUN, RunFolder, describe
 from chiar.training.settings import TrainSettings
@@ -115,13 +115,13 @@ def train_among(
         notes.append(f"resuming after step {run.step} of {settings.steps}{left}")
     if settings.compile and run.step < settings.steps:
         notes.append("compiling: the first step takes a minute or two (--no-compile starts at once)")
-    kept, operators = found.state["metrics_bytes"] if found else 0, list(config.operators or ())
+    operators = list(config.operators or ()) if settings.tensorboard else None
+    notes += [f"warning: {lost}" for lost in processes.from_main(lambda: folder.trim_metrics(run.step))]
     with closing(Display(settings.steps, run.step, quiet or not processes.main)) as run.display, ExitStack() as opened:
         for note in notes:
             run.display.say(note)
         if processes.main:
-            metrics = Metrics(folder.metrics_path, kept, run.step, operators if settings.tensorboard else None)
-            run.metrics = opened.enter_context(closing(metrics))
+            run.metrics = opened.enter_context(closing(Metrics(folder.metrics_path, run.step, operators)))
         return run.go()
 
 
@@ -155,13 +155,14 @@ class Run(Trainer):
                 self.display.say(f"thresholds set to {self.recalibrate()}")
             if self.step % settings.save_every == 0 or last:
                 self.save()
+        self.check_finite()
         self.export(self.folder.final)  # here, so that a run killed after its last step is completed when resumed
         return record
 
     def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
         """A step's measurements over all processes as plain numbers."""
         loss, (losses, gates, _) = self.means(measured["done"])
-        self.check_finite(loss)
+        self.check_finite({"the loss": loss})
         use_LK = self.processes.total(torch.stack([result.use_LK for _, result, _ in measured["done"]]).mean(0))
         use = [[round(value, 6) for value in row] for row in (use_LK / self.processes.count).tolist()]
         record = {"step": self.step, "loss": loss, "rate": measured["rate"], "gradient_norm": float(measured["norm"])}
@@ -180,6 +181,7 @@ class Run(Trainer):
     def validate(self, record: dict[str, Any]) -> None:
         """Evaluate, export the best, continue the prompt greedily (a gate that sees the future is frozen at it)."""
         record |= self.evaluate()
+        self.check_finite({f"the validation loss on {name}": loss for name, loss in record["validation"].items()})
         now = {"step": self.step, "loss": record["validation"][self.names[0]]}
         if self.heads[0] is not None:
             now["accuracy"] = record["accuracy"][self.names[0]]
@@ -195,11 +197,11 @@ class Run(Trainer):
         self.marked_time = time.perf_counter()
 
     def save(self) -> None:
-        self.check_finite(0.0)
+        self.check_finite()
         target = self.folder.checkpoints / checkpoint.step_name(self.step)
-        written = self.metrics.bytes if self.metrics is not None else 0
-        thresholds = self.model.language.config.thresholds
-        state = {"step": self.step, "metrics_bytes": written, "best": self.best, "thresholds": thresholds}
+        if self.metrics is not None:
+            self.metrics.sync()
+        state = {"step": self.step, "best": self.best, "thresholds": self.model.language.config.thresholds}
         checkpoint.save(target, self.tensors(), state, self.processes)
         if self.processes.main:
             checkpoint.point(self.folder.checkpoints / "latest", target)
@@ -213,12 +215,18 @@ class Run(Trainer):
             if model is not None:
                 self.folder.export(model, self.corpora[0], link, self.step)
 
-    def check_finite(self, loss: float) -> None:
-        """Where the gradient of a step or this loss is not finite: keep the step's batches, say so, stop."""
-        if (step := int(self.first_bad_step)) < 0 and math.isfinite(loss):
+    def check_finite(self, losses: dict[str, float] | None = None) -> None:
+        """Where a gradient, a weight or one of these losses is not finite: keep the step's batches, say so, stop."""
+        step, wrong = int(self.first_bad_step), [name for name, x in (losses or {}).items() if not math.isfinite(x)]
+        if step >= 0:
+            wrong = ["the gradient"]
+        elif not wrong:
+            bad = torch.stack([~local_rows(p)[1].isfinite().all() for p in self.model.parameters()]).any()
+            wrong = ["a weight"] if self.processes.total(bad.float()) else []
+        if not wrong:
             return
         step = step if step >= 0 else self.step - 1
-        what, tensors = f"the gradient of step {step + 1} is not finite", dict[str, Tensor]()
+        what, tensors = f"{wrong[0]} of step {step + 1} is not finite", dict[str, Tensor]()
         for slot in range(self.schedule.slots):
             for batch in self.schedule.batches(step, slot):
                 parts, name = batch._asdict(), f"slot{slot}.{self.names[batch.corpus]}"
@@ -229,4 +237,5 @@ class Run(Trainer):
         with checkpoint.agreed(self.processes, f"{what}, {last}, and its batches, {name},"):
             if self.processes.main:
                 save_file(tensors, self.folder.path / name)
-        raise checkpoint.TrainingStopped(f"{what}: its batches are in {name}, and {last}.")
+        way = f"a new run with a --learning-rate below {self.settings.learning_rate:g} may do better"
+        raise checkpoint.TrainingStopped(f"{what}: its batches are in {name}, and {last}; {way}.")

@@ -17,7 +17,7 @@ import transformers
 import chiar
 from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus
-from chiar.errors import InputError, errors_as, first_line, require
+from chiar.errors import errors_as, require
 from chiar.files import new_folder, write_whole
 from chiar.model.heads import export_model
 from chiar.training import checkpoint
@@ -78,17 +78,34 @@ class RunFolder:
         require(part in run, f"{RUN} of {self.path.name} says nothing of its {part}: it is incomplete.")
         return run[part]
 
+    def read_lines(self) -> list[tuple[str, dict[str, Any] | None]]:
+        """The lines of its metrics, each with its record, or None where that is damaged."""
+        require(self.metrics_path.is_file(), f"{self.path} has no {METRICS}.")
+        found = list[tuple[str, dict[str, Any] | None]]()
+        for line in self.metrics_path.read_bytes().splitlines():
+            try:
+                record = json.loads(line)
+                found.append((line.decode("utf-8"), record if isinstance(record["step"], int) else None))
+            except (ValueError, TypeError, LookupError, RecursionError):
+                found.append(("", None))
+        return found
+
     def read_metrics(self) -> list[dict[str, Any]]:
         """Its records; a run that goes on may be in the middle of the last line."""
-        path, records = self.metrics_path, list[dict[str, Any]]()
-        require(path.is_file(), f"{self.path} has no {METRICS}.")
-        for number, line in enumerate(lines := path.read_text(encoding="utf-8").splitlines(), start=1):
-            try:
-                records.append(dict(json.loads(line)))
-            except (ValueError, TypeError) as error:
-                if number < len(lines):
-                    raise InputError(f"{path}, line {number} is damaged: {first_line(error)}") from error
-        return records
+        lines = self.read_lines()
+        for number, (_, record) in enumerate(lines[:-1], start=1):
+            mend = f"chiar train --resume {self.path} drops it and goes on"
+            require(record is not None, f"{self.metrics_path}, line {number} is damaged: {mend}.")
+        return [record for _, record in lines if record is not None]
+
+    def trim_metrics(self, step: int) -> list[str]:
+        """Leave the sound records up to this step, from where a run goes on; what was dropped because of damage."""
+        lines = self.read_lines() if self.metrics_path.is_file() else []
+        damaged = [str(number) for number, (_, record) in enumerate(lines, start=1) if record is None]
+        kept = [line for line, record in lines if record is not None and record["step"] <= step]
+        write_whole(self.metrics_path, "".join(f"{line}\n" for line in kept))
+        numbers = ", ".join(damaged[:5]) + (" …" if damaged[5:] else "")
+        return [f"{METRICS} is damaged: line {numbers} dropped, {len(kept)} records kept."] if damaged else []
 
     def goes_on(self, resume: bool) -> bool:
         """Whether a run is continued: asked for, or torchrun started it again. Otherwise the folder must be free."""
