@@ -84,6 +84,7 @@ def finetune(
     launch, chosen, changes = sort_options(given)
     require("initial" not in chosen, "the weights to start from are MODEL's: leave --set initial out.")
     chosen["initial"] = "" if model in presets.NAMES else resolve_model(model)[0]
+    TrainSettings.from_dict(chosen)  # refuses what cannot be
     config = configuration(chosen["initial"] or model, changes, Path(chosen["data"][0]))
     corpora = [Corpus.open(path) for path in chosen["data"]]
     for corpus in corpora:

@@ -10,9 +10,15 @@ from chiar.config_checks import fits
 from chiar.errors import require, unknown_name
 
 CHOICES = {"precision": ("auto", "bf16", "fp32"), "mixing": ("weights", "added"), "parallel": ("auto", "ddp", "fsdp")}
-# The least a number may be, where that is not 0. A row needs a token to predict.
-LEAST = dict.fromkeys(("batch", "micro_batch", "steps", "evaluate_every", "save_every", "log_every", "keep"), 1)
-LEAST["length"] = 2
+MANY = 2**32 - 1
+# From where to where numbers go, where that is not from 0 to MANY.
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("batch", "micro_batch", "steps", "evaluate_every", "save_every", "log_every", "keep"), (1, MANY)),
+    **dict.fromkeys(("learning_rate", "final_learning_rate", "weight_decay"), (0, 1000)),
+    **dict.fromkeys(("beta1", "beta2", "ema"), (0, 0.999999)),  # at 1 nothing would ever move
+    "added_share": (0, 1),
+    "length": (2, MANY),  # a row needs a token to predict
+}
 
 
 @dataclass
@@ -62,14 +68,14 @@ class TrainSettings:
             if name in CHOICES and value not in CHOICES[name]:
                 raise unknown_name(name, value, CHOICES[name])
             if kind in (int, float):
-                limit = f"be at least {LEAST[name]}" if name in LEAST else "not be negative or nan"
-                require(LEAST.get(name, 0) <= value < math.inf, f"{name} must {limit}, got {value}.")
-        require(self.ema < 1.0, f"ema must be less than 1, got {self.ema}.")
-        require(self.added_share <= 1.0, f"added_share must be at most 1, got {self.added_share}.")
+                least, most = RANGES.get(name, (0, MANY))
+                require(least <= value <= most, f"{name} must lie between {least} and {most:,}, got {value}.")
         require(self.data, "no data: name at least one prepared corpus.")
         weights, count = [1.0] * len(self.data) if self.weights is None else self.weights, len(self.data)
         require(len(weights) == count, f"{len(weights)} weights for {count} corpora.")
-        require(min(weights) >= 0 and sum(weights) > 0, f"weights must not be negative, nor all 0, got {weights}.")
+        drawn = weights[1:] if self.mixing == "added" and count > 1 else weights
+        sound = all(0 <= weight <= MANY for weight in weights) and sum(drawn) > 0
+        require(sound, f"weights must lie between 0 and {MANY:,}, and those drawn from not all be 0, got {weights}.")
 
     def accumulation(self, processes: int) -> int:
         """Micro-batches of one process in one step."""
