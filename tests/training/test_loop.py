@@ -4,6 +4,8 @@ import json
 import os
 import random
 import re
+import shlex
+import shutil
 import signal
 import time
 from contextlib import ExitStack
@@ -70,14 +72,64 @@ def test_kill_9_at_a_random_moment_changes_nothing(corpus, tmp_path):
     assert_same_run(tmp_path / "straight", out)
 
 
-def test_ctrl_c_says_how_to_go_on(corpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_saves_first_and_says_how_to_go_on(presses, corpus, tmp_path, monkeypatch):
+    """The second one leaves at once, with the checkpoint before."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
-    interrupted(monkeypatch, 5, lambda: signal.raise_signal(signal.SIGINT))
+    out, real = tmp_path / "a run", Trainer.train_step
+
+    def pressed(self):
+        for _ in range(presses if self.step == 4 else 0):
+            signal.raise_signal(signal.SIGINT)
+        return real(self)
+
     try:
-        code, said = chiar(*command(corpus, tmp_path / "run"))
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "train_step", pressed)
+            code, said = chiar(*command(corpus, out))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
-    assert code == 130 and said.endswith("interrupted: the same command with --resume goes on after step-00000004.\n")
+    saved = f"step-0000000{6 - presses} is saved, go on with: chiar train --resume '{out}'\n"
+    assert code == 130 and said.endswith(f"interrupted: {saved}")
+    if presses == 1:
+        monkeypatch.chdir(tmp_path)
+        assert chiar(*shlex.split(said.split("chiar ")[-1]))[0] == 0
+        assert chiar(*command(corpus, tmp_path / "straight"))[0] == 0
+        assert_same_run(tmp_path / "straight", out)
+
+
+def test_a_run_goes_on_by_its_name_alone(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(corpus, tmp_path / "corpus")
+    assert chiar(*command("corpus", "run", "--steps", "4", "--set", "warmup=0"))[0] == 0
+    resume = ["train", "--resume", tmp_path / "run"]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "resuming after step 4 of 4: nothing is left to train (--steps N --extend" in chiar(*resume)[1]
+    for arguments, sentence in (
+        (
+            ["--steps", 8],
+            r"with 8 steps instead of 4 the cosine .* step 4 is 5.05e-05 \(1e-06 as begun\)\. Add --extend",
+        ),
+        (["--seed", 1], "begun with settings seed = 0, not 1: leave that out"),
+        (["--set", "keys=routed"], "begun with config keys = 'all', not 'routed'"),
+        (["--set", "kyes=routed"], "Did you mean 'keys'"),
+        (["--thresholds", "x"], "leave them out"),
+    ):
+        code, said = chiar(*resume, *arguments)
+        assert code == 2 and re.search(sentence, said), said
+    (tmp_path / "corpus").rename(tmp_path / "moved")
+    assert "there is no folder" in chiar(*resume)[1]
+    code, said = chiar(*resume, "--steps", 8, "--extend", "--data", tmp_path / "moved")
+    assert code == 0 and "note: with 8 steps instead of 4" in said and "step 8/8" in said
+    assert "resuming after step 8 of 8" in chiar(*resume)[1]
+    folder = RunFolder(tmp_path / "run")
+    for text in ('{"settings": 3, "config": {}}', '{"settings": {}, "config": []}', "[]", "x"):
+        (folder.path / "run.json").write_text(text)
+        code, said = chiar(*resume)
+        assert code == 2 and len(said.splitlines()) == 1
+    assert "not a training run" in chiar("train", "--resume", tmp_path / "none")[1]
 
 
 def test_out_of_memory_says_what_to_reduce(go, monkeypatch):
@@ -158,7 +210,7 @@ def test_an_existing_run_is_not_touched_unless_resumed_alike(config, go, tmp_pat
     folder = RunFolder(tmp_path / "run")
     before = folder.metrics_path.read_bytes()
     for sentence, name, model, changes in (
-        ("add --resume", "run", None, {"resume": False}),
+        ("chiar train --resume", "run", None, {"resume": False}),
         ("settings seed = 0, not 1", "run", None, {"seed": 1}),
         ("config keys = 'all', not 'routed'", "run", config(keys="routed"), {}),
         (r"no run\.json", "other", None, {}),

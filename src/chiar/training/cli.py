@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,8 +26,9 @@ SETTINGS = {field.name: field for field in fields(TrainSettings)}
 
 @dataclass
 class Launch:
-    out: Annotated[Path, "Run folder."]
-    resume: Annotated[bool, "Continue the run in RUN."] = False
+    out: Annotated[Path | None, "Run folder, a new one."] = None
+    resume: Annotated[bool, "Go on with a run: --resume RUN needs nothing else."] = False
+    extend: Annotated[bool, "With --resume: --steps may change the run's length, and so its learning rate."] = False
     set: Annotated[list[str] | None, "Any training setting or configuration field."] = None
     device: Annotated[str, "Where to train."] = "auto"
 
@@ -40,7 +41,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         flag, own = f"--{field.name.replace('_', '-')}", field.name not in SETTINGS
         if kind is bool and field.default:
             flag += f"/--no-{flag[2:]}"
-        default = Parameter.empty if field.default is MISSING else field.default if own else None
+        default = field.default if own else None
         option = typer.Option(flag, metavar=METAVARS.get(field.name), help=text)
         wanted: Any = Annotated[kind | None if default is None else kind, option]
         shared.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=wanted))
@@ -51,13 +52,16 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @with_options
 def train(
-    model: Annotated[str, typer.Argument(metavar="PRESET", help="A preset, or a folder whose configuration is taken.")],
+    model: Annotated[str, typer.Argument(metavar="PRESET|RUN", help="A preset, a folder with a configuration, a run.")],
     *,
     thresholds: Annotated[Path | None, typer.Option(metavar="FILE", help="Those of chiar calibrate --json.")] = None,
     **given: Any,
 ) -> None:
-    """Train a model on prepared corpora; killed at any moment, --resume continues exactly where it was saved."""
+    """Train a model on prepared corpora; killed at any moment, --resume RUN continues exactly where it was saved."""
     launch, chosen, changes = sort_options(given)
+    if launch.resume and launch.out is None:
+        require(thresholds is None, "--thresholds are those the run was begun with: leave them out.")
+        return go_on(Path(model), chosen, changes, launch)
     settings = TrainSettings.from_dict({"precision": "auto", **chosen})
     corpus = Path(settings.data[0])
     if thresholds is not None:
@@ -71,9 +75,11 @@ def train(
 
 @with_options
 def finetune(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a run (its best), a preset: anew.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|RUN", help="A model folder, a run (its best), a preset: anew.")
+    ],
     *,
-    epochs: Annotated[float, typer.Option(help="How often all documents are read.")] = 3.0,
+    epochs: Annotated[float | None, typer.Option(help="How often all documents are read.", show_default="3")] = None,
     **given: Any,
 ) -> None:
     """Train a classifier on labelled corpora, from a model's weights or from scratch; --resume as in chiar train."""
@@ -82,6 +88,9 @@ def finetune(
     from chiar.model.load import resolve_model
 
     launch, chosen, changes = sort_options(given)
+    if launch.resume and launch.out is None:
+        require(epochs is None, "--epochs is for a new run: --steps N --extend makes one longer.")
+        return go_on(Path(model), chosen, changes, launch)
     require("initial" not in chosen, "the weights to start from are MODEL's: leave --set initial out.")
     chosen["initial"] = "" if model in presets.NAMES else resolve_model(model)[0]
     TrainSettings.from_dict(chosen)  # refuses what cannot be
@@ -91,7 +100,22 @@ def finetune(
         labelled = corpus.kind == "classification"
         require(labelled, f"{corpus.folder} is a language corpus without labels: train on it with chiar train.")
     documents = sum(corpus.split("train").documents for corpus in corpora)
-    run(config, finetune_settings(chosen, config.max_position_embeddings, documents, epochs), launch)
+    length, passes = config.max_position_embeddings, 3.0 if epochs is None else epochs
+    run(config, finetune_settings(chosen, length, documents, passes), launch)
+
+
+def go_on(path: Path, chosen: dict[str, Any], changes: dict[str, Any], launch: Launch) -> None:
+    """Continue a run with what it was told itself."""
+    from chiar.config import ChiarConfig
+    from chiar.training.run_folder import RunFolder
+
+    check_fields(changes)
+    folder = RunFolder(path)
+    config, settings = folder.begun()
+    launch.out = path
+    if launch.device == "auto":
+        launch.device = folder.read().get("device", "auto")
+    run(ChiarConfig(**{**config.to_dict(), **changes}), replace(settings, **chosen), launch)
 
 
 def sort_options(given: dict[str, Any]) -> tuple[Launch, dict[str, Any], dict[str, Any]]:
@@ -112,6 +136,13 @@ def parse(item: str) -> tuple[str, Any]:
         return name, value
 
 
+def check_fields(changes: dict[str, Any]) -> None:
+    from chiar.config import ChiarConfig
+
+    for name in changes.keys() - ChiarConfig.__annotations__.keys():
+        raise unknown_name("training setting or configuration field", name, [*SETTINGS, *ChiarConfig.__annotations__])
+
+
 def configuration(model: str, changes: dict[str, Any], corpus: Path) -> "ChiarConfig":
     """The model's configuration; a preset takes vocabulary and end of text from the corpus."""
     from chiar import presets
@@ -119,8 +150,7 @@ def configuration(model: str, changes: dict[str, Any], corpus: Path) -> "ChiarCo
     from chiar.data.shards import Corpus
     from chiar.model.load import load_config
 
-    for name in changes.keys() - ChiarConfig.__annotations__.keys():
-        raise unknown_name("training setting or configuration field", name, [*SETTINGS, *ChiarConfig.__annotations__])
+    check_fields(changes)
     if model not in presets.NAMES:
         return ChiarConfig(**{**load_config(model).to_dict(), **changes})
     opened = Corpus.open(corpus)
@@ -131,8 +161,10 @@ def configuration(model: str, changes: dict[str, Any], corpus: Path) -> "ChiarCo
 def run(config: "ChiarConfig", settings: TrainSettings, launch: Launch) -> None:
     from chiar.training import checkpoint, loop
 
+    require(launch.out is not None, "say where the run shall be written: --out RUN, a new folder.")
+    assert launch.out is not None
     try:
-        loop.train(config, settings, launch.out, resume=launch.resume, device=launch.device)
+        loop.train(config, settings, launch.out, launch.resume, launch.device, extend=launch.extend)
     except (checkpoint.TrainingStopped, loop.Interrupted) as ended:
         what, code = ("interrupted", 130) if isinstance(ended, loop.Interrupted) else ("stopped", 1)
         if os.environ.get("RANK", "0") == "0":  # of several processes one speaks

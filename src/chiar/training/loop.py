@@ -2,6 +2,8 @@
 
 import math
 import os
+import signal
+import threading
 import time
 from contextlib import ExitStack, closing
 from copy import deepcopy
@@ -27,30 +29,54 @@ from chiar.training.reporting import Display, Metrics, utilisation
 from chiar.training.run_folder import RUN, RunFolder, describe
 from chiar.training.settings import TrainSettings
 from chiar.training.tasks import Rows, whole
-from chiar.training.trainer import Trainer
+from chiar.training.trainer import Trainer, learning_rate
 
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C; the message says how to go on."""
 
 
+class CtrlC:
+    """While it is open the first Ctrl-C only sets `pressed`, for the loop to save and stop; the next stops at once."""
+
+    pressed = False
+
+    def __enter__(self) -> "CtrlC":
+        # Elsewhere, or where it is ignored or somebody else's, it stays what it is.
+        here = threading.current_thread() is threading.main_thread()
+        self.ours = here and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self.ours:
+            signal.signal(signal.SIGINT, self.press)
+        return self
+
+    def press(self, *_: Any) -> None:
+        self.pressed = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b"\nsaving after this step; Ctrl-C again leaves at once\n")  # print may be what was interrupted
+
+    def __exit__(self, *_: Any) -> None:
+        if self.ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def train(
     config: ChiarConfig, settings: TrainSettings, out: Path, resume: bool = False, device: str = "auto",
-    quiet: bool = False,
+    quiet: bool = False, extend: bool = False,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Train to `settings.steps`, writing to the run folder `out`. Returns the last record."""
+    """Train to `settings.steps`, writing to the run folder `out`. Returns the last record. A resumed run may have
+    another number of steps, and with it another course of the learning rate, only to `extend` it."""
     settings.validate()
     logging.disable_progress_bar()  # ours is enough
     folder = RunFolder(out)
     try:
         with closing(start(device)) as processes:
-            return train_among(processes, config, settings, folder, resume, quiet)
+            return train_among(processes, config, settings, folder, resume, device, quiet, extend)
     except KeyboardInterrupt:
         if not (folder.path / RUN).is_file():
             raise Interrupted("nothing was written yet.") from None
         saved = checkpoint.steps(folder.checkpoints)
-        goes_on = f"goes on after {saved[0].name}" if saved else "starts again, since no checkpoint was saved yet"
-        raise Interrupted(f"the same command with --resume {goes_on}.") from None
+        kept = f"{saved[0].name} is saved, go on with" if saved else "no checkpoint was saved yet, begin again with"
+        raise Interrupted(f"{kept}: {folder.command}") from None
     except torch.OutOfMemoryError as error:
         ways = f"make --micro-batch ({settings.micro_batch} now) or --length ({settings.length}) smaller"
         ways += "" if settings.gradient_checkpointing else ", or add --set gradient_checkpointing=true"
@@ -88,9 +114,22 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus
     return notes
 
 
+def check_length(folder: RunFolder, settings: TrainSettings, extend: bool) -> list[str]:
+    """A cosine has one length: InputError where the run was begun with another and nobody said to extend it."""
+    _, begun = folder.begun()
+    if settings.steps == begun.steps:
+        return []
+    at = min(begun.steps, settings.steps)
+    rates = f"the rate at step {at} is {learning_rate(settings, at):.3g} ({learning_rate(begun, at):.3g} as begun)"
+    course = f"with {settings.steps} steps instead of {begun.steps} the cosine has another course: {rates}"
+    require(extend, f"{folder.path}: {course}. Add --extend if that is meant.")
+    return [course]
+
+
 def train_among(
-    processes: Processes, config: ChiarConfig, settings: TrainSettings, folder: RunFolder, resume: bool, quiet: bool
-) -> dict[str, Any] | None:
+    processes: Processes, config: ChiarConfig, settings: TrainSettings, folder: RunFolder, resume: bool, device: str,
+    quiet: bool, extend: bool,
+) -> dict[str, Any] | None:  # fmt: skip
     corpora = [Corpus.open(Path(path)) for path in settings.data]
     if config.positions == "rope":
         config = deepcopy(config)
@@ -100,6 +139,8 @@ def train_among(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
     resume = processes.from_main(lambda: folder.goes_on(resume))
+    longer = processes.from_main(lambda: check_length(folder, settings, extend)) if resume else []
+    notes += [f"note: {note}" for note in longer]
     if settings.precision == "auto":  # what the main process's device computes, or what a resumed run was begun with
         here = {"precision": "bf16" if computes_bf16(processes.device) else "fp32"}
         begun = processes.from_main(lambda: folder.told("settings") if resume else here)
@@ -107,10 +148,11 @@ def train_among(
     torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
     run = Run(config, settings, corpora, processes)  # what cannot be built leaves no folder
     run.folder = folder
-    found = processes.from_main(lambda: folder.open(describe(config, settings, corpora, processes.count), resume))
+    told = describe(config, settings, corpora, processes.count, device)
+    found = processes.from_main(lambda: folder.open(told, resume))
     if found is not None:
         run.restore(found)
-        left = "" if run.step < settings.steps else ": nothing is left to train"
+        left = "" if run.step < settings.steps else ": nothing is left to train (--steps N --extend goes further)"
         notes += [f"warning: {complaint}" for complaint in found.complaints]
         notes.append(f"resuming after step {run.step} of {settings.steps}{left}")
     if settings.compile and run.step < settings.steps:
@@ -122,7 +164,8 @@ def train_among(
             run.display.say(note)
         if processes.main:
             run.metrics = opened.enter_context(closing(Metrics(folder.metrics_path, run.step, operators)))
-        return run.go()
+        with CtrlC() as interruption:
+            return run.go(interruption)
 
 
 class Run(Trainer):
@@ -132,7 +175,7 @@ class Run(Trainer):
     display: Display
     metrics: Metrics | None = None
 
-    def go(self) -> dict[str, Any] | None:
+    def go(self, interruption: CtrlC) -> dict[str, Any] | None:
         settings, record, warned = self.settings, None, set[str]()
         self.marked_time = time.perf_counter()
         while self.step < settings.steps:
@@ -144,7 +187,7 @@ class Run(Trainer):
             last = self.step == settings.steps
             self.display.advance(self.step)
             evaluates = self.step % settings.evaluate_every == 0 or last
-            if self.step % settings.log_every == 0 or evaluates or self.step == 1:
+            if logs := self.step % settings.log_every == 0 or evaluates or self.step == 1:
                 record = self.measure(measured)
                 if evaluates:
                     self.validate(record)
@@ -153,8 +196,13 @@ class Run(Trainer):
                     self.display.record(record)
             if settings.recalibrate_every and self.step % settings.recalibrate_every == 0:
                 self.display.say(f"thresholds set to {self.recalibrate()}")
-            if self.step % settings.save_every == 0 or last:
+            # Several processes ask each other where they meet anyway.
+            alone = self.processes.count == 1
+            stops = interruption.pressed if alone else logs and any(self.processes.all(interruption.pressed))
+            if self.step % settings.save_every == 0 or last or stops:
                 self.save()
+            if stops and not last:
+                raise KeyboardInterrupt
         self.check_finite()
         self.export(self.folder.final)  # here, so that a run killed after its last step is completed when resumed
         return record

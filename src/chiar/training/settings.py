@@ -70,7 +70,7 @@ class TrainSettings:
             if kind in (int, float):
                 least, most = RANGES.get(name, (0, MANY))
                 require(least <= value <= most, f"{name} must lie between {least} and {most:,}, got {value}.")
-        require(self.data, "no data: name at least one prepared corpus.")
+        require(self.data, "no data: name at least one prepared corpus with --data.")
         weights, count = [1.0] * len(self.data) if self.weights is None else self.weights, len(self.data)
         require(len(weights) == count, f"{len(weights)} weights for {count} corpora.")
         drawn = weights[1:] if self.mixing == "added" and count > 1 else weights
