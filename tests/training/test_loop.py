@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from chiar import ChiarConfig, ChiarForCausalLM
-from chiar.training import checkpoint
+from chiar.training import checkpoint, memory
 from chiar.training.checkpoint import TrainingStopped
 from chiar.training.distributed import start as start_processes
 from chiar.training.run_folder import RunFolder, launch
@@ -132,11 +132,26 @@ def test_a_run_goes_on_by_its_name_alone(corpus, tmp_path, monkeypatch):
     assert "not a training run" in chiar("train", "--resume", tmp_path / "none")[1]
 
 
-def test_out_of_memory_says_what_to_reduce(go, monkeypatch):
-    monkeypatch.setattr(Trainer, "train_step", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
-    for done, way in ((False, ", or add --set gradient_checkpointing=true"), (True, "")):
-        reason = rf"--micro-batch \(2 now\) or --length \(16\) smaller{way}, with a new"
-        refused(reason, go, f"run {done}", gradient_checkpointing=done)
+GPU = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 3.0 GiB"
+CPU = "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+CPU += "2147483648 bytes. Error code 12 (Cannot allocate memory)"
+NUMPY = "Unable to allocate 2.00 GiB for an array with shape (268435456,) and data type float64"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(GPU), RuntimeError(CPU), MemoryError(NUMPY)], ids=repr)
+def test_out_of_memory_says_what_did_not_fit_and_what_to_reduce(error, go, monkeypatch):
+    monkeypatch.setattr(Trainer, "train_step", Mock(side_effect=error))
+    for done, way in ((False, " or --set gradient_checkpointing=true"), (True, "")):
+        reason = rf"a tensor of 2\.1 GB did not .* --micro-batch 2 instead of 4 or a --length below 16{way}\."
+        refused(reason, go, f"run {done}", gradient_checkpointing=done, batch=12, micro_batch=4)
+
+
+def test_an_allocation_that_really_fails_is_a_sentence_and_other_errors_stay(go, monkeypatch):
+    monkeypatch.setattr(Trainer, "train_step", lambda self: torch.empty(2**60, dtype=torch.uint8))
+    refused(r"a tensor of 1,152,921,504\.6 GB did not fit", go, "run")
+    monkeypatch.setattr(Trainer, "train_step", Mock(side_effect=RuntimeError("another")))
+    with pytest.raises(RuntimeError, match="another"):
+        go("other")
 
 
 @pytest.mark.parametrize("preset", ["baseline-tiny", "v1-tiny", "v2-tiny", "v3-tiny", "v4-tiny"])
@@ -260,6 +275,15 @@ def test_an_older_run_is_resumed(config, go, tmp_path):
         ({"learning_rate": 1e30}, "learning_rate must lie between 0 and 1,000, got 1e\\+30"),
         ({"seed": 2**64}, "seed must lie between 0"),
         *(({name: 1.0}, f"{name} must lie between 0 and 0.999999, got 1.0") for name in ("beta1", "beta2", "ema")),
+        (
+            {"batch": 10**8},
+            r"a step of 100,000,000 rows of 16 tokens takes at least 51\.2 GB .*--batch may be [\d,]+ at most",
+        ),
+        ({"batch": 10**6, "micro_batch": 10**6}, r"a pass of 1,000,000 rows .*--micro-batch may be [\d,]+ at most"),
+        (
+            {"steps": 10**9},
+            r"the order of 1,000,000,000 steps of 4 rows takes at least .*--steps may be [\d,]+ at most",
+        ),
         ({"precision": "bf61"}, "Did you mean 'bf16'"),
         ({"data": []}, "no data"),
         ({"weights": [1, 2]}, "2 weights for 1 corpora"),
@@ -271,7 +295,8 @@ def test_an_older_run_is_resumed(config, go, tmp_path):
     ],
     ids=str,
 )
-def test_impossible_settings(changes, message, config, go, tmp_path):
+def test_impossible_settings(changes, message, config, go, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "machine_memory", lambda: 1e9)
     fields = {key: changes[key] for key in changes.keys() & ChiarConfig.__annotations__.keys()}
     refused(message, go, "run", config(**fields), **{key: changes[key] for key in changes.keys() - fields.keys()})
     assert not (tmp_path / "run").exists()

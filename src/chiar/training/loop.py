@@ -25,6 +25,7 @@ from chiar.generation.writer import Sampling, write_text
 from chiar.training import checkpoint
 from chiar.training.compiling import computes_bf16
 from chiar.training.distributed import Processes, local_rows, start
+from chiar.training.memory import explained
 from chiar.training.reporting import Display, Metrics, utilisation
 from chiar.training.run_folder import RUN, RunFolder, describe
 from chiar.training.settings import TrainSettings
@@ -77,10 +78,10 @@ def train(
         saved = checkpoint.steps(folder.checkpoints)
         kept = f"{saved[0].name} is saved, go on with" if saved else "no checkpoint was saved yet, begin again with"
         raise Interrupted(f"{kept}: {folder.command}") from None
-    except torch.OutOfMemoryError as error:
-        ways = f"make --micro-batch ({settings.micro_batch} now) or --length ({settings.length}) smaller"
-        ways += "" if settings.gradient_checkpointing else ", or add --set gradient_checkpointing=true"
-        raise InputError(f"the GPU's memory does not suffice: {ways}, with a new --out.") from error
+    except (RuntimeError, MemoryError) as error:
+        if (sentence := explained(error, settings)) is None:
+            raise
+        raise sentence from error
 
 
 def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus]) -> list[str]:
