@@ -2,12 +2,14 @@
 
 import math
 import os
+import shlex
 import signal
 import threading
 import time
 from contextlib import ExitStack, closing
 from copy import deepcopy
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from chiar.data.tokenizers import check_tokenizer
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError, optional_module, require
 from chiar.generation.writer import Sampling, write_text
+from chiar.model.load import describe_device
 from chiar.training import checkpoint
 from chiar.training.compiling import computes_bf16
 from chiar.training.distributed import Processes, local_rows, start
@@ -156,6 +159,7 @@ def train_among(
         left = "" if run.step < settings.steps else ": nothing is left to train (--steps N --extend goes further)"
         notes += [f"warning: {complaint}" for complaint in found.complaints]
         notes.append(f"resuming after step {run.step} of {settings.steps}{left}")
+    notes = [*run.banner(), *notes]
     if settings.compile and run.step < settings.steps:
         notes.append("compiling: the first step takes a minute or two (--no-compile starts at once)")
     operators = list(config.operators or ()) if settings.tensorboard else None
@@ -175,6 +179,31 @@ class Run(Trainer):
     folder: RunFolder
     display: Display
     metrics: Metrics | None = None
+
+    def banner(self) -> list[str]:
+        """What runs, where, how much of it at a time, and where it is written."""
+        settings, kinds = (
+            self.settings,
+            [(kind, len([*layers])) for kind, layers in groupby(self.config.layer_types or ())],
+        )
+        layers = ", ".join(f"{count} × {kind}" if count > 1 else kind for kind, count in kinds)
+        parameters, tokens = sum(p.numel() for p in self.model.parameters()), settings.batch * settings.length
+        device = describe_device(self.processes.device)
+        device += f" × {self.processes.count}" if self.processes.count > 1 else ""
+        first = f"model: {parameters:,} parameters, width {self.config.hidden_size}, layers {layers}"
+        second = f"{settings.steps:,} steps of {settings.batch} × {settings.length} = {tokens:,} tokens"
+        return [first, f"training: {second}, on {device} in {settings.precision}", f"writing to: {self.folder.path}"]
+
+    def farewell(self) -> list[str]:
+        """Where the results lie and what to do with them."""
+        path, corpus, best = (shlex.quote(str(p)) for p in (self.folder.path, self.corpora[0].folder, self.folder.best))
+        found = f", validation loss {self.best['loss']:.4f} at step {self.best['step']}" if self.best else ""
+        ways = [f"chiar eval {path} --data {corpus}", f"chiar explore {path}"]
+        ways += [f'chiar generate {path} --prompt "…"'] if self.heads[0] is None else []
+        return [
+            f"done: the best model is {best}{found}; the last one {self.folder.final}",
+            "next: " + "\n      ".join(ways),
+        ]
 
     def go(self, interruption: CtrlC) -> dict[str, Any] | None:
         settings, record, warned = self.settings, None, set[str]()
@@ -206,6 +235,8 @@ class Run(Trainer):
                 raise KeyboardInterrupt
         self.check_finite()
         self.export(self.folder.final)  # here, so that a run killed after its last step is completed when resumed
+        for line in self.farewell():
+            self.display.say(line)
         return record
 
     def measure(self, measured: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "added_share": (0, 1),
     "length": (2, MANY),  # a row needs a token to predict
 }
+# What `chiar train` begins a tiny preset with on a CPU, where it should learn something within seconds.
+TINY: dict[str, Any] = {"batch": 8, "learning_rate": 3e-3, "warmup": 20, "compile": False}
 
 
 @dataclass
@@ -95,13 +97,20 @@ class TrainSettings:
         return settings
 
 
+def micro_batch_of(batch: int) -> int:
+    """Rows of one pass where nobody said: at most 32 that divide the batch."""
+    return batch if batch <= 32 else math.gcd(batch, 32)
+
+
 def finetune_settings(chosen: dict[str, Any], length: int, documents: int, epochs: float) -> TrainSettings:
     """Settings of a run on labelled documents: those `chosen`, else what suits (lengths vary: nothing is compiled)."""
     require(0.0 < epochs < math.inf, f"epochs must be more than 0, got {epochs}.")
     asked = TrainSettings.from_dict({"batch": 32, **chosen})
     epoch = math.ceil(documents / asked.batch)
     steps = chosen.get("steps", math.ceil(epochs * documents / asked.batch))
-    asked = replace(asked, micro_batch=min(asked.batch, 32), length=length, steps=steps, warmup=round(0.06 * steps))
+    asked = replace(
+        asked, micro_batch=micro_batch_of(asked.batch), length=length, steps=steps, warmup=round(0.06 * steps)
+    )
     asked = replace(asked, learning_rate=1e-4 if asked.initial else 5e-4, final_learning_rate=0.0)
     asked = replace(asked, precision="auto", compile=False, evaluate_rows=0, evaluate_every=epoch, save_every=epoch)
     return replace(asked, **chosen)
@@ -110,7 +119,8 @@ def finetune_settings(chosen: dict[str, Any], length: int, documents: int, epoch
 def train_arguments(model: str, changes: dict[str, Any], settings: TrainSettings, out: Path) -> list[str]:
     """A run as the command that trains it, `train MODEL …`: what differs from its defaults and from MODEL."""
     default = asdict(TrainSettings(data=settings.data, precision="auto"))  # as the command has it
-    changed = {name: value for name, value in asdict(settings).items() if value != default[name]} | changes
+    sure = default.keys() - (TINY.keys() | {"micro_batch"} if model.endswith("-tiny") else set())
+    changed = {n: value for n, value in asdict(settings).items() if n not in sure or value != default[n]} | changes
     parts = ["train", model, *(word for path in settings.data for word in ("--data", path))]
     for name, value in changed.items():
         parts += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
