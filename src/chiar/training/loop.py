@@ -103,7 +103,9 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus
     differ = len(set(names)) == len(names)
     require(differ, f"two corpora are called alike ({', '.join(names)}): chiar data prepare --name names one.")
     notes = [remark for corpus in corpora for remark in corpus.remarks]
-    notes += check_tokenizer(settings.initial, config, first) if settings.initial else []
+    if settings.initial:
+        require(Path(settings.initial, "config.json").is_file(), f"initial: there is no model in {settings.initial}.")
+        notes += check_tokenizer(settings.initial, config, first)
     require(needed <= known, f"the corpus has {needed} token ids, the model only {known}: set vocab_size.")
     moves, movable = settings.recalibrate_every > 0, config.router_kind.has_thresholds and config.routed_layers
     require(movable or not moves, "recalibrate_every needs routed layers with the entropy router.")

@@ -72,6 +72,7 @@ class TrainSettings:
             if kind in (int, float):
                 least, most = RANGES.get(name, (0, MANY))
                 require(least <= value <= most, f"{name} must lie between {least} and {most:,}, got {value}.")
+                setattr(self, name, kind(value))  # torch wants no whole numbers among its floats
         require(self.data, "no data: name at least one prepared corpus with --data.")
         weights, count = [1.0] * len(self.data) if self.weights is None else self.weights, len(self.data)
         require(len(weights) == count, f"{len(weights)} weights for {count} corpora.")
