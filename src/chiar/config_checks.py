@@ -65,7 +65,7 @@ def check_types(config: "ChiarConfig") -> None:
         if not fits(getattr(config, name), hint):
             expected = hint.__name__ if isinstance(hint, type) else str(hint)
             raise InputError(f"{name} must be {expected}, got {getattr(config, name)!r}.")
-        if isinstance(value := getattr(config, name), int | float) and not abs(value) <= LARGEST:
+        if isinstance(value := getattr(config, name), int | float) and abs(value) > LARGEST:
             raise InputError(f"{name} must be a number of at most {LARGEST:,}, got {value}.")
 
 
