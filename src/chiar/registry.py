@@ -174,8 +174,12 @@ def check_name(kind: str, name: str, taken: Iterable[str]) -> None:
 
 def load_plugins() -> None:
     """Import what the environment names: files ending in .py, or modules, with commas between."""
-    for name in filter(None, os.environ.get(PLUGINS, "").split(",")):
+    for name in plugin_names():
         load_plugin(name)
+
+
+def plugin_names() -> list[str]:
+    return [name for name in os.environ.get(PLUGINS, "").split(",") if name]
 
 
 def add_plugins(names: list[str]) -> None:
@@ -184,8 +188,7 @@ def add_plugins(names: list[str]) -> None:
     for name in full:
         require("," not in name, f"a plugin's name may not have a comma in it, got {name!r}.")
         load_plugin(name)
-    known = [name for name in os.environ.get(PLUGINS, "").split(",") if name]
-    os.environ[PLUGINS] = ",".join([*known, *full])
+    os.environ[PLUGINS] = ",".join([*plugin_names(), *full])
 
 
 def load_plugin(name: str) -> None:

@@ -2,6 +2,7 @@
 
 import random
 import re
+import shutil
 
 import pytest
 import torch
@@ -68,6 +69,14 @@ def best_record(out):
     """The evaluation the export is of."""
     step = int((out / "best").resolve().name.removeprefix("best-step-"))
     return next(record for record in metrics(out) if record["step"] == step)
+
+
+def test_a_classifier_goes_on_by_the_name_of_its_run(classifier, tmp_path):
+    shutil.copytree(classifier, tmp_path / "run", symlinks=True)
+    code, said = run("finetune", "--resume", tmp_path / "run", "--steps", 97, "--extend")
+    assert code == 0 and "resuming after step 96 of 97" in said and "step 97/97" in said
+    code, said = run("finetune", "--resume", tmp_path / "run", "--epochs", 9)
+    assert code == 2 and "--epochs is for a new run" in said
 
 
 def test_an_easy_task_is_learned_from_scratch(classifier):
