@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from chiar.colours import operator_colour
 from chiar.config_checks import check
 from chiar.console import Overwrite, guarded
 from chiar.errors import InputError, unknown_name
@@ -48,7 +49,8 @@ def draw_scaling(sources: list[str], against: str = "parameters") -> "Figure":
         dense = not report.routing.layers and math.isclose(report.flops, report.baseline_flops)
         drawn.setdefault(series or ("dense" if dense else "CHIAR"), []).append((size, report.scores.loss))
     looks = zip(drawn.items(), cycle(COLOURS), strict=False)
-    lines = [Line(sorted(points), series, color=colour, marker="o") for (series, points), colour in looks]
+    dark = {"dense": operator_colour("attention")}
+    lines = [Line(sorted(points), name, color=dark.get(name, c), marker="o") for (name, points), c in looks]
     title = f"{reports[0].corpus} {reports[0].split}, T = {reports[0].length}: {', '.join(drawn)}"
     return draw_grid(title, [Panel("loss, nats per token", lines)], AGAINST[against], 1, 3.0)
 
@@ -78,7 +80,7 @@ def draw_savings(
                 panel.lines[number].points.append((float(count_parameters(config)), 100 * share))
     ffn = "" if config.light_ffn else ", no light FFN"
     setting = f"T {length}, {describe_fraction(config, fraction)}, keys {config.keys}{ffn}"
-    return draw_grid(f"counted savings of {', '.join(names)}: {setting}", panels, AGAINST["parameters"], 1)
+    return draw_grid(f"counted savings of {', '.join(names)}: {setting}", panels, AGAINST["parameters"], 3, 2.6)
 
 
 @app.command()

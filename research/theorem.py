@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 from scipy.linalg import toeplitz
 from torch import Tensor
 
-from chiar.console import guarded
+from chiar.console import Overwrite, guarded, show
 from chiar.errors import InputError
 from chiar.files import check_new, write_new
 from chiar.kernels.spectral_entropy import spectral_entropy
@@ -160,22 +159,23 @@ def theorem(
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of everything drawn at random.")] = 0,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers as JSON; - prints.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw them: a new .svg, .png or .pdf file.")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Check Theorem 1's premise: the DCT against the KLT for features alike their neighbours, and shuffled."""
     printed = str(json) == "-"
     if json is not None and not printed:
-        check_new(json)
+        check_new(json, overwrite)
     if out is not None:
-        check_picture(out)
+        check_picture(out, overwrite)
     checks = check_theorem(
         [int(n) for n in numbers(width, "--width", int)], numbers(rho, "--rho", float), shuffles, seed
     )
     if out is not None:
-        save(draw_theorem(checks), out)
+        save(draw_theorem(checks), out, overwrite)
     text = jsons.dumps({"format": FORMAT, "checks": [asdict(check) for check in checks]}, indent=1) + "\n"
     if json is not None and not printed:
-        write_new(json, text)
-    typer.echo(text) if printed else Console(width=150).print(table_of(checks))
+        write_new(json, text, overwrite)
+    typer.echo(text) if printed else show(table_of(checks))
 
 
 def numbers(text: str, option: str, kind: type[int] | type[float]) -> list[float]:

@@ -6,6 +6,8 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 # For the processes tests start: how sums are split between threads changes their last bit.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Tables are as wide as where there is no terminal.
+os.environ["COLUMNS"] = "100"
 
 import pytest
 import torch

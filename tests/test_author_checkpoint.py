@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
@@ -104,6 +105,24 @@ def put(name, value):
     return damage
 
 
+def doubled(value, levels=28):
+    """A few hundred bytes of a file, and 2^levels values to whoever walks, hashes or prints them."""
+    for _ in range(levels):
+        value = type(value)((value, value))
+    return value
+
+
+def nested(levels):
+    return [nested(levels - 1)] if levels else []
+
+
+def tell(**cfg):
+    return lambda data: data["cfg"].update(cfg)
+
+
+ENDLESS, ONCE = [], torch.zeros(100_000)
+ENDLESS += [ENDLESS, ENDLESS]
+TOO_LARGE = "was not opened: it holds more than"
 ODD_HEADS = 10000.0 ** -(torch.arange(0, 10, 2) / 10)
 ROPE = "layers.{}.attn.rope.inv_freq"
 DAMAGES = {
@@ -124,7 +143,19 @@ DAMAGES = {
     "other rope": (put(ROPE.format(2), lambda rope: rope / 2), r"2\.attn\.rope\.inv_freq is not RoPE with base"),
     "rope of no dimension": (put(ROPE.format(1), torch.tensor(1.0)), r"shape \(\), expected 1 dimensions"),
     "empty rope": (put(ROPE.format(1), torch.zeros(0)), r"inv_freq of shape \(0,\) is empty"),
-    "contradiction": (lambda data: data["cfg"].update(routing_mode="soft"), r"contradicts 'soft'"),
+    "contradiction": (tell(routing_mode="soft"), r"contradicts 'soft'"),
+    "bomb as mode": (tell(routing_mode=doubled([])), TOO_LARGE),
+    "bomb unread": (tell(more=doubled([])), TOO_LARGE),
+    "bomb as tensor": (put("norm.weight", doubled(())), TOO_LARGE),
+    "deep": (tell(more=nested(60)), TOO_LARGE),
+    "endless": (tell(more=ENDLESS), TOO_LARGE),
+    "many values": (tell(more=[None] * 1_000_001), TOO_LARGE),
+    "a list as mode": (tell(routing_mode=[1]), "routing_mode .* is a list, expected one word"),
+    "a long mode": (tell(routing_mode="x" * 10_000), "routing_mode .* is a str, expected one word"),
+    "a long name": (put("x" * 10_000, torch.zeros(1)), "is a str that cannot be one"),
+    "a pair as name": (put((1, 2), torch.zeros(1)), "is a tuple that cannot be one"),
+    "many wrong": (lambda data: [put(f"x{i}", torch.zeros(9))(data) for i in range(999)], "; and 991 more"),
+    "one told often": (lambda data: [put(f"x{i}", ONCE)(data) for i in range(99)], "together larger than"),
     "empty": (lambda data: data.update(model={}), r"no tensors"),
 }
 
@@ -134,9 +165,9 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(damage, message, tmp_
     data = content("threshold") if damage else [1, 2]
     if damage:
         damage(data)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as refused:
         import_checkpoint(saved(tmp_path, data), tmp_path / "out" / "model", tau=TAU)
-    assert not (tmp_path / "out").exists()
+    assert len(str(refused.value)) < 1000 and not (tmp_path / "out").exists()
 
 
 class Payload:
@@ -161,6 +192,18 @@ def test_a_hostile_file_is_refused_and_never_runs(form, tmp_path):
     if form == "plain pickle":  # the payload itself works: an ordinary unpickler would have run it
         pickle.loads(path.read_bytes())
         assert marker.is_dir()
+
+
+def test_a_name_that_takes_for_ever_to_hash_and_a_compressed_file_are_refused(tmp_path):
+    key, path = pickle.dumps(doubled((), 60), protocol=2), tmp_path / "crafted.pt"
+    with ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", key[:2] + b"}" + key[2:-1] + b"K\x01s.")  # {key: 1}
+    with pytest.raises(InputError, match=TOO_LARGE):
+        read_checkpoint(path)
+    with ZipFile(path, "w", ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1_000_000))
+    with pytest.raises(InputError, match="is compressed"):
+        read_checkpoint(path)
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.01, 0.5, 0.99])

@@ -14,7 +14,7 @@ import commands
 
 CHIAR = Path(sys.executable).parent / "chiar"
 TRAIN = ("train", "v3-tiny", "--steps", "2", "--batch", "4", "--micro-batch", "2", "--length", "16", "--no-compile")
-EXPORT = ("explore", "v3-tiny", "--export")
+EXPORT = ("explore", "v3-tiny", "--out")
 PREPARE = ("data", "prepare", "--tokenizer", "bytes", "--out", "new")
 
 
@@ -57,19 +57,24 @@ CASES = {
     "a shard that is cut off": ([*TRAIN, "--data", "cut", "--out", "new"], "train.000.bin"),
     "a tokenizer that does not match": ([*TRAIN, "--data", "corpus", "--data", "bpe", "--out", "new"], "tokenizer"),
     "a model of another tokenizer": (["eval", "run", "--data", "bpe", "--length", "16"], "vocabulary of 2"),
-    "an existing run": ([*TRAIN, "--data", "corpus", "--out", "run"], "add --resume"),
+    "an existing run": ([*TRAIN, "--data", "corpus", "--out", "run"], "chiar train --resume run continues"),
     "another folder as run": ([*TRAIN, "--data", "corpus", "--out", "corpus"], "exists already"),
     "resuming what is no run": ([*TRAIN, "--data", "corpus", "--out", "nothing", "--resume"], "no run.json"),
     "resuming otherwise": ([*TRAIN, "--data", "corpus", "--out", "run", "--resume", "--seed", "1"], "seed = 0, not 1"),
+    "nowhere to write": ([*TRAIN, "--data", "corpus"], "--out RUN, a new folder"),
+    "nothing to read": ([*TRAIN, "--out", "new"], "no data: name at least one prepared corpus with --data"),
+    "resuming by name what is no run": (["train", "--resume", "nothing"], "no run.json"),
+    "another length": (["train", "--resume", "run", "--steps", "3"], "Add --extend"),
     "unknown preset": (["train", "v3-tinny", "--data", "corpus", "--out", "new"], "Did you mean 'v3-tiny'"),
     "unknown setting": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "warmpu=3"], "Did you mean 'warmup'"),
     "no value": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "warmup"], "--set takes NAME=VALUE"),
     "a value of another type": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "warmup=x"], "must be int"),
     "a batch that does not divide": ([*TRAIN, "--data", "corpus", "--out", "new", "--batch", "5"], "does not divide"),
-    "a batch of none": ([*TRAIN, "--data", "corpus", "--out", "new", "--batch", "0"], "batch must be at least 1"),
-    "a negative micro-batch": ([*TRAIN, "--data", "corpus", "--out", "new", "--micro-batch", "-2"], "at least 1"),
+    "a batch of none": ([*TRAIN, "--data", "corpus", "--out", "new", "--batch", "0"], "batch must lie between 1 and"),
+    "a negative micro-batch": ([*TRAIN, "--data", "corpus", "--out", "new", "--micro-batch", "-2"], "between 1 and"),
     "rows longer than the corpus": ([*TRAIN, "--data", "corpus", "--out", "new", "--length", "99999"], "too few"),
-    "validation rows": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "evaluate_rows=-1"], "not be negative"),
+    "validation rows": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "evaluate_rows=-1"], "between 0 and"),
+    "no decay": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "beta2=2.0"], "between 0 and 0.999999, got 2.0"),
     "no such data": ([*TRAIN, "--data", "none", "--out", "new"], "there is no folder none"),
     "data that is no corpus": ([*TRAIN, "--data", "nothing", "--out", "new"], "not a prepared corpus"),
     "data that is a file": ([*TRAIN, "--data", "notes.txt", "--out", "new"], "not a prepared corpus"),
@@ -104,7 +109,7 @@ CASES = {
     "a page without a prompt": ([*EXPORT, "x.html"], "go together"),
     "a prompt without a page": (["explore", "v3-tiny", "--prompt", "a"], "go together"),
     "one model twice": ([*EXPORT, "x.html", "--prompt", "a", "--beside", "v3-tiny"], "named twice"),
-    "too long a page": (["explore", "v2-tiny", "--export", "x.html", "--prompt", "x" * 257], "256 are the most"),
+    "too long a page": (["explore", "v2-tiny", "--out", "x.html", "--prompt", "x" * 257], "256 are the most"),
     "a second model alone": (["explore", "--beside", "v3-tiny"], "--beside needs a first model"),
     "a model without a tokenizer": (["explore", "v3-16m", "--port", "0"], "--tokenizer"),
     "unknown basis": (["convert", "v2-tiny", "--out", "new", "--coordinates", "spectrl"], "Did you mean 'spectral'"),

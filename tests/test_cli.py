@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import re
 import subprocess
@@ -10,6 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import typer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -48,6 +51,30 @@ def test_help_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "convert" in done.stdout
     assert re.fullmatch(r"chiar \d+\.\d+\.\d+\n", accepted("--version"))
+
+
+def test_options_of_one_meaning_have_one_spelling_and_one_default():
+    """What writes can overwrite, runs and studies aside, which go on in their folder; one split is read by default."""
+    told = {}
+    for name, command in walk(typer.main.get_command(app)):
+        told[name] = {flag: option for option in command.params for flag in option.opts}
+    writes = {name for name, options in told.items() if options.keys() & {"--out", "--json", "--csv"}}
+    assert {name for name in writes if "--overwrite" not in told[name]} == {
+        "train",
+        "finetune",
+        "study run",
+        "study time",
+    }
+    assert {options["--split"].default for options in told.values() if "--split" in options} == {"valid"}
+    other = {"--output", "--text", "--batch-size", "--file"}
+    assert not any(options.keys() & other for options in told.values())
+
+
+def walk(group, *before):
+    for name, command in group.commands.items():
+        yield from (
+            walk(command, *before, name) if hasattr(command, "commands") else [(" ".join((*before, name)), command)]
+        )
 
 
 def test_operating_system_errors_are_sentences_too(monkeypatch, capsys, tmp_path):
@@ -120,7 +147,7 @@ def test_trace_shows_and_stores_routes(tmp_path):
 def test_calibrate_writes_a_model(text_file, tmp_path, monkeypatch):
     stream = ["--text-file", text_file, "--length", 64]
     output = accepted("calibrate", "v3-tiny", *stream, "--out", tmp_path / "v3")
-    assert "KS from noise" in output and f"wrote {tmp_path / 'v3'}" in output
+    assert "KS from" in output and f"wrote {tmp_path / 'v3'}" in output
     report = json.loads((tmp_path / "v3" / "calibration.json").read_text())
     thresholds = ChiarForCausalLM.from_pretrained(tmp_path / "v3").config.thresholds
     assert thresholds == [layer["thresholds"][0] for layer in report["layers"]]
@@ -163,6 +190,10 @@ def test_damaged_model_folders_are_named(tmp_path):
     del tensors["model.norm.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
     assert "no weights for model.norm.weight" in refused(*trace)
+    for value in (math.nan, math.inf):
+        save_file({**tensors, "model.norm.weight": torch.full((32,), value)}, weights, {"format": "pt"})
+        for command in (trace, ["generate", *trace[1:]], ["serve", folder, "--port", 0]):
+            assert "model.norm.weight in" in (said := refused(*command)) and "not finite: its training diverged" in said
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
     assert "holds a 'gpt2' model" in refused("flops", folder)
     (folder / "config.json").write_text("{")

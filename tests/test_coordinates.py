@@ -160,7 +160,13 @@ def test_the_command_writes_folders_that_open(tmp_path):
         code, output = run("convert", folder, *arguments)
         assert code == 2 and message in output and not out.exists()
 
-    code, output = run("convert", folder, "--out", out)
+    out.mkdir()
+    (out / "mine.txt").write_text("not a model's folder")
+    assert "remove it first" in run("convert", folder, "--out", out, "--overwrite")[1]
+    (out / "mine.txt").rename(out / "chiar_shim.py")  # now it looks like one
+    assert "add --overwrite" in run("convert", folder, "--out", out)[1]
+    code, output = run("convert", folder, "--out", out, "--overwrite")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
     assert code == 0 and "basis identity, output projection a matrix of its own" in output, output
     assert json.loads((out / "config.json").read_text())["basis"] == "identity"
     assert (out / "tokenizer.json").read_text() == "{}"

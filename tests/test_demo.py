@@ -26,6 +26,11 @@ def test_the_demo_starts_afresh_and_makes_everything(tmp_path):
     done = demo(tmp_path)
     assert done.returncode == 0, done.stderr
     assert "starting afresh" in done.stdout and "unigram entropy" in done.stdout
+    compared, _, read = " ".join(done.stdout.split()).partition("gap to the baseline")
+    assert compared and "12 steps of 1024 tokens" in read and "says nothing about routing" in read
+    assert (
+        "docs/reproduction.md, C6" in read and "## C6" in (SCRIPT.parents[1] / "docs" / "reproduction.md").read_text()
+    )
     assert (tmp_path / "runs" / "mine").is_dir()
     assert load_config(str(out / "v3" / "best")).thresholds[0] != load_config("v3-tiny").layer_thresholds()[0][0]
     for name in ("curves", "routing"):

@@ -4,23 +4,25 @@ import itertools
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from chiar import ChiarForCausalLM, presets, register_operator, register_router, registry
+from chiar import ChiarForCausalLM, check_operator, check_router, presets, register_operator, register_router, registry
 from chiar.data.shards import Corpus
 from chiar.errors import InputError
 from chiar.explore.steering import ways_to_steer, why_not
 from chiar.layers import sparse
-from chiar.layers.routers import ChoiceRouter
+from chiar.layers.operator import Operator
+from chiar.layers.routers import ChoiceRouter, Route
 from chiar.model.coordinates import to_spectral_coordinates
 from chiar.routing.flops import count_flops, operator_shares
 from chiar.routing.tables import flop_records
 from chiar.training import tasks
 from commands import run
-from helpers import fed_logits
+from helpers import fed_logits, feed, refused
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
@@ -90,6 +92,153 @@ class Even(ChoiceRouter):
         return context.positions_BT.expand(x_BTD.shape[:2]) % 2
 
 
+BUILT_IN = {
+    "entropy": {},
+    "entropy, three": {"operators": ["temporal", "rbf", "attention"]},
+    "entropy, followed": {"target_fraction": 0.4},
+    "learned": {},
+    "learned, soft": {"routing": "soft"},
+    "random": {},
+    "random, position": {"random_key": "position"},
+    "static": {},
+}
+
+
+@pytest.mark.parametrize("case", BUILT_IN)
+def test_built_in_routers_keep_the_promises(case):
+    check_router(case.split(",")[0], **BUILT_IN[case])
+
+
+@pytest.mark.parametrize("operator", list(registry.OPERATORS))
+def test_built_in_operators_keep_the_promises(operator):
+    check_operator(operator)
+
+
+class Before(Operator):
+    """The mean of what the last three tokens were, which it keeps by `context.past`."""
+
+    def __init__(self, config):
+        super().__init__()
+
+    def forward(self, x_BTD, context, *_):
+        return context.past("x", x_BTD, 3).mean(2)
+
+
+class Pairs(ChoiceRouter):
+    """By states, not ids, and by a name that an operator of the same layer uses too."""
+
+    def choose(self, x_BTD, entropy_BT, context):
+        return (context.past("x", x_BTD[..., 0], 2).sum(2) > x_BTD[..., 0]).long()
+
+
+def test_own_ones_keep_the_promises(files):
+    registry.add_plugins(["words.py", "repeats.py", "scale.py"])
+    check_router("frequent")
+    check_router("repeats")
+    check_operator("scale")
+    check_operator(Before)
+    register_operator("before", Before)
+    check_router(lambda config, layer: Pairs(2), operators=["before", "attention"])
+
+
+def choosing(choose):
+    """A router with this `choose`."""
+    made = type("Mine", (ChoiceRouter,), {"choose": lambda self, x_BTD, _, context: choose(x_BTD, context)})
+    return lambda config, layer: made(2)
+
+
+def shifted(context, by):
+    return (context.token_ids_BT.roll(by, 1) < 5).long()
+
+
+def mapping(function):
+    """An operator that is this function."""
+    made = type("Mine", (torch.nn.Module,), {"forward": lambda self, x: function(x)})
+    return lambda config: made()
+
+
+FAULTY_ROUTERS = {
+    "sees later ones": (lambda x, context: shifted(context, -1), "not causal"),
+    "sees the length": (lambda x, context: torch.full(x.shape[:2], x.shape[1] % 2), "not causal"),
+    "sees other rows": (lambda x, context: (x[..., 0] > x[..., 0].mean(0)).long(), "mixes rows"),
+    "sees padding": (lambda x, context: torch.full(x.shape[:2], int(context.real_BT is None)), "padding"),
+    "forgets": (lambda x, context: context.token_ids_BT.cumsum(1) % 2, "in pieces"),
+    "draws": (lambda x, context: torch.randint(2, x.shape[:2]), "each time"),
+    "one too many": (lambda x, context: context.token_ids_BT % 3, r"chose operator 2, but a layer has 0\.\.1"),
+    "negative": (lambda x, context: -(context.token_ids_BT % 2), "chose operator -1"),
+    "bool": (lambda x, context: x[..., 0] > 0, r"chose bool \(3, 20\), expected int64 \(3, 20\)"),
+    "states": (lambda x, context: x.long(), r"chose int64 \(3, 20, 32\), expected int64 \(3, 20\)"),
+    "nothing": (lambda x, context: None, "chose NoneType"),
+    "breaks": (lambda x, context: x @ x, "failed: "),
+}
+FAULTY_OPERATORS = {
+    "sees later ones": (lambda x: x.flip(-2), "not causal"),
+    "forgets": (lambda x: x.cumsum(-2), "in pieces"),
+    "wrong shape": (lambda x: x[..., :3], r"made \(3, 20, 3\) of \(3, 20, 32\)"),
+    "nothing": (lambda x: None, "made NoneType"),
+    "not finite": (lambda x: x / 0, "not finite"),
+}
+
+
+@pytest.mark.parametrize(("choose", "message"), FAULTY_ROUTERS.values(), ids=FAULTY_ROUTERS.keys())
+def test_faulty_routers_get_a_sentence(choose, message):
+    refused(message, check_router, choosing(choose))
+
+
+@pytest.mark.parametrize(("function", "message"), FAULTY_OPERATORS.values(), ids=FAULTY_OPERATORS.keys())
+def test_faulty_operators_get_a_sentence(function, message):
+    refused(message, check_operator, mapping(function))
+
+
+def test_what_is_checked_must_be_there_and_be_a_module():
+    refused("unknown router 'rare'", check_router, "rare")
+    refused("unknown operator 'scale'", check_operator, "scale")
+    refused("was built as NoneType", check_router, lambda config, layer: None)
+    assert "checked" not in registry.ROUTERS
+
+
+def test_a_wrong_choice_in_a_model_is_a_sentence():
+    """Whichever way the route was made."""
+    register_router("three", choosing(lambda x, context: context.token_ids_BT % 3))
+    refused("chose operator 2", build(router="three", gate_pool="causal"), words())
+
+    class Direct(torch.nn.Module):
+        def forward(self, x_BTD, entropy_BT, context, forced_BT):
+            return self.route(torch.zeros(x_BTD.shape[:2], dtype=torch.long))
+
+    register_router("direct", lambda config, layer: Direct(), has_gradient=True)
+    model = build(router="direct", gate_pool="causal")
+    for Direct.route, message in (
+        (lambda _, choice_BT: choice_BT, "returned Tensor, expected a Route"),
+        (lambda _, choice_BT: Route(choice_BT[0], torch.ones(2, 24, 2)), r"chose int64 \(24,\)"),
+        (lambda _, choice_BT: Route(choice_BT, torch.ones(2, 24)), r"gave weights \(2, 24\), expected \(2, 24, 2\)"),
+    ):
+        refused(message, model, words())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_fixed_step_keeps_the_past_in_its_place(files, compiled, monkeypatch):
+    """Rows may change places, and others join."""
+    registry.add_plugins(["repeats.py"])
+    model = build(9, router="repeats", gate_pool="causal", keys="routed")
+    ids = words() % 9
+    with torch.no_grad():
+        expected = model(ids).logits
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True, backend="aot_eager"))
+    model.enable_fast_decoding(compile=compiled)
+    (_,), cache = feed(model, ids[:1], [8])
+    (_,), other = feed(model, ids[1:], [8])
+    cache.join(other, 1, 1)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    found, moves = [], None
+    for t in range(8, 24):
+        found.append(fed_logits(model, ids.flip(0), [1], cache=cache, start=t)[0])
+        assert moves in (None, cache.shelf.moves)
+        moves = cache.shelf.moves
+    assert model.fast_decoder.steps == 16
+    torch.testing.assert_close(torch.cat(found, 1), expected.flip(0)[:, 8:])
+
+
 def test_built_in_names_and_own_ones_go_the_same_way():
     """Any pair builds a model whose weights have the operator's name."""
     register_router("even", lambda config, layer: Even(len(config.operators)))
@@ -152,7 +301,7 @@ def test_the_page_shows_them_and_has_nothing_to_move(files):
     registry.add_plugins(["words.py", "scale.py"])
     model = build(256, router="frequent", operators=["scale", "attention"], gate_pool="causal").float()
     model.save_pretrained("model")
-    code, output = run("explore", "model", "--prompt", "abc", "--export", "report.html")
+    code, output = run("explore", "model", "--prompt", "abc", "--out", "report.html")
     assert code == 0, output
     page = (files / "report.html").read_text()
     assert '"scale"' in page
@@ -203,7 +352,7 @@ def test_plugins_of_one_name_with_dataclasses_and_in_processes_started_from_here
 
 
 def test_the_corpus_is_prepared(files):
-    assert [name for name, _ in BLOCKS] == ["words.py", "scale.py", "diary.py"]
+    assert [name for name, _ in BLOCKS] == ["words.py", "repeats.py", "scale.py", "diary.py"]
     folder = files / "diary"
     folder.mkdir()
     for day in range(1, 29):

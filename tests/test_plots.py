@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from matplotlib.text import Text
 
 from chiar import plots, presets
 from chiar.errors import InputError
@@ -54,6 +55,7 @@ def test_every_measurement_of_every_run_is_a_line(tmp_path):
     assert drawn["share of tokens sent to attention"][1] == ("v3: layer 3", [[s, 0.3] for s in (1, 2, 3, 4)])
     name, outline = drawn["share of the logged steps, by g"][0]
     heights = {round(g * 50): share for g, share in outline}
+    assert min(heights) == 10 and max(heights) == 46  # nothing beside what was measured
     assert name == "v3: g on text" and heights[10] == 0.75 and heights[45] == 0.25 and sum(heights.values()) == 1
     three = make_run(tmp_path / "v1", "v1-tiny", use=[[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]])
     drawn = panels_of(plots.draw_curves([three]))
@@ -99,22 +101,58 @@ def variant(name, flops, loss, role="control", **times):
     return {**row, "step_ms": None, "step_ms_in_training": None, **times}
 
 
-def pareto(*rows):
-    return {"format": "chiar-study-results/1", "title": "t", "variants": rows, "times": None, "runs": [{"device": "H"}]}
+def pareto(*rows, **configs):
+    """`configs`: of variants that are not v3 as in the preset."""
+    runs = [
+        {"device": "H", "variant": name, "declaration": {"preset": "v3-tiny", "config": configs.get(name, {})}}
+        for name in (row["variant"] for row in rows)
+    ]
+    return {"format": "chiar-study-results/1", "title": "t", "variants": rows, "times": None, "runs": runs}
 
 
 def test_pareto_has_a_frontier_and_far_marks_at_its_edge():
     near = [variant(f"near-{n}", n, 4.0 + n / 100) for n in range(1, 10)]
-    figure = plots.draw_pareto(pareto(*near, variant("far", 5, 9.0, "candidate"), variant("best", 9, 3.99)))
-    assert {"far ↑9.00", "near-9", "frontier"} <= set(words(figure))
-    assert figure.axes[0].get_ylim()[1] < 4.2  # what lost by far does not press the others together
-    assert figure.axes[0].lines[0].get_xydata().tolist() == [[1, 4.01], [9, 3.99]]
+    rows = *near, variant("far", 5, 9.0, "candidate"), variant("best", 9, 3.99), variant("dear", 90, 4.0)
+    axes = plots.draw_pareto(pareto(*rows)).axes[0]
+    assert {"10  far ↑9.00", "9  near-9", "frontier", "12  dear →90"} <= set(axes.get_legend_handles_labels()[1])
+    assert axes.get_ylim()[1] < 4.2 and axes.get_xlim()[1] < 10  # what is far off does not press the others together
+    assert axes.lines[0].get_xydata().tolist() == [[1, 4.01], [9, 3.99]]
     assert plots.draw_pareto(pareto(*near[:3], variant("far", 5, 9.0))).axes[0].get_ylim()[1] > 9  # of few, none is far
     timed = [variant("a", 1, 4, step_ms=3.0), variant("b", 2, 3), variant("c", 3, 2, step_ms=4.0)]
     first, second = plots.draw_pareto(pareto(*timed)).axes
     assert second.get_xlabel() == "measured training step, ms, H"
-    looks = [{x.get_label(): (x.get_marker(), x.get_color()) for x in axes.lines} for axes in (first, second)]
-    assert looks[0]["c"] == looks[1]["c"] != looks[0]["a"] and "b" not in looks[1]
+    assert [[note.get_text() for note in axes.texts] for axes in (first, second)] == [["1", "2", "3"], ["1", "3"]]
+
+
+def test_pareto_marks_and_numbers_cover_nothing():
+    rows = [variant(f"v{n}", 5 + n % 3 / 1000, 4 + n % 2 / 1000) for n in range(12)]
+    figure = plots.draw_pareto(pareto(*rows, variant("wide", 9, 4.5)))
+    axes, places = figure.axes[0], []
+    figure.draw_without_rendering()
+    for mark in axes.lines[2 : 2 * 13 + 1 : 2]:
+        x, y = mark.get_transform().transform(mark.get_xydata()[0])
+        places.append((x - 6, y - 6, x + 6, y + 6))  # in pixels, of which a point has 1.4
+    places += [Text.get_window_extent(note).padded(-1).extents for note in axes.texts if note.get_text()]
+    assert len(places) == 26
+    for n, (left, low, right, high) in enumerate(places):
+        assert not any(left < c and a < right and low < d and b < high for a, b, c, d in places[:n])
+
+
+def test_pareto_marks_are_made_of_what_the_models_are_made_of():
+    light, dark, time = (plots.operator_colour(name) for name in ("spectral", "attention", "temporal"))
+    made = {
+        "dense": ({"layer_types": ["attention"] * 4}, (dark, "full", False)),
+        "routed": ({}, (dark, "left", False)),
+        "by layer": ({"router": "static"}, (dark, "bottom", False)),
+        "no attention": ({"layer_types": ["spectral"] * 4}, (light, "full", False)),
+        "filtered": ({"layer_types": ["attention"] * 4, "temporal_everywhere": True}, (dark, "full", True)),
+    }
+    rows = [variant(name, n, 4.0) for n, name in enumerate(made, 1)]
+    axes = plots.draw_pareto(pareto(*rows, **{name: config for name, (config, _) in made.items()})).axes[0]
+    marks = [(m.get_markerfacecolor(), m.get_fillstyle(), m.get_markeredgecolor() == time) for m in axes.lines[2:11:2]]
+    assert marks == [look for _, look in made.values()]
+    names = {"dark: attention alone", "light or dark by token", "light and dark layers", "light layers only"}
+    assert names | {"rim: filter along time"} <= set(axes.get_legend_handles_labels()[1])
 
 
 def test_a_diagram_shows_what_the_configuration_says(tmp_path):
@@ -122,13 +160,23 @@ def test_a_diagram_shows_what_the_configuration_says(tmp_path):
     assert named <= set(words(draw_model(["v3-400m"])))
     for name, changes, expected in (
         ("v1-16m", {}, "RBF mixing"),
-        ("v3-16m", {"light_ffn": False}, "D → 4D → D, GELU; light tokens skip it"),
         ("v4-400m", {}, "layers 1, 3, … 27 (×14)"),
         ("v3-16m", {"router": "random"}, "hash of the token, f = 0.5"),
         ("v3-16m", {"temporal_everywhere": True}, "every token, over the last 16"),
     ):
         presets.get(name, **changes).save_pretrained(tmp_path)
         assert expected in words(draw_model([str(tmp_path)]))
+
+
+@pytest.mark.parametrize(("light_ffn", "columns"), [(True, [0.46, 0.74]), (False, [0.74])])
+def test_light_tokens_go_past_a_network_they_skip(tmp_path, light_ffn, columns):
+    presets.get("v3-16m", light_ffn=light_ffn).save_pretrained(tmp_path)
+    texts = draw_model([str(tmp_path)]).axes[0].texts
+    (routed,) = [text for text in texts if text.get_text().startswith("feed-forward") and text.get_position()[1] == -7]
+    arrows = [
+        text for text in texts if hasattr(text, "xy") and text.xy == pytest.approx((routed.get_position()[0], -6.69))
+    ]
+    assert [arrow.get_position()[0] for arrow in arrows] == pytest.approx(columns)
 
 
 def test_routing_colours_are_routes_and_tokens_are_text(lively):
@@ -139,11 +187,11 @@ def test_routing_colours_are_routes_and_tokens_are_text(lively):
     assert {"</text><script>", "$x^2$", "\\x00\\x1b", "⏎⇥", "日本"} <= set(words(figure))
     assert "<script" not in plots.svg_text(figure)
     parts = [axes.images[0].get_array() for axes in figure.axes]
-    assert [part.shape for part in parts] == [(4, 32, 3)] * 2
+    assert [part.shape for part in parts] == [(4, 19, 3)] * 2  # 38 tokens: no line is left half empty
     for row, seen in enumerate(trace.layers):
         for token in range(len(pieces)):
             operator = seen.operators[int(seen.choice_BT[0, token])]
-            luminance = float(parts[token // 32][row, token % 32] @ [0.2126, 0.7152, 0.0722])
+            luminance = float(parts[token // 19][row, token % 19] @ [0.2126, 0.7152, 0.0722])
             assert (luminance < 0.7) == (operator == "attention")
 
 

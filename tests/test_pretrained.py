@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from chiar import ChiarConfig, ChiarForCausalLM, ChiarForSequenceClassification, ChiarModel
+from chiar.model.load import open_weights
 from helpers import LENGTHS, ROWS, TOKENS, gradients, refused, small_config
 
 VOCABULARY, WIDTH, LAYERS = 257, 32, 4
@@ -139,6 +140,14 @@ with torch.no_grad():
 model.save_pretrained(again)
 torch.save([config.to_dict()["layer_types"], *found], folder + "/found.pt")
 """
+
+
+def test_a_model_stays_whole_when_its_file_shrinks(lively, ids, tmp_path):
+    """Weights mapped into memory, as transformers does by itself, would end the process by a bus error."""
+    (model := lively({})).save_pretrained(tmp_path)
+    loaded = open_weights(ChiarForCausalLM, str(tmp_path)).eval()
+    os.truncate(tmp_path / "model.safetensors", 0)
+    assert_same_logits(logits(loaded, ids), logits(model, ids))
 
 
 def test_a_process_that_never_imported_chiar(lively, tmp_path):

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from chiar.console import guarded
+from chiar.console import Overwrite, guarded, show
 from chiar.files import check_new, new_folder, write_new
 from chiar.plots import save
 from research.nulltest import nulltest
@@ -15,6 +14,7 @@ from research.nulltest.measures import KLT
 from research.nulltest.pictures import pictures
 from research.nulltest.report import NAME, LayerNull, Mean, NullTest
 
+ALIKE = 0.2  # standard deviations of the noise: a shift that moves fewer than one token in twelve across a threshold
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -53,6 +53,21 @@ def summary(report: NullTest) -> Table:
     return table
 
 
+def verdict(report: NullTest) -> str:
+    """In one line, of the layers that route; less than two standard errors from nothing count as nothing."""
+    layers = [layer for layer in report.layers if layer.kind == "routed"] or report.layers
+    farthest = max(layers, key=lambda layer: abs(layer.whiteness[0].effect))
+    own = farthest.whiteness[0]
+    like = "no more than noise" if abs(own.effect) <= max(ALIKE, 2 * own.effect_error) else "not that of white noise"
+    said = f"H is {like} (farthest in layer {farthest.layer + 1}: {own.effect:+.2f} ± {own.effect_error:.2f} σ)"
+    worth = report.worth
+    if worth is None or worth.spearman is None or worth.correlation_error is None:
+        return f"{said}; what a route is worth was not measured."
+    r, error = worth.spearman, worth.correlation_error
+    follows = "grows with it" if r > 2 * error else "falls with it" if r < -2 * error else "does not depend on it"
+    return f"{said}; what attention adds to a token {follows} (rank r {r:+.2f} ± {error:.2f})."
+
+
 @app.command()
 def main(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a training run or a preset.")],
@@ -67,6 +82,7 @@ def main(
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")] = "auto",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers; - prints only them.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="New folder for numbers and pictures.")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Ask of every layer whether its routing signal is more than noise, and what a route is worth.
 
@@ -76,11 +92,11 @@ def main(
     printed = json is not None and str(json) == "-"
     for new in (out, None if printed else json):
         if new is not None:
-            check_new(new)
+            check_new(new, overwrite, NAME)
     options = {"tokens": tokens, "length": length, "flips": flips, "shuffles": shuffles, "batch": batch, "seed": seed}
     report = nulltest(model, data, split, device=device, **options)
     if out is not None:
-        with new_folder(out) as aside:
+        with new_folder(out, overwrite, NAME) as aside:
             (aside / NAME).write_text(report.to_json(), encoding="utf-8")
             for name, picture in pictures(report).items():
                 save(picture, aside / f"{name}.svg")
@@ -88,13 +104,14 @@ def main(
     if printed:
         return typer.echo(report.to_json())
     if json is not None:
-        write_new(json, report.to_json())
+        write_new(json, report.to_json(), overwrite)
         typer.echo(f"wrote {json}")
     if report.run is not None:
         typer.echo(f"{report.run} is a training run: its best model is tested.")
-    Console(width=250).print(summary(report))
+    show(summary(report))
     for remark in report.remarks:
         typer.echo(f"note: {remark}")
+    typer.echo(f"verdict: {verdict(report)}")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,15 @@ _HOMES = {
     **{"ChiarConfig": "chiar.config", "RoutingTrace": "chiar.model.trace", "presets": "chiar.presets"},
     **dict.fromkeys(["ChiarModel", "ChiarForCausalLM", "ChiarForSequenceClassification"], "chiar.modeling"),
     **dict.fromkeys(["register_operator", "register_router"], "chiar.registry"),
+    **dict.fromkeys(["check_operator", "check_router"], "chiar.model.plugin_checks"),
 }
 __all__ = ["ChiarConfig", "ChiarForCausalLM", "ChiarForSequenceClassification", "ChiarModel", "RoutingTrace"]
-__all__ += ["presets", "register_operator", "register_router"]
+__all__ += ["check_operator", "check_router", "presets", "register_operator", "register_router"]
 
 if TYPE_CHECKING:
     from chiar import presets
     from chiar.config import ChiarConfig
+    from chiar.model.plugin_checks import check_operator, check_router
     from chiar.model.trace import RoutingTrace
     from chiar.modeling import ChiarForCausalLM, ChiarForSequenceClassification, ChiarModel
     from chiar.registry import register_operator, register_router

@@ -30,11 +30,13 @@ class ChiarConfig(PreTrainedConfig):
     model_type = "chiar"
 
     vocab_size: int = 50257
+    """Number of token ids; a preset takes its corpus' own."""
     hidden_size: int = 256
     """Width D of the residual stream."""
     num_hidden_layers: int | None = None
     """Number of layers N; taken from `layer_types` when that is given, else 4."""
     num_attention_heads: int = 4
+    """Heads of attention; they divide the width."""
     intermediate_size: int | None = None
     """Hidden width of the feed-forward network; 4·D when not given."""
     layer_types: list[str] | None = None
@@ -63,6 +65,7 @@ class ChiarConfig(PreTrainedConfig):
     random_fraction: float = 0.5
     """Fraction of tokens the random router sends to attention."""
     router_seed: int = 0
+    """Seed of the random router's hash."""
     static_operators: list[str] | None = None
     """The static router's operator for each routed layer; every other layer attention when not given."""
     collapse_regulariser: float = 0.0
@@ -79,7 +82,9 @@ class ChiarConfig(PreTrainedConfig):
     spectral_form: str = "sublayer"
     """Light path of post-norm layers: sublayer (the released code) or equation (the paper's Eq. 3)."""
     norm: str = "layernorm"
+    """layernorm or rmsnorm."""
     norm_position: str = "post"
+    """post (the paper) or pre: after what a layer adds, or before what it reads."""
     embedding_norm: bool = False
     """Embedded tokens are divided by their root mean square, so that the residual stream begins at scale 1."""
     filter_init: float = 1.0
@@ -89,6 +94,7 @@ class ChiarConfig(PreTrainedConfig):
     basis: str = "dct"
     """Basis of the entropy and the filter: dct, or the controls identity and random (orthogonal)."""
     basis_seed: int = 0
+    """Seed of the random basis."""
     entropy_eps: float = 0.0
     """ε of the entropy; 0 is exact and scale-free, 1e-8 is the released code's."""
     entropy_dc_weight: float = 1.0
@@ -100,10 +106,13 @@ class ChiarConfig(PreTrainedConfig):
     temporal_everywhere: bool = False
     """A temporal filter as one more sublayer at the beginning of every layer, for every token; it starts at 0."""
     positions: str = "rope"
+    """rope or learned."""
     max_position_embeddings: int = 256
     """Number of learned positions, or the trained length under RoPE (which may be exceeded)."""
     rope_base: float = 10000.0
+    """Base of RoPE's wavelengths."""
     rbf_features: int = 64
+    """Random features of RBF mixing."""
 
     meta_router: bool | None = None
     """A learned gate on layer 1; on by default exactly when that is spectral or temporal and positions RoPE (v3)."""
@@ -119,12 +128,17 @@ class ChiarConfig(PreTrainedConfig):
     dropout: float = 0.1
     """On embeddings, attention probabilities, feed-forward hidden and output."""
     initializer_range: float = 0.02
+    """Standard deviation of the first weights."""
     classifier_pool: str = "last"
     """Token state the sequence classifier reads: the last real token, or the mean over real tokens."""
     tie_word_embeddings: bool = True
+    """One matrix for embeddings and output."""
     bos_token_id: int | None = None
+    """Token before a text; a preset takes its corpus' end of text."""
     eos_token_id: int | list[int] | None = None
+    """Token that ends a text, or several; as above."""
     pad_token_id: int | None = None
+    """Token that fills up rows of a batch."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs = config_checks.without_removed(kwargs)

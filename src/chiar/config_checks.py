@@ -37,6 +37,7 @@ REMOVED: dict[str, Any] = {
 }
 """Fields of experiments that did not pay (docs/log.md) or that nothing varied, with the value that is left of them."""
 REMOVED_OPERATORS = ("skip", "bypass")
+LARGEST = 2**40
 LAST_COMMIT = "bde4d4f"
 """Where the removed ones can still be run."""
 
@@ -64,6 +65,8 @@ def check_types(config: "ChiarConfig") -> None:
         if not fits(getattr(config, name), hint):
             expected = hint.__name__ if isinstance(hint, type) else str(hint)
             raise InputError(f"{name} must be {expected}, got {getattr(config, name)!r}.")
+        if isinstance(value := getattr(config, name), int | float) and abs(value) > LARGEST:
+            raise InputError(f"{name} must be a number of at most {LARGEST:,}, got {value}.")
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -101,6 +104,8 @@ def check_sizes(config: "ChiarConfig") -> None:
             raise InputError(f"{name} must lie between 0 and 1, got {value!r}.")
     for name in ("entropy_eps", "entropy_dc_weight", "collapse_regulariser", "initializer_range"):
         require(getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)!r}.")
+    for name in ("bos_token_id", "pad_token_id"):
+        require((getattr(config, name) or 0) >= 0, f"{name} must not be negative, got {getattr(config, name)}.")
     require(config.rope_base > 0, f"rope_base must be positive, got {config.rope_base!r}.")
     require(config.hidden_size >= 2, "hidden_size must be at least 2: the entropy of one coefficient is undefined.")
     if config.hidden_size % (heads := config.num_attention_heads):

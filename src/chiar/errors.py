@@ -19,9 +19,9 @@ def require(right: object, otherwise: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """A library's error in one line; its type where it says nothing."""
+    """A library's error in one line, which is not endless; its type where it says nothing."""
     said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-    return said.strip().split("\n")[0] or type(error).__name__
+    return said.strip().split("\n")[0][:400] or type(error).__name__
 
 
 @contextmanager

@@ -15,10 +15,14 @@ def check_file(path: Path) -> None:
     require(path.is_file(), f"there is no file {path}.")
 
 
-def check_new(out: Path, overwrite: bool = False) -> None:
-    """Raise InputError if something is there already, other than an empty folder or a file that may be replaced."""
-    if any(out.iterdir()) if out.is_dir() else out.exists() and not overwrite:
-        raise InputError(f"{out} exists already and is left as it is: choose another name or remove it first.")
+def check_new(out: Path, overwrite: bool = False, ours: str = "") -> None:
+    """Raise InputError if something is there already, other than an empty folder or what may be replaced: a file, or a
+    folder that holds the file `ours`, so that nobody loses a folder of their own."""
+    if any(out.iterdir()) if out.is_dir() else out.exists():
+        replaceable = not out.is_dir() or (ours != "" and (out / ours).is_file() and not out.is_symlink())
+        if not (overwrite and replaceable):
+            way = ", or add --overwrite" if replaceable else " or remove it first"
+            raise InputError(f"{out} exists already and is left as it is: choose another name{way}.")
 
 
 def aside_of(path: Path) -> Path:
@@ -59,17 +63,24 @@ def hold(lock: IO[str], busy: str) -> None:
             raise InputError(busy) from None
 
 
+def put_in_place(folder: Path, out: Path) -> None:
+    """Give a folder its name; only then is one removed that had it."""
+    before = folder.with_name(f"{folder.name}.before")
+    if out.exists():
+        os.replace(out, before)
+    os.replace(folder, out)
+    shutil.rmtree(before, ignore_errors=True)
+
+
 @contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
+def new_folder(out: Path, overwrite: bool = False, ours: str = "") -> Iterator[Path]:
     """A temporary folder beside `out` that becomes `out` when the block ends well."""
-    check_new(out)
+    check_new(out, overwrite, ours)
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         yield aside
         aside.chmod(0o755)
-        if out.exists():
-            out.rmdir()
-        os.replace(aside, out)
+        put_in_place(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from io import BytesIO
-from itertools import accumulate, cycle, groupby, pairwise
+from itertools import accumulate, cycle, groupby, pairwise, product
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chiar.colours import NAMES, operator_colour
 from chiar.errors import InputError, optional_module, require, unknown_name
 from chiar.files import check_file, check_new
 from chiar.visible import visible
@@ -29,23 +30,11 @@ if TYPE_CHECKING:
     from chiar.model.trace import RoutingTrace
 
 Points = list[tuple[float, float]]
-Colour = tuple[int, int, int]
 Box = tuple[str, str, str]  # what stands in a box of a diagram, a note below it, and the colour
-# The one colour language. Yellow against blue stays apart under the common colour blindnesses, and in grey all light
-# cells are paler than any dark one. Each pair goes from at the threshold to far from it.
-LIGHT: tuple[Colour, Colour] = (255, 247, 205), (250, 205, 50)
-RAMPS: dict[str, tuple[Colour, Colour]] = {
-    "temporal": ((247, 250, 210), (205, 220, 60)),
-    "rbf": ((221, 160, 195), (204, 121, 167)),
-    "attention": ((120, 170, 215), (8, 40, 100)),
-}
-NAMES = {"spectral": "light: spectral filter", "temporal": "light: temporal filter", "rbf": "between: RBF mixing"}
-NAMES["attention"] = "dark: attention"
-# Okabe and Ito's colours, for what is not an operator; yellow is too pale for a line. Seven and eight marks: 56 pairs.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-MARKERS = "osD^vPXp"
+# For what is not an operator: none of the language's colours, so that blue is always attention.
+COLOURS = ("#d55e00", "#6a3d9a", "#111111", "#9c7a1a", "#8a1538", "#7f7f7f")
 DASHES: tuple[Any, ...] = ("-", (0, (7, 3)), (0, (2, 2)), (0, (9, 3, 2, 3)))
-PLAIN, ROUTER, GATE = "#999999", COLOURS[2], COLOURS[4]
+PLAIN, ROUTER, GATE = "#999999", COLOURS[2], COLOURS[1]
 UNIT = (-0.02, 1.02)
 # Text stays text and a $ in it is a dollar; a fixed salt makes equal pictures equal files.
 STYLE: dict[Any, Any] = {
@@ -102,11 +91,6 @@ def shorten(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def operator_colour(operator: str, strength: float = 1.0) -> str:
-    near, far = RAMPS.get(operator, LIGHT)
-    return "#" + "".join(f"{round(a + (b - a) * min(strength, 1.0)):02x}" for a, b in zip(near, far, strict=True))
-
-
 class Line:
     """Points, and how matplotlib draws them; without a label it is not in the legend."""
 
@@ -121,6 +105,8 @@ class Panel:
     level: tuple[float, str] | None = None  # a height to mark across the panel, and its name in the legend
     bounds: tuple[float, float] | None = None
     axis: str = ""
+    operator: str = ""  # whose colour its left edge has
+    high: float = 1.75
 
 
 def new_figure(title: str, wide: float, high: float) -> "Figure":
@@ -137,16 +123,18 @@ def fill(axes: "Axes", panel: Panel) -> None:
         axes.plot([x for x, _ in line.points], [y for _, y in line.points], label=line.label or None, **look)
     if panel.level is not None:
         axes.axhline(panel.level[0], color="#444444", dashes=(2, 4), linewidth=1, label=panel.level[1] or None)
+    if panel.operator:
+        axes.spines["left"].set(color=operator_colour(panel.operator), linewidth=5)
     axes.set(title=panel.title, xlabel=panel.axis)
     axes.set_ylim(panel.bounds)
 
 
 @style()
-def draw_panels(title: str, panels: list[Panel], high: float = 1.75) -> "Figure":
+def draw_panels(title: str, panels: list[Panel]) -> "Figure":
     """One below the other, their legends beside them."""
     from matplotlib.ticker import EngFormatter
 
-    heights = [max(high, 0.18 * len([line for line in panel.lines if line.label]) + 0.3) for panel in panels]
+    heights = [max(panel.high, 0.18 * len([line for line in panel.lines if line.label]) + 0.3) for panel in panels]
     figure = new_figure(title, 9.6, sum(heights) + 0.5 * len(panels) + 0.9)
     for panel, (axes,) in zip(panels, figure.subplots(len(panels), squeeze=False, height_ratios=heights), strict=True):
         fill(axes, panel)
@@ -156,10 +144,46 @@ def draw_panels(title: str, panels: list[Panel], high: float = 1.75) -> "Figure"
     return figure
 
 
+RIM = {"markeredgecolor": operator_colour("temporal"), "markeredgewidth": 1.8}
+MARK: dict[str, Any] = {"marker": "o", "markersize": 9, "linestyle": "", "markeredgecolor": "#555555"}
+SPREAD: dict[str, Any] = {"color": "#999999", "linewidth": 0.8, "marker": ""}
+HOLLOW = MARK | {"markerfacecolor": "none"}
+
+
+def variant_look(declared: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What a variant is made of, and its mark: half light and half dark where tokens choose, or layers; rimmed where
+    every token has the filter along time."""
+    from chiar import presets
+    from chiar.config_checks import LIGHT_LAYERS
+    from chiar.registry import ROUTERS
+
+    config = {**presets.get(declared["preset"]).to_dict(), **declared["config"]}
+    kinds, dark = dict.fromkeys(config["layer_types"]), operator_colour("attention")
+    routed, router = "routed" in kinds, ROUTERS.get(config["router"])
+    light = [config["operators"][0]] if routed else [kind for kind in kinds if kind in LIGHT_LAYERS]
+    pale = operator_colour(light[0]) if light else dark
+    if not light or (len(kinds) == len(light) and not routed):
+        name, made = ("light layers only" if light else "dark: attention alone"), {"markerfacecolor": pale}
+    else:
+        tokens = routed and not (router and router.decides_by_layer)
+        name, side = ("light or dark by token", "left") if tokens else ("light and dark layers", "bottom")
+        made = {"markerfacecolor": dark, "markerfacecoloralt": pale, "fillstyle": side}
+    return name, MARK | made | (RIM if config.get("temporal_everywhere") else {})
+
+
+def edge(values: Iterable[float]) -> float:
+    """Of many, a few far above would press the others into one line: beyond this they stand at the axis's end."""
+    known = sorted(values)
+    far = 3 * median(known) - 2 * known[0]
+    return far if len(known) >= 9 and far > known[0] else math.inf
+
+
+@style()
 def draw_pareto(results: dict[str, Any]) -> "Figure":
     """The results of a study: loss against counted FLOPs, and against step time where `chiar study time` measured it,
-    or every variant was trained alone."""
+    or every variant was trained alone. Marks bear numbers, by rising FLOPs, which the legend names."""
     rows, device = results["variants"], (results["times"] or results["runs"][0])["device"]
+    made = {run["variant"]: variant_look(run["declaration"]) for run in results["runs"]}
     paired = all(row["paired_loss"] is not None for row in rows)
     loss, seeds = ("paired_loss", "paired_losses") if paired else ("test_loss", "losses")
     unequal = paired and len({tuple(sorted(row["seeds"])) for row in rows}) > 1
@@ -169,26 +193,81 @@ def draw_pareto(results: dict[str, Any]) -> "Figure":
     if timed or all(row["step_ms_in_training"] for row in rows):
         part, how = ("step_ms", "") if timed else ("step_ms_in_training", " (median in training)")
         costs[f"measured training step, ms{how}, {device}"] = [row[part] for row in rows]
-    panels = []
+    panels, frames, numbers = list[Panel](), [], []
     for axis, places in costs.items():
-        marks = [(x, row[loss]) for x, row in zip(places, rows, strict=True) if x is not None]
-        least, middle = min(y for _, y in marks), median(y for _, y in marks)
-        # Of many, a few that lost by far would press the others into one line: they stand at the upper edge.
-        lid = 4 * middle - 3 * least if len(marks) >= 9 and middle > least else math.inf
-        inside = [y for x, row in zip(places, rows, strict=True) for y in (row[loss], *row[seeds]) if x and y <= lid]
-        air = (max(inside) - min(inside)) * 0.06 or 0.1
-        top = max(inside) + air
-        best = sorted((x, min(y, top)) for x, y in marks if y == min(b for a, b in marks if a <= x))
-        lines = [Line(best, "frontier", color=COLOURS[1])]
-        for x, row, marker, colour in zip(places, rows, cycle(MARKERS), cycle(COLOURS), strict=False):
-            face = "#ffffff" if row["role"] == "control" else colour
-            look = {"marker": marker, "color": colour, "markerfacecolor": face, "markersize": 7, "clip_on": False}
-            name = shorten(row["variant"], 32) + (f" ↑{row[loss]:.2f}" if row[loss] > lid else "")
-            if x is not None:
-                lines.append(Line([(x, y) for y in row[seeds]], color="#777777", linewidth=0.8, marker=""))
-                lines.append(Line([(x, min(row[loss], top))], name, ls="", zorder=3, **look))
-        panels.append(Panel(heading, lines, None, (min(inside) - air, top), axis))
-    return draw_panels(f"{results['title']} (hollow: controls, thin: between seeds)", panels, high=3.6)
+        own = [(x, row, str(n)) for n, (x, row) in enumerate(zip(places, rows, strict=True), 1) if x is not None]
+        far, lid = edge(x for x, *_ in own), edge(row[loss] for _, row, _ in own)
+        spans = [y for _, row, _ in own for y in (row[loss], *row[seeds]) if y <= lid], [x for x, *_ in own if x <= far]
+        airs = [(max(span) - min(span)) * 0.06 or 0.1 for span in spans]
+        (low, top), (left, right) = ((min(s) - air, max(s) + air) for s, air in zip(spans, airs, strict=True))
+        marks = [(min(x, right), min(row[loss], top), number) for x, row, number in own]
+        best = [(x, y) for x, y, _ in sorted(marks) if y == min(b for a, b, _ in marks if a <= x)]
+        lines = [Line(best, "" if panels else "frontier", color="#999999", linewidth=1)]
+        for (x, row, number), (shown, y, _) in zip(own, marks, strict=True):
+            beyond = (f" →{x:.4g}" if x > far else "") + (f" ↑{row[loss]:.2f}" if row[loss] > lid else "")
+            name = f"{number}  {shorten(row['variant'], 32)}{beyond}" if not panels or beyond else ""
+            look = made[row["variant"]][1] | {"marker": "s" if row["role"] == "control" else "o"}
+            lines.append(Line([(shown, min(one, top)) for one in row[seeds]], **SPREAD))
+            lines.append(Line([(shown, y)], name, zorder=3, clip_on=False, **look))
+        panels.append(Panel(heading, lines, None, (low, top), axis, high=2.4 if panels else 3.6))
+        frames.append((left, right))
+        numbers.append([number for *_, number in own])
+    key = [Line([], name, **look | {"markeredgecolor": "none"}) for name, look in dict(made.values()).items()]
+    if any(RIM.items() <= look.items() for _, look in made.values()):
+        key.append(Line([], "rim: filter along time", **HOLLOW | RIM))
+    if {row["role"] for row in rows} == {"control", "candidate"}:
+        key += [Line([], "candidate", **HOLLOW), Line([], "control", **HOLLOW | {"marker": "s"})]
+    if any(len(row[seeds]) > 1 for row in rows):
+        key.append(Line([], "between seeds", **SPREAD))
+    panels[-1].lines += key
+    figure = draw_panels(results["title"], panels)
+    for axes, frame in zip(figure.axes, frames, strict=True):
+        axes.set_xlim(frame)
+    figure.draw_without_rendering()  # which settles where everything lies
+    for axes, named in zip(figure.axes, numbers, strict=True):
+        set_apart(axes, named)
+    return figure
+
+
+def set_apart(axes: "Axes", numbers: list[str]) -> None:
+    """Moves a mark that would cover another one aside, a thin line leads back to its place; and writes each mark's
+    number where it covers no mark, number or line between seeds. Boxes are in points."""
+    from matplotlib.transforms import offset_copy
+
+    figure: Any = axes.get_figure(root=True)
+    points = 72 / figure.dpi
+    left, low, right, high = axes.get_window_extent().padded(8).extents * points
+    taken: list[tuple[float, ...]] = []
+
+    def free(place: Any, wide: float, tall: float, distances: Iterable[float]) -> tuple[float, float]:
+        for distance, angle in product(distances, range(45, 405, 15)):
+            shift = distance * math.cos(math.radians(angle)), distance * math.sin(math.radians(angle))
+            x, y = place + shift
+            box = x - wide, y - tall, x + wide, y + tall
+            inside = left < box[0] and low < box[1] and box[2] < right and box[3] < high
+            if inside and not any(a < box[2] and box[0] < c and b < box[3] and box[1] < d for a, b, c, d in taken):
+                break
+        taken.append(box)
+        return shift
+
+    known: list[Any] = list(axes.lines)
+    spreads, marks = (known[first : 2 * len(numbers) + 1 : 2] for first in (1, 2))
+    places = [axes.transData.transform(mark.get_xydata()[0]) * points for mark in marks]
+    shifts = [free(place, 6, 6, range(0, 60, 2)) for place in places]
+    for spread in spreads:
+        ends = axes.transData.transform(spread.get_xydata()) * points
+        (x, bottom), (_, top) = ends.min(0), ends.max(0)
+        taken.append((x - 1, bottom, x + 1, top))
+    look: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": 7.5, "zorder": 2}
+    lead: dict[str, Any] = {"arrowstyle": "-", "color": "#777777", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0}
+    for mark, place, shift, number in zip(marks, places, shifts, numbers, strict=True):
+        true = mark.get_xydata()[0]
+        if any(shift):
+            axes.annotate("", true, shift, arrowprops=lead, **look)
+            mark.set_transform(offset_copy(axes.transData, figure, *shift, units="points"))
+        away = free(place + shift, 2.5 * len(number) + 0.5, 4, (12, 15, 20, 26, 33, 41))
+        led = lead if math.hypot(*away) > 13 else None
+        axes.annotate(number, true, away, xycoords=mark.get_transform(), arrowprops=led, **look)
 
 
 def draw_study(sources: Sequence[str]) -> "Figure":
@@ -278,8 +357,8 @@ def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: s
     losses, gaps = Panel("loss, nats per token"), Panel(f"loss minus that of {runs[0].name}")
     rates, bars = Panel("learning rate"), Panel("share of the logged steps, by g", axis="g")
     chosen = dict.fromkeys(name for run in runs if run.routed for name in reversed(run.operators[1:]))
-    shares = {name: Panel(f"share of tokens sent to {name}", bounds=UNIT) for name in chosen}
-    gates = Panel("g: gate of layer 1 (0: bypassed)", bounds=UNIT, axis=OVER[over])
+    shares = {name: Panel(f"share of tokens sent to {name}", bounds=UNIT, operator=name) for name in chosen}
+    gates = Panel("g: gate of layer 1 (0: bypassed, 1: whole)", axis=OVER[over])
     for run in runs:
         losses.lines += run.lines({"train": run.measured("loss")}, linewidth=1, alpha=0.55)
         losses.lines += run.lines(run.by_corpus("validation", "validation"), marker="o")
@@ -292,7 +371,7 @@ def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: s
         gates.lines += run.lines(run.by_corpus("gate", "g on"))
     for line in gates.lines:
         counts = Counter(min(int(50 * g), 49) for _, g in line.points)
-        outline = [(bar / 50, counts[bar] / len(line.points)) for bar in range(51)]
+        outline = [(bar / 50, counts[bar] / len(line.points)) for bar in range(min(counts), max(counts) + 2)]
         bars.lines.append(Line(outline, line.label, drawstyle="steps-post", **line.look))
     require(losses.lines, "no finite loss was measured in these runs: there is nothing to draw.")
     if data is not None:
@@ -309,10 +388,12 @@ def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: s
 
 @style()
 def draw_routing(trace: "RoutingTrace", pieces: list[str], heading: str, most: int = 32) -> "Figure":
-    """The first row of a batch: tokens across, `most` a line; layers down; the stronger, the farther H is from τ."""
+    """The first row of a batch: tokens across, up to `most` a line; layers down; the stronger, the farther H from τ."""
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
+    lines = -(-len(pieces) // most)
+    most = -(-len(pieces) // lines)  # lines of equal length
     shown = [piece.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅" for piece in pieces]
     shown = [shorten(visible(piece, keep=""), 16) for piece in shown]
     apart = {}  # |H − τ|, from the nearest of several thresholds, where the layer compares an entropy
@@ -329,9 +410,9 @@ def draw_routing(trace: "RoutingTrace", pieces: list[str], heading: str, most: i
         known = layer.index in apart
         strengths = (apart[layer.index] / farthest).tolist() if known else [0.5] * len(pieces)
         cells = [to_rgb(operator_colour(*cell)) for cell in zip(chosen, strengths, strict=True)]
-        empty = [(1.0, 1.0, 1.0)] * (-len(cells) % most if len(cells) > most else 0)
+        empty = [(1.0, 1.0, 1.0)] * (lines * most - len(cells))
         rows[f"layer {layer.index + 1}: f {trace.attention_fraction(layer.index):.2f}{cut}"] = cells + empty
-    lines, high = -(-len(pieces) // most), 0.2 * len(rows) + 0.12 * max(map(len, shown)) + 0.3
+    high = 0.2 * len(rows) + 0.12 * max(map(len, shown)) + 0.3
     figure = new_figure(f"Routing of a text by {heading}", 10.0, high * lines + 0.8)
     for line, (axes,) in enumerate(figure.subplots(lines, squeeze=False)):
         part = slice(line * most, (line + 1) * most)
@@ -387,26 +468,32 @@ def draw_model(sources: Sequence[str]) -> "Figure":
         axes.text(0, -number, name, weight="bold", va="center")
         if name:
             axes.axhline(0.5 - number, color="#bbbbbb", linewidth=0.8, linestyle=DASHES[2])
-        for x, (label, note, colour) in zip(centres, row, strict=True):
+        for column, (x, (label, note, colour)) in enumerate(zip(centres, row, strict=True)):
+            # Side by side below side by side: each goes on by itself, past a place without a box.
+            before = above if len(row) == 1 or len(above) == 1 else above[column : column + 1]
+            if not label:
+                axes.plot([x, x], [0.69 - number, -0.31 - number], color="#444444", linewidth=1)
+                continue
             box = {"boxstyle": "round,pad=0.5", "facecolor": (colour, 0.22), "edgecolor": colour, "linewidth": 1.5}
             axes.text(x, -number, f"{label}\n{note}", ha="center", va="center", bbox=box)
-            for before in above:
+            for start in before:
                 arrow = {"arrowstyle": "-|>", "color": "#444444", "shrinkA": 0, "shrinkB": 0, "mutation_scale": 9}
-                axes.annotate("", (x, 0.31 - number), (before, 0.69 - number), arrowprops=arrow)
+                axes.annotate("", (x, 0.31 - number), (start, 0.69 - number), arrowprops=arrow)
         above = centres
     return figure
 
 
 def layer_rows(config: "ChiarConfig", kind: str, gated: bool) -> list[list[Box]]:
     """A layer from above, operators side by side."""
+    from chiar.registry import is_light
+
     routed, operators = kind == "routed", list(config.operators or []) if kind == "routed" else [kind]
     cuts = CUTS.get((config.router or "", len(operators)), ("",) * len(operators)) if routed else ("",)
     hidden = "4D" if config.intermediate_size == 4 * config.hidden_size else str(config.intermediate_size)
-    skipped = "; light tokens skip it" if routed and not config.light_ffn else ""
     rows: list[list[Box]] = []
     if config.temporal_everywhere:
         over = f"every token, over the last {config.temporal_window}"
-        rows.append([("temporal filter", over, operator_colour("temporal"))])
+        rows.append([("filter along time", over, operator_colour("temporal"))])
     if routed:
         rule = RULES.get(config.router or "", "a router of your own").format(**config.to_dict())
         rows.append([(f"{config.router} router", rule, ROUTER)])
@@ -414,7 +501,10 @@ def layer_rows(config: "ChiarConfig", kind: str, gated: bool) -> list[list[Box]]
     for operator, cut in zip(operators, cuts, strict=True):
         shade, _, name = NAMES.get(operator, f"light: {operator}").partition(": ")
         side.append((name, f"{shade}: {cut}" if cut else shade, operator_colour(operator)))
-    rows += [side, [("feed-forward", f"D → {hidden} → D, GELU{skipped}", PLAIN)]]
+    network = ("feed-forward", f"D → {hidden} → D, GELU", PLAIN)
+    past = ("", "", "")
+    fed = [past if is_light(name) else network for name in operators] if routed and not config.light_ffn else [network]
+    rows += [side, fed]
     if gated:
         before = ("MetaRouter", f"g = σ(w·x̄ + b), x̄ the mean ({config.gate_pool})", GATE)
         rows = [[before], *rows, [("MetaRouter", "g × the layer + (1 − g) × its input", GATE)]]

@@ -129,6 +129,8 @@ def own_tensors(module: Any) -> list[str]:
 
 def adopted(kind: str, name: str | None, module: Any) -> Any:
     """The module, if its weights can be drawn and loaded: models are made without memory and filled later."""
+    if not hasattr(module, "modules"):
+        raise InputError(f"the {kind} {name!r} was built as {type(module).__name__}, expected a torch.nn.Module.")
     for part in module.modules():
         unsaved = list(part._non_persistent_buffers_set)
         if unsaved and not hasattr(part, "derive"):
@@ -158,7 +160,7 @@ def register_operator(
     name: str, build: "Callable[[ChiarConfig], Any]", *, flops: "Callable[[ChiarConfig], float] | None" = None
 ) -> None:
     """A light operator, to stand before attention in `operators`. It sees one token at a time, so any execution may
-    give it any selection of them. `flops`: of one token."""
+    give it any selection of them; one that looks back is an `Operator` (layers/operator.py). `flops`: of one token."""
     taken = [known for known, kind in OPERATORS.items() if built_in(kind)]
     check_name("operator", name, [*taken, "routed", *PARTS])
     OPERATORS[name] = OperatorKind(build, flops=flops)
@@ -172,8 +174,12 @@ def check_name(kind: str, name: str, taken: Iterable[str]) -> None:
 
 def load_plugins() -> None:
     """Import what the environment names: files ending in .py, or modules, with commas between."""
-    for name in filter(None, os.environ.get(PLUGINS, "").split(",")):
+    for name in plugin_names():
         load_plugin(name)
+
+
+def plugin_names() -> list[str]:
+    return [name for name in os.environ.get(PLUGINS, "").split(",") if name]
 
 
 def add_plugins(names: list[str]) -> None:
@@ -182,8 +188,7 @@ def add_plugins(names: list[str]) -> None:
     for name in full:
         require("," not in name, f"a plugin's name may not have a comma in it, got {name!r}.")
         load_plugin(name)
-    known = [name for name in os.environ.get(PLUGINS, "").split(",") if name]
-    os.environ[PLUGINS] = ",".join([*known, *full])
+    os.environ[PLUGINS] = ",".join([*plugin_names(), *full])
 
 
 def load_plugin(name: str) -> None:

@@ -6,8 +6,9 @@ import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -18,9 +19,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from chiar.errors import InputError
-from chiar.visible import HALVES
+from chiar.visible import HALVES, visible
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -32,6 +34,8 @@ HEADERS = {
 OWN_NAME = r"(localhost|[\d.]+|\[[\da-f:.]+\]|{})(:\d+)?"
 # How many times the allowed size is read of a body before the line is cut, and the seconds a client has to send it.
 READ_ON, BODY_SECONDS = 64, 30.0
+# Connections beyond those whose requests are worked on; and the seconds a client may keep its connection waiting.
+SPARE, IDLE_SECONDS = 64, 60.0
 Made = TypeVar("Made")
 
 
@@ -65,6 +69,7 @@ async def refuse(request: Request, error: Exception) -> Response:
         status = 499 if isinstance(error, ClientDisconnect) else 500
         error = Refused(status, "the server failed on this request.", kind="server_error")
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    headers |= {"connection": "close"} if error.status == 503 else {}
     return json_response(error.body(), error.status, headers)
 
 
@@ -134,31 +139,89 @@ async def while_there(request: Request, work: Awaitable[Made]) -> Made:
         job.cancel()
 
 
+class Line(H11Protocol):
+    """A connection. Where there are too many, a new one takes the place of the one kept waiting longest by its client;
+    where all of those wait for us, it is answered 503."""
+
+    config: Any
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.since = self.loop.time()
+        lines: set[Any] = self.connections
+        waiting = [line for line in lines if line.waits and line is not self]
+        if waiting and len(lines) > self.config.app.most:
+            min(waiting, key=lambda line: line.since).drop()
+
+    def on_response_complete(self) -> None:
+        self.since = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        self.since = self.loop.time()
+        super().pause_writing()
+
+    @property
+    def waits(self) -> bool:
+        """Since `since`, or later, for its client: to send a whole request, or to read the answer."""
+        cycle = self.cycle
+        return cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused
+
+    def drop(self) -> None:
+        self.connections.discard(self)
+        self.transport.abort()
+
+
+class Listener(socket.socket):
+    """A listening socket with a limit to what is open, so that the loop, which accepts all who knock before it looks at
+    any of them, does not run out of file handles. Above it, it waits for connections to be dropped."""
+
+    def __init__(self, found: socket.socket, most: int) -> None:
+        super().__init__(fileno=found.detach())
+        self.most, self.accepted = most, list[socket.socket]()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.accepted = [line for line in self.accepted if line.fileno() >= 0]
+        if len(self.accepted) >= self.most:
+            raise BlockingIOError
+        line, address = super().accept()
+        self.accepted.append(line)
+        return line, address
+
+
 class Site(uvicorn.Server):
     """An application and its server. Told to stop it takes nothing new, drains, and goes; told twice, it waits for no
     client. An endpoint may put what is to happen when its answer is over on the stack scope["over"]."""
 
     greeting = "listening on {}"
+    log: Callable[[str], None] | None = None  # gets a line for every answer
 
-    def __init__(self, host: str, named: bool, routes: list[Any], farewell: int, connections: int | None) -> None:
-        """`named`: it answers to its own names only. `farewell`: seconds for last answers to be read."""
+    def __init__(self, host: str, named: bool, routes: list[Any], farewell: int, busy: int) -> None:
+        """`named`: it answers to its own names only. `farewell`: seconds for last answers to be read. `busy`: requests
+        that may be worked on."""
         kinds = (Refused, InputError, ClientDisconnect, HTTPException, Exception)
         self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, refuse))
-        quiet: Any = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
-        bounds: Any = {"limit_concurrency": connections, "timeout_graceful_shutdown": farewell}
-        super().__init__(uvicorn.Config(self, ws="none", **quiet, **bounds))
-        self.host, self.named, self.draining = host, named, False
+        quiet: Any = {"log_level": "error", "access_log": False, "server_header": False, "lifespan": "off"}
+        how: Any = {"http": Line, "ws": "none", "loop": "asyncio", "timeout_graceful_shutdown": farewell}
+        super().__init__(uvicorn.Config(self, **quiet, **how))
+        self.host, self.named, self.draining, self.most = host, named, False, busy + SPARE
 
     def check(self, request: Request) -> None:
-        """Refuse who may not ask."""
+        """Refuse who may not ask, or has no place."""
+        if len(self.server_state.connections) > self.most:
+            raise Refused(503, "the server is full: come back later.", kind="server_error", retry_after=1)
         called, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self.named and not re.fullmatch(OWN_NAME.format(re.escape(self.host)), called, re.IGNORECASE | re.ASCII):
             raise Refused(421, "this server answers to localhost and to IP addresses only.", code="wrong_host")
         if self.named and origin not in (None, f"{request.url.scheme}://{called}"):
             raise Refused(403, "another site's page may not ask this server.", code="wrong_origin")
 
-    def answered(self, path: str, status: int, seconds: float) -> None:
-        """For those who count."""
+    def answered(self, scope: Scope, status: int, seconds: float) -> None:
+        """Neither what was asked, nor its query, nor its key is logged."""
+        if self.log is not None:
+            now, client = datetime.now().astimezone().isoformat(timespec="milliseconds"), scope["client"] or ["-"]
+            path = visible(scope["path"], keep="")[:200]
+            self.log(f"{now} {client[0]} {scope['method']} {path} {status} {seconds:.3f} s")
 
     async def drain(self) -> None:
         """Let what runs finish."""
@@ -174,7 +237,7 @@ class Site(uvicorn.Server):
             await send(message)
 
         with ExitStack() as scope["over"]:
-            scope["over"].callback(lambda: self.answered(scope["path"], status, time.monotonic() - began))
+            scope["over"].callback(lambda: self.answered(scope, status, time.monotonic() - began))
             try:
                 self.check(Request(scope))
             except Refused as error:
@@ -191,17 +254,30 @@ class Site(uvicorn.Server):
         if self.draining and not self.should_exit:
             await self.drain()
             self.should_exit = True
+        lines: list[Any] = [*self.server_state.connections]
+        for line in lines if counter % 10 == 0 else ():
+            if line.waits and line.loop.time() - line.since > IDLE_SECONDS:
+                line.drop()
         return await super().on_tick(counter)
 
-    def listen(self, port: int, say: Callable[[str], None]) -> None:
-        """Answer until told to stop; `say` is told the address. Port 0: any free one."""
+    def listen(self, port: int, say: Callable[[str], None], visit: Callable[[str], None] | None = None) -> None:
+        """Answer until told to stop; `say` is told so, and `visit` the address. Port 0: any free one."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             listener = socket.create_server((self.host, port), family=family, backlog=1024)
         except (OSError, OverflowError) as error:
             where = f"{self.host}, port {port} ({getattr(error, 'strerror', None) or error})"
             raise InputError(f"cannot listen on {where}: choose others with --host and --port 0.") from None
-        with listener:
+        with suppress(ImportError):  # Windows knows no such limit
+            import resource
+
+            # Of the free file handles a third for connections, one for those about to be dropped, one for other files.
+            free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % 2**63 - listener.fileno()  # -1: no limit
+            self.most = max(1, min(self.most, free // 3))
+        with Listener(listener, 2 * self.most) as listener:
             name = f"[{self.host}]" if ":" in self.host else self.host
-            say(self.greeting.format(f"http://{name}:{listener.getsockname()[1]}"))
+            port = listener.getsockname()[1]
+            say(self.greeting.format(f"http://{name}:{port}"))
+            if visit is not None:
+                visit(f"http://{'localhost' if self.host in ('0.0.0.0', '::') else name}:{port}/")
             self.run(sockets=[listener])

@@ -13,7 +13,8 @@ import pytest
 
 from chiar.data import corpora
 from chiar.data.catalog import build_source
-from chiar.data.corpora import Labelled, Stdlib, Text, WikiText
+from chiar.data.corpora import Labelled, Stdlib, WikiText
+from chiar.data.own_files import Text
 from chiar.data.prepare import TokensFile
 from helpers import refused
 from small_corpora import WHOLE, all_refused, sentence, text_file, wikitext_folder
@@ -121,21 +122,6 @@ def test_glue(tmp_path, folder, header, row, expected):
     all_refused(lambda: texts(source), inner / "train.tsv", {header + "a\tb\tc\td\te\n": "cannot be read"})
 
 
-def test_plain_text_in_paragraphs_lines_and_files_splits_by_hash_or_file_name(tmp_path):
-    path = tmp_path / "notes.txt"
-    path.write_bytes("\ufeffone\ntwo\r\n\r\n\n   \nthree\n\nfour".encode())
-    expected = {"paragraphs": ["one\ntwo\r\n", "three\n", "four"], "lines": ["one\n", "two\r\n", "three\n", "four"]}
-    expected["files"] = ["one\ntwo\r\n\r\n\n   \nthree\n\nfour"]
-    assert {unit: texts(Text([path], fractions=WHOLE, unit=unit)) for unit in expected} == expected
-    refused("Did you mean 'lines'", Text, [path], unit="line")
-    assert len(texts(Text([text_file(path)]))) < len(everything(Text([path]))) == 200
-    files = [tmp_path / f"{split}.txt" for split in ("train", "validation", "test")]
-    for file in files:
-        file.write_text(f"this is {file.stem}")
-    assert [d.text for d in everything(Text(files))] == ["this is train", "this is validation", "this is test"]
-    assert len(everything(Text([tmp_path]))) == 203  # one file that names no split, and all are one corpus
-
-
 def test_json_lines(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "one\\ntwo", "body": "b"}\n\n{"text": "é", "body": ""}\n')
@@ -169,7 +155,7 @@ def test_damaged_and_missing_files(tmp_path):
     for name, cases in (files | {"a.tsv": {b"1\ttext": "is a table"}}).items():
         all_refused(lambda name=name: texts(Text([tmp_path / name])), tmp_path / name, cases)
     (tmp_path / "empty").mkdir()
-    for name, message in [("missing.txt", "there is no file or folder"), ("empty", "holds no text file")]:
+    for name, message in [("missing.txt", "there is no file or folder"), ("empty", "holds no file that can")]:
         refused(message, Text, [tmp_path / name])
 
 
@@ -211,7 +197,7 @@ def test_the_catalog_finds_corpora_by_name_and_files_by_path(tmp_path, monkeypat
     cases = {"": "name a corpus", "wikitex-2": "Did you mean 'wikitext-2'", "wikitext-2": "needs its files"}
     cases |= {"wikitext-2 . .": "one folder", "wikitext-2 wiki.test.tokens": "not a folder", "imdb": "one folder"}
     cases |= {"wikitext-2-raw .": "holds none of", "stdlib notes.txt": "takes no files"}
-    cases |= {"tokens notes.txt": "not a folder", "text": "at least one text file"}
+    cases |= {"tokens notes.txt": "not a folder", "text": "name at least one"}
     for arguments, message in cases.items():
         refused(message, build_source, arguments.split())
     refused("--depth is an option of listops, listops-lra, not for imdb", build_source, ["imdb", "."], depth=3)

@@ -56,7 +56,8 @@ def test_options_reach_the_corpus(tmp_path):
     notes, first, second = text_file(tmp_path / "notes.txt"), tmp_path / "first", tmp_path / "second"
     fractions = ("--split-fractions", "0.6,0.2,0.2")
     assert run("prepare", tmp_path / "rows.jsonl", "--field", "body", *fractions, "--out", first)[0] == 0
-    assert run("prepare", notes, "--documents", "lines", *fractions, "--like", first, "--out", second)[0] == 0
+    again = ["prepare", notes, "--documents", "lines", *fractions, "--like", first, "--out", second]
+    assert (run(*again)[0], run(*again)[0], run(*again, "--overwrite")[0]) == (0, 2, 0)
     Corpus.open(first).require_same_tokenizer(Corpus.open(second))
 
 

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from chiar.data import tokenizers
 from chiar.data.tokenizers import CHARACTER_OF_BYTE, END_OF_TEXT, KINDS, Tokenizer, TokenizerChoice
 from helpers import refused
 from small_corpora import all_refused, sentence
@@ -88,6 +89,14 @@ def test_training_is_deterministic_and_does_not_depend_on_the_order(pairs):
     done = subprocess.run(command, input=json.dumps(SAMPLE), check=True, capture_output=True, text=True)
     assert done.stdout.strip() == pairs["bpe"][0].fingerprint and pairs["bpe"][0].vocab_size == 300
     refused("at least 257", Tokenizer.train, SAMPLE, 256)
+
+
+def test_a_long_text_is_trained_on_in_parts_with_the_same_result(monkeypatch):
+    text = "".join(word + space for space in SPACES + "\n \n" for n in range(9) for word in sentence(n).split())
+    whole = Tokenizer.train([text * 3], 400)
+    monkeypatch.setattr(tokenizers, "TRAINED_AT_ONCE", 50)
+    assert "".join(parts := list(tokenizers.in_parts([text]))) == text and len(parts) > 50
+    assert Tokenizer.train([text * 3], 400).fingerprint == whole.fingerprint
 
 
 def test_gpt2_from_any_of_its_files(tmp_path, pairs, monkeypatch):

@@ -132,7 +132,7 @@ def test_a_limit_spreads_over_the_split(classes, two_classes):
 
 
 def test_language_report(corpus, language):
-    report = evaluate(language, corpus.folder)
+    report = evaluate(language, corpus.folder, "test")
     assert report.length == LENGTH  # the model's
     assert report.fingerprint == corpus.fingerprint and report.remarks == corpus.remarks
     assert report.baseline_flops == count_flops(baseline_of(tiny_model().config), LENGTH).total
@@ -140,7 +140,7 @@ def test_language_report(corpus, language):
     text = " ".join(slid.remarks)
     assert "longer than the 16 tokens" in text and "only 3 rows" in text and "compute each 3 times" in text
     assert (slid.stride, slid.scores.tokens) == (8, 24 + 2 * 8)
-    bf16 = evaluate(language, corpus.folder, precision="bf16").scores.nll
+    bf16 = evaluate(language, corpus.folder, "test", precision="bf16").scores.nll
     assert bf16 != report.scores.nll and bf16 == pytest.approx(report.scores.nll, rel=0.02)  # bf16 keeps 8 bits
 
 
@@ -148,7 +148,7 @@ def test_classification_report(tmp_path, classes, classifier):
     report, known = evaluate(classifier, classes.folder), len(classes.remarks)
     assert report.scores.kind == "classification" and report.split == "valid"
     assert report.remarks[:known] == classes.remarks
-    assert "no tokenizer" in report.remarks[known] and "no test split" in report.remarks[known + 1]
+    assert "no tokenizer" in report.remarks[known] and "has no test split" in report.remarks[known + 1]
     count = count_flops(baseline_of(tiny_model().config), report.flops_length)
     assert report.baseline_flops + count.part("logits") == count.total
     (tmp_path / "report.json").write_text(report.to_json())
@@ -219,7 +219,8 @@ def test_tables_and_json(tmp_path, corpus, language):
     stored = json.loads((tmp_path / "report.json").read_text())
     assert code == 0 and re.search(rf"bits per byte +{stored['scores']['bits_per_byte']:.4f}", output)
     assert json.loads(run(*measured, "--json", "-")[1]) == stored
-    assert "exists already" in run(*measured, "--json", tmp_path / "report.json")[1]
+    assert "add --overwrite" in run(*measured, "--json", tmp_path / "report.json")[1]
+    assert run(*measured, "--json", tmp_path / "report.json", "--overwrite")[0] == 0
     del stored["scores"]["unigram_entropy"]  # as reports were once
     (tmp_path / "old.json").write_text(json.dumps(stored))
     assert EvaluationReport.read(tmp_path / "old.json").scores.unigram_entropy is None

@@ -155,17 +155,71 @@ def test_hostile_text_is_only_text(page, text):
         assert "".join(pieces(page)) == text
 
 
-def test_too_long_a_text_is_refused_with_a_sentence(page, watched):
+def test_what_is_shown_is_of_the_text_that_stands_there(page, watched):
+    def shown():
+        return [panel(page, n).locator(".token, .grid .cell, .figures dd, h3:visible").count() for n in (0, 1)]
+
     page.evaluate("document.getElementById('text').value = 'x'.repeat(1_000_000)")
     page.dispatch_event("#text", "input")
     page.wait_for_selector("#error:visible")
-    assert "longer than 20,000 bytes" in page.inner_text("#error")
+    until(page, "!document.querySelector('.stale')")
+    assert "longer than 20,000 bytes" in page.inner_text("#error") and page.inner_text("#status") == ""
     assert page.get_attribute("#error", "role") == "alert"
-    type_text(page, "short")
-    assert not page.is_visible("#error")
+    assert shown() == [0, 0] and panel(page).locator("input[type=range]").is_disabled()
     # The browser itself notes a 413 on the console, one for each model.
     assert all("413" in problem for problem in watched.problems) and len(watched.problems) == 2
     watched.problems.clear()
+    type_text(page, "short")
+    assert not page.is_visible("#error") and min(shown()) > 5
+    page.fill("#text", "")
+    assert shown() == [0, 0] and page.inner_text("#status") == "Type something to route."
+
+
+def test_messages_call_fields_what_the_screen_does(page, watched):
+    for field, label in (("#tokens", "New tokens"), ("#temperature", "Temperature")):
+        before = page.input_value(field)
+        page.fill(field, "")
+        panel(page).get_by_role("button", name="Continue").click()
+        page.wait_for_selector("#error:visible")
+        assert page.inner_text("#error").startswith(f"{label} must be a ")
+        page.fill(field, before)
+    watched.problems.clear()  # the browser's own notes about the 400
+
+
+def test_a_long_text_leaves_the_summary_in_sight_and_its_limit_is_told_beyond_it(page):
+    type_text(page, "x" * 64)  # as many as it was trained on
+    assert "guesses" not in page.inner_text("main")
+    type_text(page, "a longer text " * 18)
+    assert "Trained on 64 tokens in a row: beyond that it guesses." in panel(page).inner_text()
+    for name in ("Sent to attention", "Loss", "Counted FLOPs"):
+        assert panel(page).locator(".figures div", has_text=name).bounding_box()["y"] < 600
+    tokens, split, routes = (panel(page).get_by_role("heading", name=n) for n in ("Tokens", "Split", "Routes"))
+    tops = [heading.bounding_box()["y"] for heading in (tokens, split, routes)]
+    assert tops == sorted(tops) and tops[1] < 900
+
+
+def test_two_models_continue_one_prompt_and_are_compared_by_loss(page):
+    type_text(page, "go on ")
+    page.fill("#tokens", "12")
+    page.click("#both")
+    until(page, "document.getElementById('status').textContent.endsWith('; 12 and 12 written')")
+    until(page, "!document.querySelector('.stale')")
+    assert page.input_value("#text") == "go on "
+    for number in (0, 1):
+        assert "".join(pieces(page, number)).startswith("go on ")
+        assert panel(page, number).locator(".token.written").count() >= 1
+        assert "▸ Here the model begins" in panel(page, number).inner_text()
+    page.get_by_label("Colour tokens by").select_option("loss")
+    paint = "nodes => nodes.slice(0, 6).map(n => n.style.backgroundColor)"
+    colours = [panel(page, n).locator(".token").evaluate_all(paint) for n in (0, 1)]
+    assert [own[0] for own in colours] == ["", ""]  # nothing predicts the first
+    assert all(mine and theirs and mine != theirs for mine, theirs in zip(*(own[1:] for own in colours), strict=True))
+    said = [panel(page, n).locator(".token").nth(3).get_attribute("aria-label").split() for n in (0, 1)]
+    assert said[0][1] == said[1][1] and {said[0][3], said[1][3]} == {"less", "more"}
+    panel(page).locator(".token").nth(3).hover()
+    assert " ".join(said[0][1:4]) in page.locator(".tip").inner_text()
+    type_text(page, "other")
+    assert "Here the model begins" not in page.inner_text("main")
 
 
 def test_the_keyboard_reaches_everything(page):
@@ -229,13 +283,15 @@ def test_without_a_run_the_demo_is_offered(watched, tmp_path, monkeypatch):
 def test_a_report_asks_for_nothing(watched, folders, tmp_path):
     out = tmp_path / "report.html"
     prompts = ("--prompt", "light and dark", "--prompt", "</script><script>alert(1)</script>")
-    run("explore", folders[0], "--beside", folders[1], *prompts, "--export", out)
+    run("explore", folders[0], "--beside", folders[1], *prompts, "--out", out)
     page = watched.open(f"file://{out}")
     assert page.locator("article.panel").count() == 4
     assert "".join(pieces(page)) == "light and dark"
     assert "".join(pieces(page, 2)) == "</script><script>alert(1)</script>"
     assert page.locator("h2.section").all_text_contents() == ["Prompt 1", "Prompt 2", "Models"]
     assert page.locator("blockquote").all_text_contents() == [*prompts[1::2]]
+    page.get_by_label("Colour tokens by").first.select_option("loss")
+    assert "Loss against" in panel(page).inner_text() and "Loss against" not in panel(page, 2).inner_text()
     assert page.locator("section > .scroll tbody tr").count() > 5  # what the models differ in
     assert watched.requests == [f"file://{out}"]
     page.click("#theme")

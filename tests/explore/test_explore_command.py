@@ -6,16 +6,19 @@ import re
 import signal
 import subprocess
 import sys
+import webbrowser
+from queue import Queue
 from unittest.mock import Mock
 
 import httpx
 import pytest
 from page_server import save_model
 
+from chiar.colours import LIGHT, NAMES, RAMPS, between
 from chiar.evaluation.report import EvaluationReport, LanguageScores, LayerUse, RoutingUse
 from chiar.explore.report import STATIC, digest
+from chiar.explore.server import Explorer
 from chiar.model.load import load_config
-from chiar.plots import LIGHT, NAMES, RAMPS
 from commands import run
 
 PROMPTS = ["light and dark", '</script><script>alert("x")</script> & \u202e \x1b[31m']
@@ -25,7 +28,7 @@ PROMPTS = ["light and dark", '</script><script>alert("x")</script> & \u202e \x1b
 def written(folders, tmp_path_factory):
     out = tmp_path_factory.mktemp("report") / "report.html"
     prompts = (word for prompt in PROMPTS for word in ("--prompt", prompt))
-    code, said = run("explore", folders[0], "--beside", folders[1], *prompts, "--export", out)
+    code, said = run("explore", folders[0], "--beside", folders[1], *prompts, "--out", out)
     assert code == 0 and f"wrote {out}" in said
     return out
 
@@ -61,7 +64,7 @@ def test_nothing_comes_from_elsewhere_and_text_stays_text(written):
 
 
 def test_nothing_is_overwritten_unasked_or_half(written, folders, monkeypatch):
-    before, arguments = written.read_text(), ("explore", folders[0], "--prompt", "a", "--export", written)
+    before, arguments = written.read_text(), ("explore", folders[0], "--prompt", "a", "--out", written)
     code, said = run(*arguments)
     assert code == 2 and "exists already" in said and written.read_text() == before
     with monkeypatch.context() as disk:
@@ -70,6 +73,17 @@ def test_nothing_is_overwritten_unasked_or_half(written, folders, monkeypatch):
             run(*arguments, "--overwrite")
     assert written.read_text() == before and [path.name for path in written.parent.iterdir()] == [written.name]
     assert run(*arguments, "--overwrite")[0] == 0 and written.read_text() != before
+
+
+@pytest.mark.parametrize(("host", "name"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost")])
+def test_open_shows_the_page_or_the_file_in_the_browser(folders, tmp_path, monkeypatch, host, name):
+    seen, served, out = Queue(), Mock(), tmp_path / "report.html"
+    monkeypatch.setattr(webbrowser, "open", lambda address: seen.put(address))
+    monkeypatch.setattr(Explorer, "run", served)
+    assert run("explore", "--open", "--host", host, "--port", 0)[0] == 0 and served.called
+    assert re.fullmatch(rf"http://{name}:\d+/", seen.get(timeout=60))
+    assert run("explore", folders[0], "--prompt", "a", "--export", out, "--open")[0] == 0
+    assert seen.get(timeout=60) == out.as_uri()
 
 
 @pytest.mark.slow
@@ -104,14 +118,14 @@ def test_a_run_brings_its_curves_settings_and_evaluation(tmp_path, monkeypatch):
         *(scores, RoutingUse(use, None, None), 1e6, 2e6, 16),
     )
     (folder / "evaluation.json").write_text(evaluated.to_json())
-    assert run("explore", folder, "--prompt", "light", "--export", out)[0] == 0
+    assert run("explore", folder, "--prompt", "light", "--out", out)[0] == 0
     training, evaluation = (sections(out)[title] for title in ("Training", "Evaluation"))
     assert training["picture"].startswith("data:image/svg+xml;base64,")
     assert ["learning_rate", "0.003"] in training["rows"] and ["commit", "abcdef012345"] in training["rows"]
     assert {"1,234", "4.3210"} <= {row[1] for row in evaluation["rows"]}
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("chiar.explore.report.open_models", lambda *_, **__: pytest.fail("worked first"))
-    code, said = run("explore", folder, "--prompt", "light", "--export", tmp_path / "other.html")
+    code, said = run("explore", folder, "--prompt", "light", "--out", tmp_path / "other.html")
     assert code == 2 and "pip install 'chiar[plots]'" in said
 
 
@@ -121,3 +135,6 @@ def test_the_scripts_have_the_colours_and_names_of_pictures():
     found = {name: (tuple(map(int, ends[:3])), tuple(map(int, ends[3:]))) for name, *ends in ramps}
     assert found == {"light": LIGHT, **RAMPS}
     assert all(f'{name}: "{words}"' in script for name, words in NAMES.items())
+    assert "LIGHT = RAMPS.light[1], DARK = RAMPS.attention[1]" in script  # words, from light to dark
+    style, dark = (STATIC / "style.css").read_text(), RAMPS["attention"]
+    assert re.findall("--dark: (#.{6})", style) == [between(*dark, share) for share in (1, 0)]  # by light, dark theme

@@ -5,6 +5,7 @@ import math
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -16,10 +17,11 @@ from chiar.explore.server import MOST_BYTES, SEATS
 from chiar.explore.view import PART, Pieces
 from chiar.generation.writer import BROKEN
 from chiar.routing.tables import route_text
-from chiar.web import HEADERS
+from chiar.web import HEADERS, Line
 from commands import wait_until
 
 FILES = ["/", "/style.css", "/theme.js", "/marks.js", "/view.js", "/app.js"]
+GET_ALL = "".join(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n" for path in FILES).encode()
 TEXT = "light and dark tokens, side by side"
 
 
@@ -47,6 +49,7 @@ def test_files_come_with_strict_headers_and_name_no_outside_host(served):
 def test_models_are_described_and_a_view_is_what_trace_says_and_its_loss_the_models(served, folders):
     first, second = served.get("/api/models").json()["models"]
     assert [first["name"], second["name"]] == folders and first["steer"] == ["shift", "share"]
+    assert first["trained"] == 64 and not any("guesses" in note for note in first["notes"])
     assert second["steer"] == [] and "No layer" in second["unsteerable"]
     view = served.post("/api/route", {"model": 0, "text": TEXT}).json()
     trace = route_text(folders[0], TEXT, None, 0).trace
@@ -180,6 +183,23 @@ def test_a_client_that_leaves_at_any_moment_leaves_no_work(served):
     assert served.post("/api/route", {"text": TEXT}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET / HTTP/1.1\r\nHost: local", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", GET_ALL * 400],
+    ids=["idle", "slow", "kept", "unread"],
+)
+def test_clients_that_keep_it_waiting_are_dropped(served, monkeypatch, sent):
+    dropped = Mock(side_effect=Line.drop)
+    monkeypatch.setattr(Line, "drop", lambda line: dropped(line))
+    monkeypatch.setattr("chiar.web.IDLE_SECONDS", 0.1)
+    with socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.connect(("127.0.0.1", int(served.url.rsplit(":", 1)[1])))
+        line.sendall(sent)
+        wait_until(lambda: dropped.called)
+        wait_until(lambda: not served.explorer.server_state.connections)
+
+
 @pytest.fixture
 def held(served):
     """The model's thread is held up, so that requests must wait."""
@@ -202,6 +222,13 @@ def test_beyond_the_waiting_room_is_429(served, held, monkeypatch):
     monkeypatch.setattr(served.explorer, "streaming", set(range(4)))
     response = served.post("/api/continue", {"text": TEXT})
     assert "try again" in refused(response, 429) and response.headers["retry-after"] == "3"
+
+
+def test_where_every_connection_is_busy_it_says_so(served, monkeypatch):
+    monkeypatch.setattr(served.explorer, "most", 0)
+    response = served.get("/api/models")
+    assert "full" in refused(response, 503)
+    assert (response.headers["retry-after"], response.headers["connection"]) == ("1", "close")
 
 
 def test_who_stops_waiting_is_not_computed_for(served, held):

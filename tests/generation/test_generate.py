@@ -11,6 +11,7 @@ from chiar.data.tokenizers import Tokenizer
 from chiar.data.tokens import TextCodec
 from chiar.generation.cli import SHADES
 from chiar.generation.writer import Piece, Row, Sampling, TokenScore, write_text
+from chiar.model import modeling
 from chiar.model.decoding import FastDecoder
 from chiar.model.modeling import ChiarForCausalLM
 from chiar.visible import visible
@@ -97,14 +98,21 @@ def test_colour_where_there_is_colour_but_a_prompt_commands_no_terminal(folder, 
     assert "\x1b[" in output and SHADES[3] not in output
 
 
-def test_a_gate_that_sees_the_future_is_frozen_with_a_note(tmp_path):
-    folder = make(tmp_path / "model", gate_pool="batch")
+def test_a_gate_that_sees_the_future_is_frozen_with_a_note(tmp_path, monkeypatch):
+    folder, said = make(tmp_path / "model", gate_pool="batch"), []
+    monkeypatch.setattr(modeling.logger, "warning_once", said.append)
     code, _, notes = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 20, "--routes")
     assert code == 0 and "stays as the prompt set it" in notes
     _, output, _ = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 20)
-    assert output == expected(folder, max_new_tokens=20)[2]
+    assert output == expected(folder, max_new_tokens=20)[2] and "stays as the prompt set it" in said[0]
     code, output, message = generate(folder, "--prompt", PROMPT, "--gate", "refuse")
     assert code != 0 and not output and "generation is not defined" in message
+
+
+def test_a_text_longer_than_those_of_training_is_said_to_be_once(folder):
+    for tokens, times in ((4, 0), (5, 1), (9, 1)):
+        _, _, notes = generate(folder, "--prompt", "x" * 60, "--max-new-tokens", tokens)
+        assert notes.count("longer than the 64 tokens the model was trained on") == times
 
 
 def test_learned_positions_end(tmp_path):

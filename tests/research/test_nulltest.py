@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from chiar.data.catalog import build_source
-from chiar.data.corpora import Text
+from chiar.data.own_files import Text
 from chiar.data.prepare import prepare
 from chiar.data.tokenizers import TokenizerChoice
 from chiar.errors import InputError
@@ -18,7 +19,7 @@ from chiar.model.modeling import ChiarForCausalLM
 from helpers import random_model, randomise, small_config, token_ids
 from research.figures import FIGURES, RESULTS
 from research.nulltest import nulltest
-from research.nulltest.__main__ import app
+from research.nulltest.__main__ import app, verdict
 from research.nulltest.pictures import draw_entropy, draw_flips
 from research.nulltest.report import read_report
 from research.nulltest.sample import flip_routes
@@ -63,7 +64,11 @@ def test_the_command_writes_numbers_and_pictures_that_read_back(tmp_path, save, 
     arguments = (tmp_path, "--data", corpus.folder, "--tokens", 320, "--flips", 8, "--shuffles", 3)
     code, output = command(*arguments, "--json", tmp_path / "null.json", "--out", tmp_path / "out")
     assert code == 0, output
-    assert all(shown in output for shown in ("white noise of width 16", "dark → filter", "its best model is tested"))
+    assert all(shown in output for shown in ("white noise of width 16", "rank r", "its best model is tested"))
+    lines = output.splitlines()
+    assert lines[-1].startswith("verdict: H is ") and not any(line.startswith("verdict") for line in lines[:-1])
+    table = lines[lines.index(f"{tmp_path} is a training run: its best model is tested.") + 1 :]
+    assert max(len(line.rstrip()) for line in table if not line.startswith(("note: ", "verdict: "))) <= 100
     report = json.loads((tmp_path / "null.json").read_text())
     assert report == json.loads((tmp_path / "out" / "nulltest.json").read_text())
     assert {path.stem for path in (tmp_path / "out").glob("*.svg")} == {"entropy", "flips"}
@@ -176,6 +181,20 @@ def test_changes_are_those_of_whole_passes(option):
         assert flip.own == pytest.approx(float(difference[flip.position]), abs=2e-5)
         assert flip.later == pytest.approx(float(difference[flip.position + 1 :].sum()), abs=1e-4)
         assert float(difference[: flip.position].abs().sum()) == pytest.approx(0, abs=1e-9)
+
+
+def test_the_verdict_says_what_was_found():
+    report = read_report(RESULTS / "reproduction-16m" / "threshold")
+    noise = "H is no more than noise (farthest in layer 3: -0.16 ± 0.09 σ)"
+    assert verdict(report) == f"{noise}; what attention adds to a token does not depend on it (rank r +0.02 ± 0.06)."
+    assert verdict(replace(report, worth=None)) == f"{noise}; what a route is worth was not measured."
+    told = replace(report.worth, spearman=-0.3, correlation_error=0.1)
+    assert "falls with it (rank r -0.30 ± 0.10)" in verdict(replace(report, worth=told))
+    first = report.layers[0]
+    apart = replace(first, whiteness=[replace(first.whiteness[0], effect=-4.0), *first.whiteness[1:]])
+    assert verdict(replace(report, layers=[apart])).startswith(
+        "H is not that of white noise (farthest in layer 1: -4.00"
+    )
 
 
 def test_recorded_tests_and_routes_are_drawn(tmp_path):

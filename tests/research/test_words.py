@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from chiar.data.corpora import Text
+from chiar.data.own_files import Text
 from chiar.data.prepare import prepare
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
 from research.nulltest.words import CLASSES, FUNCTION, LEXICON, classify, classify_rows

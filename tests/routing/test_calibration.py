@@ -136,6 +136,14 @@ def test_a_run_is_trained_with_the_baselines_threshold(place):
     assert load_config(str(place / "v3" / "best")).thresholds == [tau, tau]
 
 
+def test_rows_have_the_trained_length_and_nothing_is_written_unasked(place, tmp_path):
+    (tmp_path / "text.txt").write_text("ten bytes " * 4)
+    command = ["calibrate", place / "baseline", "--rule", "embeddings", "--text-file", tmp_path / "text.txt"]
+    code, output = run(*command)
+    assert code == 0 and "nothing was written: --out FOLDER" in output and " 32 " in output, "two rows of 16 tokens"
+    assert "fewer than one row of 256" in run(command[0], "v3-tiny", *command[2:])[1]
+
+
 def test_thresholds_of_layers_go_to_as_many_layers_and_what_does_not_carry(place, tmp_path):
     layers = tmp_path / "layers.json"
     run("calibrate", "v3-tiny", "--data", place / "corpus", "--length", 16, "--json", layers)

@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -60,10 +61,11 @@ class Served:
 
 
 @contextmanager
-def serving(folder, *options):
-    """Yields when it answers; ends the process whatever happened."""
+def serving(folder, *options, handles=None, log=subprocess.DEVNULL):
+    """Yields when it answers; ends the process whatever happened. `handles`: files it may have open at a time."""
+    few = None if handles is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (handles, handles))
     command = ["-m", "chiar", "serve", str(folder), "--port", "0", "--max-length", str(LONG + 100), *map(str, options)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": log, "text": True, "preexec_fn": few}
     with subprocess.Popen([sys.executable, *command], **pipes) as process:
         try:
             yield Served(process, int(re.search(r"http://127\.0\.0\.1:(\d+)/v1", process.stdout.readline())[1]))

@@ -124,8 +124,17 @@ def test_a_row_without_a_next_token_fails_alone(engine, capfd, temperature):
     expected = answers(again(engine.model), job(30))[0]
     engine.model.lm_head.register_forward_hook(spoil)
     bad, good = answers(engine, job(30, temperature, seed=7), job(30))
-    assert bad.status == 500 and good == expected
-    assert "not finite" in capfd.readouterr().err
+    assert (bad.status, good) == (500, expected) and "logits are not finite" in str(bad)
+    said = capfd.readouterr().err
+    assert "logits are not finite" in said and "Traceback" not in said
+
+
+def test_a_prompt_whose_scores_are_not_finite_is_told_in_a_sentence(engine, capfd):
+    with torch.no_grad():
+        engine.model.lm_head.weight.fill_(math.nan)
+    for bad in answers(engine, job(4), job(0, echo=True, logprobs=1)):
+        assert bad.status == 500 and "logits are not finite" in str(bad)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_rows_that_cannot_be_dropped_do_not_harm_a_newcomer(engine, monkeypatch, capfd):
@@ -165,10 +174,30 @@ def test_the_logits_of_a_long_prompt_are_made_in_parts(engine):
     torch.testing.assert_close(torch.tensor(own), expected)
 
 
+def test_tokens_are_counted_as_they_are_read_and_written_and_those_of_who_left_too(engine):
+    """A third waits and is never read."""
+    engine.limits, tokens = Limits(length=64, rows=2), ("prompt_tokens_total", "completion_tokens_total")
+
+    async def run():
+        jobs = [job(10_000), job(10_000, text="ab"), job(5)]
+        for one in jobs:
+            engine.submit(one)
+        while min(len(one.rows[0].tokens) if one.rows else 0 for one in jobs[:2]) < 3:
+            await asyncio.sleep(0.01)
+        assert [engine.counts[name] >= least for name, least in zip(tokens, (5, 6), strict=True)] == [True, True]
+        for one in jobs:
+            one.ended = True
+        await engine.end()
+        return sum(len(one.rows[0].tokens) for one in jobs[:2]), jobs[2].rows
+
+    written, unread = asyncio.run(run())
+    assert unread == [] and [engine.counts[name] for name in tokens] == [5, written]
+
+
 def test_who_must_come_back_is_told_how_long_completions_take(engine):
     service = Service("model", engine)
     for answer in [*[("/v1/completions", 200, 7.5)] * 2, ("/v1/models", 200, 0), ("/v1/completions", 429, 100)]:
-        service.answered(*answer)
+        service.answered({"path": answer[0]}, *answer[1:])
     engine.waiting += [job(), job()]
     with pytest.raises(Refused) as caught:
         engine.submit(job())

@@ -13,7 +13,6 @@ import torch
 from served import JSON, serving
 
 from chiar.model.load import load_model
-from chiar.serving.app import SPARE
 from chiar.visible import visible
 from commands import run, wait_until
 
@@ -141,27 +140,24 @@ def test_a_client_that_leaves_ends_its_text(server, write):
     wait_until(lambda: server.metric('requests_total{status="499"}') == before + 1)
 
 
-def test_connections_are_bounded(folder):
-    """Each of these holds a part of a body."""
-
-    def read_now(line):
-        """What the server has said so far, left to be read again."""
-        line.setblocking(False)
-        try:
-            return line.recv(1000, socket.MSG_PEEK)
-        except BlockingIOError:
-            return b""
-
-    with serving(folder, "--rows", 1, "--waiting", 1) as server:
-        lines = [server.begin_request()]
+def test_more_connections_than_file_handles_are_no_harm(folder, tmp_path):
+    path = tmp_path / "log"
+    with path.open("w") as log, serving(folder, "--access-log", handles=64, log=log) as server:
+        stream, answer = server.open_stream()
+        lines = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+        lines += [server.begin_request() for _ in range(100)]
         assert server.ask("GET", "/health")[0] == 200
-        lines += [server.begin_request() for _ in range(1 + 1 + SPARE)]
-        wait_until(lambda: b" 503 " in read_now(lines[-1]))
-        assert read_now(lines[0]) == b""  # who came in time is still listened to
+        assert server.post({"prompt": "abc", "max_tokens": 2})[0] == 200
+        assert answer.readline() and answer.readline() == b"\n" and answer.readline()  # who waits for us is kept
+        stream.close()
         for line in lines:
             line.close()
-        wait_until(lambda: server.ask("GET", "/health")[0] == 200)
-        assert server.post({"prompt": "abc", "max_tokens": 2})[0] == 200
+        wait_until(lambda: " POST /v1/completions 200 " in path.read_text())
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("note: ")]
+        answers = [re.fullmatch(r"\S+ 127\.0\.0\.1 (\S+ \S+ \d+) \d+\.\d{3} s", line) for line in lines]
+        assert all(answers)  # nothing else is in the log
+        completions = {f"POST /v1/completions {status}" for status in (200, 499)}
+        assert "GET /health 200" in {answer[1] for answer in answers} <= {"GET /health 200", *completions}
 
 
 def test_health_and_metrics_and_no_strangers_name(server):

@@ -144,7 +144,7 @@ def test_the_plan_and_what_is_shown_of_it(toml, corpus):
     assert epochs.steps == 2 * ((epochs.corpora[0].split("train").tokens - 1) // 16) // 4
     code, output = run("study", "show", toml(), "--data", corpus)
     assert code == 0 and "384 tokens in 6 steps" in output and "257 token ids" in output
-    assert "0.250" in next(line for line in output.splitlines() if " hash: " in line)
+    assert "0.250" in next(line for line in output.splitlines() if line.startswith(" hash "))
     assert run("study", "show")[1].count("\n") == len(NAMES)
 
 

@@ -35,6 +35,6 @@ def go(config, settings, tmp_path):
     """Train a small model into a folder of the test: `go("run", steps=4)`, `go("run", config(…), resume=True)`."""
 
     def run(name, model=None, resume=False, quiet=True, **changes):
-        return train(model or config(), settings(**changes), tmp_path / name, resume, "cpu", quiet)
+        return train(model or config(), settings(**changes), tmp_path / name, resume, "cpu", quiet, extend=True)
 
     return run

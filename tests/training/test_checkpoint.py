@@ -1,5 +1,6 @@
 """Checkpoints: whole or not at all, and damage is noticed."""
 
+import os
 from unittest.mock import Mock
 
 import pytest
@@ -45,6 +46,20 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(name, damage, t
     assert all(torch.equal(into[name], value) for name, value in tensors(1.0).items())
     (tmp_path / checkpoint.step_name(1) / TENSORS).unlink()
     refused("is usable", checkpoint.find, tmp_path)
+
+
+def test_a_checkpoint_that_shrinks_while_it_is_read_is_a_sentence(tmp_path, monkeypatch):
+    """Were it mapped into memory, this would end the process by a bus error."""
+    save(tmp_path, 1)
+    open_file = checkpoint.safe_open
+
+    def shrinking(path, **options):
+        opened = open_file(path, **options)
+        os.truncate(path, 0)
+        return opened
+
+    monkeypatch.setattr(checkpoint, "safe_open", shrinking)
+    refused("was damaged while it was read: repeat the command", checkpoint.load, tmp_path / "step-00000001", tensors())
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):

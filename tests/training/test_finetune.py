@@ -2,12 +2,13 @@
 
 import random
 import re
+import shutil
 
 import pytest
 import torch
 from runs import final_state, metrics
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, pipeline
 
 from chiar.data.catalog import build_source
 from chiar.data.prepare import prepare
@@ -70,6 +71,14 @@ def best_record(out):
     return next(record for record in metrics(out) if record["step"] == step)
 
 
+def test_a_classifier_goes_on_by_the_name_of_its_run(classifier, tmp_path):
+    shutil.copytree(classifier, tmp_path / "run", symlinks=True)
+    code, said = run("finetune", "--resume", tmp_path / "run", "--steps", 97, "--extend")
+    assert code == 0 and "resuming after step 96 of 97" in said and "step 97/97" in said
+    code, said = run("finetune", "--resume", tmp_path / "run", "--epochs", 9)
+    assert code == 2 and "--epochs is for a new run" in said
+
+
 def test_an_easy_task_is_learned_from_scratch(classifier):
     records = metrics(classifier)
     accuracies = [record["accuracy"]["sst-2"] for record in records if "accuracy" in record]
@@ -87,6 +96,9 @@ def test_the_export_is_a_classifier_with_names_tokenizer_and_averaged_weights(cl
     for word, label in (("awful", "negative"), ("great", "positive")):
         logits = model.eval()(torch.tensor([tokenizer(f"dark token {word}")["input_ids"]])).logits
         assert model.config.id2label[int(logits.argmax())] == label
+    texts = ["dark token awful", "a great, great light"]
+    told = pipeline("text-classification", str(folder))(texts, batch_size=2)
+    assert [one["label"] for one in told] == ["negative", "positive"]
     assert not (folder / HEADS).exists()
     state, final = final_state(classifier), load_file(classifier / "final" / "model.safetensors")
     assert torch.equal(final["score.weight"], state["average.heads.sst-2.weight"])
@@ -115,7 +127,7 @@ def test_evaluation_reports_what_training_measured(out, data, name, request):
 
 def test_evaluation_says_what_it_read_and_which_heads_there_are(classifier, mixed, sentiment, corpus):
     code, output = run("eval", classifier, "--data", sentiment)
-    assert code == 0 and "F1 of positive" in output and "note: sst-2 has no test split: measured on valid" in output
+    assert code == 0 and "F1 of positive" in output and "sst-2 has no test split" in output
     assert evaluate(str(classifier), sentiment).length == 48
     assert evaluate(str(mixed), corpus, rows=2).scores.kind == "language"
     refused("has no head for sst-2, only for listops", evaluate, str(mixed), sentiment)

@@ -97,7 +97,7 @@ def test_mfu_is_in_the_metrics_where_the_peak_is_known(config, go, capsys):
     assert "MFU" in capsys.readouterr().out
     assert "mfu" not in go("unknown", quiet=False, steps=2)
     assert "MFU" not in capsys.readouterr().out
-    refused("peak_tflops must not be negative", go, "other", peak_tflops=-1.0)
+    refused("peak_tflops must lie between 0 and", go, "other", peak_tflops=-1.0)
 
 
 def test_mfu_counts_devices_and_what_was_chosen_but_no_unknown_tokens(config, settings):

@@ -4,12 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chiar.data.corpora import Labelled, Source, Stdlib, Text, WikiText
+from chiar.data.corpora import Labelled, Source, Stdlib, WikiText
 from chiar.data.listops import GENERATOR, GeneratedListOps, ListOpsFiles
+from chiar.data.own_files import LabelledFiles, Text
 from chiar.data.prepare import TokensFile
 from chiar.errors import InputError, require, unknown_name
 
 _WIKI, _GLUE = "a folder with wiki.{train,valid,test}.", "a folder with train.tsv and dev.tsv"
+_COLUMNS = ("fractions", "text_column", "label_column")
 _LISTOPS = "nothing (generated), or .tsv files"
 # Kind, what it is, what it is read from, options, and what builds it.
 CATALOG: dict[str, tuple[str, str, str, tuple[str, ...], Callable[..., Source]]] = {
@@ -18,8 +20,15 @@ CATALOG: dict[str, tuple[str, str, str, tuple[str, ...], Callable[..., Source]]]
     "wikitext-103-raw": ("language", "WikiText-103, raw form", f"{_WIKI}raw", ("from_hub",), WikiText),
     "wikitext-2": ("language", "WikiText-2, tokens form", f"{_WIKI}tokens", ("from_hub",), WikiText),
     "wikitext-2-raw": ("language", "WikiText-2, raw form", f"{_WIKI}raw", ("from_hub",), WikiText),
-    "text": ("language", "your own text", ".txt, .jsonl or .parquet, or folders", ("fractions", "unit", "field"), Text),
+    "text": (
+        "language",
+        "your own text",
+        "files of text, .jsonl, .parquet; folders",
+        ("fractions", "unit", "field"),
+        Text,
+    ),
     "tokens": ("language", "ids made elsewhere", "a folder with train.u16 …, --tokenizer", (), TokensFile),
+    "labelled": ("classification", "your own labelled texts", ".tsv, .csv, .jsonl, .parquet", _COLUMNS, LabelledFiles),
     "imdb": ("classification", "movie reviews, 2 labels", "aclImdb, or .tsv (.csv)", ("fractions",), Labelled),
     "listops": ("classification", "nested ListOps, 10 labels", _LISTOPS, GENERATOR, GeneratedListOps),
     "listops-lra": ("classification", "ListOps of the long-range arena", _LISTOPS, GENERATOR, GeneratedListOps),

@@ -1,5 +1,6 @@
 """`chiar data`: prepare corpora, see what can be prepared and what was. Heavy imports happen inside the verbs."""
 
+import re
 from pathlib import Path
 from typing import Annotated as A
 from typing import Any
@@ -7,17 +8,19 @@ from typing import Any
 import typer
 from typer import Option
 
-from chiar.errors import InputError
+from chiar.console import Overwrite
+from chiar.errors import InputError, require
 
-ABOUT = "Turn corpora into memory-mapped token shards, and look at them."
-WHAT = "A corpus of `chiar data show` and the folder or files it is read from, or text files of your own."
+ABOUT = "Turn corpora into token shards, and look at them."
+WHAT = "A corpus of `chiar data show` and the folder or files it is read from, or text files and folders of your own."
+SHOWN_LABELS = 20
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=ABOUT)
 
 
 @data_app.command()
 def prepare(
     corpus: A[list[str], typer.Argument(metavar="NAME|PATH...", help=WHAT)],
-    out: A[Path, Option(help="New folder for the corpus.")],
+    out: A[Path, Option(metavar="FOLDER", help="New folder for the corpus.")],
     name: A[str | None, Option(help="What metrics call it; to mix several texts of your own.")] = None,
     tokenizer: A[str | None, Option(help="gpt2, bpe (trained on the corpus; default) or bytes.")] = None,
     tokenizer_path: A[Path | None, Option(help="Folder with the tokenizer's files.")] = None,
@@ -27,7 +30,9 @@ def prepare(
     shard_tokens: A[int, Option(help="Tokens a shard.")] = 1 << 26,
     split_fractions: A[str | None, Option(help="Shares of train, valid, test, if not given (0.9,0.05,0.05).")] = None,
     field: A[str | None, Option(help="Field of .jsonl, column of .parquet with the text (text).")] = None,
-    documents: A[str | None, Option(help="A document in plain text: paragraphs (default), lines or files.")] = None,
+    text_column: A[list[str] | None, Option(help="labelled: column of the text (text, review …), or several.")] = None,
+    label_column: A[str | None, Option(help="labelled: column with the label (label, sentiment, target …).")] = None,
+    documents: A[str | None, Option(help="A document in plain text: files (default), paragraphs or lines.")] = None,
     depth: A[int | None, Option(help="ListOps: levels, the digits' one included (20).")] = None,
     arguments: A[int | None, Option(help="ListOps: most arguments of an operator (5).")] = None,
     min_length: A[int | None, Option(help="ListOps: fewest tokens, round brackets aside.")] = None,
@@ -35,6 +40,7 @@ def prepare(
     brackets: A[bool | None, Option("--brackets/--no-brackets", help="ListOps: round brackets as published.")] = None,
     examples: A[str | None, Option(help="ListOps: how many in train, valid and test (85000,5000,10000).")] = None,
     seed: A[int | None, Option(help="ListOps: seed of the generator (0).")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Turn a corpus into token shards with a manifest. Interrupted, the same command goes on where it stopped."""
     from chiar.data import prepare as preparation
@@ -45,15 +51,18 @@ def prepare(
     corpus_from_hub = from_hub and (tokenizer != "gpt2" or corpus[0].lower().startswith("wikitext"))
     source = build_source(
         corpus, from_hub=corpus_from_hub or None, field=field, unit=documents, depth=depth, arguments=arguments,
-        min_length=min_length, max_length=max_length, brackets=brackets, seed=seed,
+        text_column=text_column or None, label_column=label_column, min_length=min_length, max_length=max_length,
+        brackets=brackets, seed=seed,
         fractions=three("--split-fractions", "numbers", float, split_fractions),
         examples=three("--examples", "whole numbers", int, examples),
     )  # fmt: skip
+    allowed = name is None or re.fullmatch(r"[\w-]+", name)
+    require(allowed, f"--name {name!r} goes into metrics and files: letters, digits, - and _ only.")
     source.name = name or source.name
     choice = TokenizerChoice(tokenizer, tokenizer_path, vocab_size, like, from_hub)
     with preparation.Display(quiet=False) as display:
-        preparation.prepare(source, out, choice, shard_tokens=shard_tokens, display=display)
-    typer.echo(f"wrote {out}")
+        preparation.prepare(source, out, choice, shard_tokens=shard_tokens, display=display, overwrite=overwrite)
+    typer.echo("\n".join([f"wrote {out}", *source.told]))
     show_corpus(out)
 
 
@@ -87,13 +96,18 @@ def show_corpus(
     typer.echo(f"{corpus.name}: {corpus.kind}, {corpus.tokenizer_kind} with {corpus.vocab_size:,} entries")
     typer.echo(f"fingerprint {corpus.fingerprint}" + (", every hash is right" if verify else ""))
     table = Table("split", *COUNTED, "bytes/token", "shards", box=None)
-    balance = Table("split", *corpus.labels, box=None)
+    counts = [entry.get("label_counts", []) for entry in corpus.manifest["splits"].values()]
+    balance = Table("label", *corpus.splits, box=None)
     for name, entry in corpus.manifest["splits"].items():
-        ratio, counts = f"{entry['bytes'] / entry['tokens']:.3f}", entry.get("label_counts", [])
+        ratio = f"{entry['bytes'] / entry['tokens']:.3f}"
         table.add_row(name, *(f"{entry[column]:,}" for column in COUNTED), ratio, str(len(entry["shards"])))
-        balance.add_row(name, *(f"{count:,} ({count / sum(counts):.1%})" for count in counts))
     show(table)
     for remark in corpus.remarks:
         typer.echo(f"note: {remark}")
+    for number, label in enumerate(corpus.labels[:SHOWN_LABELS]):
+        shares = (f"{split[number]:,} ({split[number] / sum(split):.1%})" for split in counts)
+        balance.add_row(label, *shares)
     if corpus.labels:
         show(balance)
+    if (more := len(corpus.labels) - SHOWN_LABELS) > 0:
+        typer.echo(f"and {more} more labels")

@@ -1,11 +1,10 @@
-"""The corpora: documents in an order that never changes, and where they lie in files as published or the user's own."""
+"""The corpora: documents in an order that never changes, and where they lie in files as published."""
 
 import ast
 import bz2
 import csv
 import gzip
 import hashlib
-import json
 import lzma
 import platform
 import re
@@ -19,7 +18,7 @@ from lzma import LZMAError
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from chiar.errors import InputError, errors_as, optional_module, require, unknown_name
+from chiar.errors import InputError, errors_as, optional_module, require
 
 SPLITS = ("train", "valid", "test")
 # Other people's names for the three splits, in file names.
@@ -34,7 +33,6 @@ LABEL_COLUMNS = ("label", "sentiment", "target", "quality")
 LABELLED = {"imdb": ("aclImdb", "neg", "pos"), "sst-2": ("SST-2", "negative", "positive")}
 LABELLED |= {"cola": ("CoLA", "unacceptable", "acceptable"), "mrpc": ("MRPC", "different", "paraphrase")}
 LABELLED |= {"rte": ("RTE", "entailment", "not_entailment")}
-TEXT_ENDINGS = (".txt", ".md", ".rst", ".text", ".jsonl", ".parquet")
 DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # What JSON and Python sources can spell and no text file holds: NUL, and halves of characters.
 NO_CHARACTER = re.compile("[\0\ud800-\udfff]")
@@ -68,6 +66,12 @@ class Source:
     def read_file(self, path: Path) -> Iterator[Document]:
         raise NotImplementedError
 
+    @property
+    def told(self) -> list[str]:
+        """How the splits came about; nothing where the corpus came with them."""
+        shares = ", ".join(f"{split} {share:.1%}" for split, share in self.carve.items())
+        return [f"splits by a hash of each document: {shares}."] if len(self.carve) > 1 else []
+
     def documents(self, split: str) -> Iterator[Document]:
         if split not in self.carve:
             return self.read(split)
@@ -75,7 +79,7 @@ class Source:
 
 
 class Table(Source):
-    """Labelled texts, one a row: .csv with quotes as usual, anything else tab-separated without them."""
+    """Labelled texts, one a row."""
 
     kind = "classification"
     spellings: dict[str, int]  # how files write the labels
@@ -85,9 +89,7 @@ class Table(Source):
         return text  # as it is kept, or a ValueError
 
     def read_file(self, path: Path) -> Iterator[Document]:
-        csv.field_size_limit(2**30)  # a review can be longer than the usual 128 KiB
-        style: Any = {} if plain_name(path).endswith(".csv") else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-        rows = csv.reader(read_lines(path), **style)
+        rows = read_table(path)
         try:
             if (first := next(rows, None)) is None:
                 raise InputError(f"{path} is empty.")
@@ -182,6 +184,13 @@ def read_lines(path: Path) -> Iterator[str]:
             position += len(raw)
 
 
+def read_table(path: Path) -> Any:
+    """A csv.reader: .csv with quotes as usual, anything else tab-separated without them."""
+    csv.field_size_limit(2**30)  # a review can be longer than the usual 128 KiB
+    style: Any = {} if plain_name(path).endswith(".csv") else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    return csv.reader(read_lines(path), **style)
+
+
 class WikiText(Source):
     """WikiText-103 and -2. A document is an article; joined, they are the published file byte for byte."""
 
@@ -250,76 +259,6 @@ class Labelled(Table):
         if not (text := "".join(read_lines(path))).strip():
             raise InputError(f"{path} is empty.")
         return iter([Document(text, self.labels.index(path.parent.name))])
-
-
-class Text(Source):
-    """.jsonl, .parquet (the text in `field`) or plain UTF-8 (a document a `unit`), split by file name or by hash."""
-
-    def __init__(
-        self, paths: list[Path], name: str = "text", unit: str = "paragraphs", field: str = "text",
-        fractions: Fractions = None,
-    ) -> None:  # fmt: skip
-        if unit not in (units := ("paragraphs", "lines", "files")):
-            raise unknown_name("--documents", unit, units)
-        self.unit, self.field = unit, field
-        files: list[Path] = []
-        for path in paths:
-            require(path.exists(), f"there is no file or folder {path}.")
-            if path.is_file() and plain_name(path).endswith((".csv", ".tsv")):
-                raise InputError(f'{path} is a table: write its text column as .jsonl, a {{"text": …}} a line.')
-            inside = [file for file in path.rglob("*") if file.is_file() and plain_name(file).endswith(TEXT_ENDINGS)]
-            files += [path] if path.is_file() else sorted(inside)
-        if not files:
-            where = ", ".join(map(str, paths)) or "nothing"
-            raise InputError(f"{where} holds no text file ({', '.join(TEXT_ENDINGS)}): name at least one text file.")
-        given = by_split(files)
-        named = "train" in given and "" not in given
-        carve = carve_valid(given, fractions) if named else carve_all(fractions)
-        super().__init__(name, given if named else {"train": files}, {"documents": unit, "field": field}, files, carve)
-
-    def read_file(self, path: Path) -> Iterator[Document]:
-        fields = plain_name(path).endswith((".parquet", ".jsonl", ".ndjson"))
-        return (Document(text) for text in (self._fields if fields else self._plain)(path) if text.strip())
-
-    def _plain(self, path: Path) -> Iterator[str]:
-        """Paragraphs end at blank lines, which are left out, so that memory holds one paragraph at a time."""
-        text: list[str] = []
-        for line in read_lines(path):
-            blank = self.unit == "paragraphs" and line.isspace()
-            text += [] if blank else [line]
-            if blank or self.unit == "lines":
-                yield "".join(text)
-                text.clear()
-        yield "".join(text)
-
-    def _fields(self, path: Path) -> Iterator[str]:
-        for where, row in rows(path, self.field):
-            if not isinstance(row, dict) or self.field not in row:
-                names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                raise InputError(f"{where} has no field {self.field!r} (it has {names}): choose another --field.")
-            if not isinstance(text := row[self.field], str):
-                raise InputError(f"{where}, field {self.field!r} is {type(text).__name__}, expected text.")
-            if NO_CHARACTER.search(text):
-                raise InputError(f"{where}, field {self.field!r} holds NUL or half a surrogate pair: is it binary?")
-            yield text
-
-
-def rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
-    """Of parquet or JSON lines, with where each lies; of parquet only the column of this name, if there is one."""
-    if not plain_name(path).endswith(".parquet"):
-        for number, line in enumerate(read_lines(path), start=1):
-            if line.strip():
-                with errors_as(f"{path}, line {number} is not JSON", ValueError):
-                    row = json.loads(line)
-                yield f"{path}, line {number}", row
-        return
-    parquet = optional_module("pyarrow.parquet", "parquet", str(path))
-    with errors_as(f"{path} is not a readable parquet file", ValueError, OSError):  # pyarrow's own are kinds of these
-        table = parquet.ParquetFile(path)
-    with table:
-        batches = table.iter_batches(1024, columns=[field] if field in table.schema_arrow.names else None)
-        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
-            yield f"{path}, row {number}", row
 
 
 class Stdlib(Source):

@@ -23,9 +23,9 @@ from chiar.data.corpora import Document, Source, by_split, one_folder, open_byte
 from chiar.data.shards import COUNTED, FORMAT, Corpus, file_hash, fingerprint
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
 from chiar.errors import InputError, require
-from chiar.files import check_new, hold, write_whole
+from chiar.files import check_new, hold, put_in_place, write_whole
 
-CHECKPOINT_SECONDS = 2.0
+CHECKPOINT_SECONDS, MANIFEST = 2.0, "manifest.json"
 BLOCK_BYTES = 1 << 22
 # Some documents' ids in a row, (documents, 2) where each ends there and its label, and what they add to the counts.
 Encoded = tuple[np.ndarray, np.ndarray, list[int]]
@@ -75,10 +75,11 @@ class Display(rich.Progress):
 
 
 def prepare(
-    source: Source, out: Path, tokenizer: TokenizerChoice, shard_tokens: int = 1 << 26, display: Display | None = None
-) -> Corpus:
+    source: Source, out: Path, tokenizer: TokenizerChoice, shard_tokens: int = 1 << 26, display: Display | None = None,
+    overwrite: bool = False,
+) -> Corpus:  # fmt: skip
     display, given_ids = display or Display(), isinstance(source, TokensFile)
-    check_new(out)
+    check_new(out, overwrite, MANIFEST)
     require(shard_tokens >= 1, f"--shard-tokens must be at least 1, got {shard_tokens}.")
     used, vocab_size = tokenizer.ready(), 8192 if tokenizer.vocab_size is None else tokenizer.vocab_size
     if used is None and (given_ids or "train" not in source.splits):
@@ -87,12 +88,12 @@ def prepare(
     for split in source.splits:
         pieces = source.blocks(split) if isinstance(source, TokensFile) else (d.text for d in source.documents(split))
         if not any(map(len, pieces)):
-            few = ": give more documents, another --split-fractions or, for plain text, another --documents"
+            few = ": give more documents or another --split-fractions"
             raise InputError(f"{source.name} is empty: its {split} split has no text{few if source.carve else ''}.")
     files = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in source.files]
     inputs = [__version__, FORMAT, source.name, source.kind, source.options, shard_tokens, files]
     inputs.append(used.describe() if used else vocab_size)
-    with partial_folder(out, json.dumps(inputs, sort_keys=True), display.note) as folder:
+    with partial_folder(out, json.dumps(inputs, sort_keys=True), display.note, overwrite) as folder:
         saved = folder / "tokenizer"
         if (saved / "tokenizer.json").is_file():  # left by an interrupted run
             used = Tokenizer.open(saved)
@@ -110,14 +111,14 @@ def prepare(
         manifest |= {"options": source.options, "remarks": [], "splits": splits}
         manifest["inputs"] = {"files": len(files), "bytes": sum(size for _, size, _ in files)}
         manifest["fingerprint"] = fingerprint(manifest)
-        write_whole(folder / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+        write_whole(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
         for path in [*folder.glob("*.part"), *folder.glob("*.progress.json")]:
             path.unlink()
     return Corpus.open(out)
 
 
 @contextmanager
-def partial_folder(out: Path, inputs: str, note: Callable[[str], None]) -> Iterator[Path]:
+def partial_folder(out: Path, inputs: str, note: Callable[[str], None], overwrite: bool) -> Iterator[Path]:
     """Becomes `out` when the block ends well. Work of equal `inputs` goes on; only an InputError leaves none behind."""
     out = Path(os.path.abspath(out))
     folder = out.with_name(f".{out.name}.partial")
@@ -137,12 +138,10 @@ def partial_folder(out: Path, inputs: str, note: Callable[[str], None]) -> Itera
         except InputError:
             shutil.rmtree(folder)
             raise
-        check_new(out)
+        check_new(out, overwrite, MANIFEST)
         recorded.unlink()
         lock.unlink()
-        if out.exists():
-            out.rmdir()
-        os.replace(folder, out)
+        put_in_place(folder, out)
 
 
 def write_split(

@@ -1,4 +1,4 @@
-"""A prepared corpus: a folder of memory-mapped token shards with a manifest.
+"""A prepared corpus: a folder of token shards with a manifest.
 
     manifest.json         what it holds, with a hash of every file and a fingerprint of the whole
     tokenizer/            opens with AutoTokenizer.from_pretrained
@@ -6,11 +6,15 @@
     train.documents.npy   where documents begin, and where the last one ends
     train.labels.npy      one label a document, in classification corpora
 
-In language corpora each document is followed by the end of text. Opening never unpickles.
+In language corpora each document is followed by the end of text. Opening never unpickles. Shards are read, never
+mapped into memory: where a mapped file shrinks, the system kills the process that looks at it.
 """
 
+import errno
 import hashlib
 import json
+import os
+import weakref
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,10 @@ from chiar.data.tokenizers import Tokenizer
 from chiar.errors import InputError, errors_as, require, unknown_name
 
 FORMAT = "chiar-corpus/1"
+SHRUNK = (
+    "this file was cut short after it was opened: restore it, or remove the corpus and prepare it again, then repeat"
+)
+SHRUNK += " the command (chiar train with --resume)"
 COUNTED = ("documents", "tokens", "bytes", "words", "lines")
 
 
@@ -35,10 +43,10 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def map_npy(path: Path, length: int) -> np.ndarray:
-    """So many whole numbers, mapped into memory."""
-    with errors_as(f"{path} is not a readable .npy file", ValueError, OSError, EOFError):
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+def read_npy(path: Path, length: int) -> np.ndarray:
+    """So many whole numbers."""
+    with errors_as(f"{path} is damaged, prepare the corpus again", ValueError, OSError, EOFError):
+        array = np.load(path, allow_pickle=False)
     if array.shape != (length,) or array.dtype.kind not in "iu":
         raise InputError(f"{path} holds {array.dtype} of shape {array.shape}, expected {length} whole numbers.")
     return array
@@ -50,17 +58,23 @@ class Split:
     def __init__(self, folder: Path, name: str, entry: dict[str, Any], dtype: np.dtype, shard_tokens: int) -> None:
         self.name, self.dtype, self._folder, self._entry, self._shard_tokens = name, dtype, folder, entry, shard_tokens
         self.documents, self.tokens, self.bytes, self.words, self.lines = (int(entry[count]) for count in COUNTED)
-        # Plain arrays over the maps: slices of np.memmap cost several times as much.
-        self._shards = [np.asarray(np.memmap(folder / shard["file"], dtype, "r")) for shard in entry["shards"]]
+        self._files = [folder / shard["file"] for shard in entry["shards"]]
+        # Held open: a corpus that is moved or replaced meanwhile is read on as it was.
+        self._shards = [os.open(file, os.O_RDONLY) for file in self._files]
+        weakref.finalize(self, lambda shards: [*map(os.close, shards)], self._shards)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` ids from `start` on: a read-only view, or a copy where they lie in several shards."""
-        parts, stop = [], start + count
+        """`count` ids from `start` on, not to be written to; OSError where the file no longer holds them."""
+        parts, stop, size = [], start + count, self.dtype.itemsize
         if start < 0 or count < 0 or stop > self.tokens:
             raise IndexError(f"ids {start} to {stop} of split {self.name!r}, which has {self.tokens}")
         while start < stop:
             shard, offset = divmod(start, self._shard_tokens)
-            parts.append(self._shards[shard][offset : offset + stop - start])
+            wanted = min(stop - start, self._shard_tokens - offset)
+            data = os.pread(self._shards[shard], wanted * size, offset * size)
+            if len(data) < size:
+                raise OSError(errno.EIO, SHRUNK, str(self._files[shard]))
+            parts.append(np.frombuffer(data, self.dtype, len(data) // size))
             start += len(parts[-1])
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
@@ -72,13 +86,13 @@ class Split:
     @cached_property
     def offsets(self) -> np.ndarray:
         """Where documents begin, and where the last one ends: documents + 1 numbers."""
-        return map_npy(self._folder / self._entry["offsets"]["file"], self.documents + 1)
+        return read_npy(self._folder / self._entry["offsets"]["file"], self.documents + 1)
 
     @cached_property
     def labels(self) -> np.ndarray | None:
         """One label a document, or None in a language corpus."""
         entry = self._entry.get("labels")
-        return None if entry is None else map_npy(self._folder / entry["file"], self.documents)
+        return None if entry is None else read_npy(self._folder / entry["file"], self.documents)
 
     def choose(self, rows: int | None) -> list[int]:
         """All documents, or `rows` of them spread over the split: files are often sorted by label."""
@@ -131,7 +145,7 @@ class Corpus:
                         wrong = "is missing" if size is None else f"has {size} bytes, expected {expected}"
                     elif verify and file_hash(stored) != file["sha256"]:
                         wrong = "does not have the hash in the manifest"
-                    require(not wrong, f"{stored} {wrong}: prepare the corpus again.")
+                    require(not wrong, f"{stored} {wrong}: restore it, or remove the corpus and prepare it again.")
         if verify:
             corpus.tokenizer()
         return corpus

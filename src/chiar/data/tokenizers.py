@@ -6,7 +6,7 @@ Ids are dense, the last one is the end of text. Text never produces that id, als
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -35,6 +35,8 @@ BYTE_OF_CHARACTER = {character: byte for byte, character in CHARACTER_OF_BYTE.it
 # no space. What lies between two such places is encoded on its own, once, and remembered. Rarer kinds of space start
 # no new piece, because Python and the tokenizers library disagree about some of them.
 PIECES = re.compile(r"\s*\S+(?:[^\S \n\t\r]\s*\S*)*|\s+")
+NEW_WORD = re.compile(r"(?<=\S)[ \n\t\r]")
+TRAINED_AT_ONCE = 1 << 16  # characters: long texts take the library much memory, and twice the time
 
 
 class Tokenizer:
@@ -154,9 +156,20 @@ class Tokenizer:
             raise InputError(f"--vocab-size must be at least 257 (256 bytes and the end of text), got {vocab_size}.")
         model = cls("bpe", (), ())._model()
         settings: Any = {"min_frequency": 2, "show_progress": False, "initial_alphabet": sorted(BYTE_OF_CHARACTER)}
-        model.train_from_iterator(texts, BpeTrainer(vocab_size=vocab_size - 1, **settings))
+        model.train_from_iterator(in_parts(texts), BpeTrainer(vocab_size=vocab_size - 1, **settings))
         trained = json.loads(model.to_str())["model"]
         return cls.checked("bpe", trained["vocab"], trained["merges"], "the trained tokenizer")
+
+
+def in_parts(texts: Iterable[str]) -> Iterator[str]:
+    """Long texts in parts, cut where words begin, so that the words are the same."""
+    for text in texts:
+        start = 0
+        while start < len(text):
+            cut = NEW_WORD.search(text, start + TRAINED_AT_ONCE)
+            end = cut.start() if cut else len(text)
+            yield text[start:end]
+            start = end
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
+from chiar.console import Overwrite, SplitName
 from chiar.errors import InputError, require
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
@@ -17,7 +18,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 def evaluate(
     models: Annotated[list[str], Argument(metavar="MODEL|RUN|REPORT...", help="Also reports written by --json.")],
     data: Annotated[Path | None, Option(metavar="DIR", help="A prepared corpus.")] = None,
-    split: Annotated[str, Option(help="Split of the corpus; test, or valid where there is none.")] = "",
+    split: SplitName = "valid",
     length: Annotated[int | None, Option(min=1, help="Tokens a row; the model's trained length.")] = None,
     stride: Annotated[int | None, Option(help="Slide windows by so many tokens, predicting only the new ones.")] = None,
     rows: Annotated[int | None, Option(min=1, help="Read at most so many blocks or documents.")] = None,
@@ -25,6 +26,7 @@ def evaluate(
     precision: Annotated[str, Option(metavar="fp32|bf16", help="Of the matrix products.")] = "fp32",
     device: Annotated[str, Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")] = "auto",
     json: Annotated[Path | None, Option(metavar="FILE", help="Also write the report as JSON, - to print.")] = None,
+    overwrite: Overwrite = False,
     anyway: Annotated[bool, Option("--anyway", help="Show what was measured otherwise too, marked.")] = False,
     harness: Annotated[str | None, Option(metavar="TASK,…", help="Tasks of lm-evaluation-harness instead.")] = None,
     harness_path: Annotated[Path | None, Option(metavar="DIR", help="Your own task files, only these.")] = None,
@@ -45,7 +47,7 @@ def evaluate(
         raise InputError("--harness-path, --harness-download and --few-shot are for --harness: leave them out.")
     require(harness is None or stride is None, "--stride is for --data: a task decides itself how it reads a text.")
     if json is not None and str(json) != "-":
-        check_new(json)
+        check_new(json, overwrite)
     how: dict[str, Any] = {"length": length, "rows": rows, "batch_size": batch, "precision": precision}
     if harness is not None:
         prepare_harness(harness_download)
@@ -71,7 +73,7 @@ def evaluate(
             typer.echo(part) if isinstance(part, str) else show(part)
     if json is not None:
         record = reports[0] if len(models) == len(reports) == 1 else reports
-        write_json(json, dumps(record, indent=1, allow_nan=False, ensure_ascii=False))
+        write_json(json, dumps(record, indent=1, allow_nan=False, ensure_ascii=False), overwrite)
 
 
 def prepare_harness(download: bool) -> None:

@@ -55,17 +55,18 @@ class Reading:
         return reading
 
 
-def evaluate(model: str, data: Path | str, split: str = "", *, device: str = "auto", **how: Any) -> EvaluationReport:
-    """Perplexity or accuracy of a model folder, a training run (its best model is taken) or a preset. `split` is test
-    by default, or valid where a corpus has no labelled test split (GLUE); `how` has fields of `Reading`."""
+def evaluate(
+    model: str, data: Path | str, split: str = "valid", *, device: str = "auto", **how: Any
+) -> EvaluationReport:
+    """Perplexity or accuracy of a model folder, a training run (its best model is taken) or a preset; `how` has
+    fields of `Reading`."""
     target, (folder, run) = choose_device(device), resolve_model(model)
     corpus, config = Corpus.open(data), load_config(folder)
     reading = Reading.of(config, **how)
     remarks = [*corpus.remarks, *check_tokenizer(folder, config, corpus)]
-    if not split:
-        split = "test" if "test" in corpus.splits or "valid" not in corpus.splits else "valid"
-        if split == "valid":
-            remarks.append(f"{corpus.name} has no test split: measured on valid, by which training chooses its best.")
+    if split == "valid":
+        other = "--split test is unseen" if "test" in corpus.splits else f"{corpus.name} has no test split"
+        remarks.append(f"measured on valid, by which training chooses its best: {other}.")
     opened, classifies = corpus.split(split), corpus.kind == ClassScores.kind
     if classifies and reading.stride is not None:
         raise InputError(f"--stride is for language corpora, and {data} is a classification corpus.")

@@ -15,7 +15,10 @@ def explore(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8327,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     most_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 1024,
-    export: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the view of --prompt as .html.")] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    export: Annotated[
+        Path | None, typer.Option("--out", "--export", metavar="FILE", help="Write the view of --prompt: .html.")
+    ] = None,
     prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text to export; repeatable.")] = None,
     evaluation: Annotated[list[Path] | None, typer.Option(help="A report of chiar eval to export; repeatable.")] = None,
     overwrite: Overwrite = False,
@@ -26,18 +29,33 @@ def explore(
     from chiar.errors import InputError, optional_module
 
     if model is None and (beside is not None or export is not None):
-        option = "--export" if beside is None else "--beside"
+        option = "--out" if beside is None else "--beside"
         raise InputError(f"{option} needs a first model: chiar explore MODEL {option} …")
     if (export is None) != (not prompt) or (evaluation and export is None):
-        raise InputError("--export FILE.html and --prompt TEXT go together: what is written is the view of a prompt.")
+        raise InputError("--out FILE.html and --prompt TEXT go together: what is written is the view of a prompt.")
     names = [name for name in (model, beside) if name]
     if export is not None:
         from chiar.explore.report import write_report
 
         write_report(names, prompt or [], export, evaluation or [], overwrite, tokenizer=tokenizer, seed=seed)
-        return typer.echo(f"wrote {export}")
+        typer.echo(f"wrote {export}")
+        return visit(export.resolve().as_uri()) if open_page else None
     for package in ("starlette", "uvicorn"):
         optional_module(package, "page", "the page")
     from chiar.explore.server import Explorer, open_models
 
-    Explorer(open_models(names, tokenizer, seed), most_tokens, host).listen(port, typer.echo)
+    Explorer(open_models(names, tokenizer, seed), most_tokens, host).listen(
+        port, typer.echo, visit if open_page else None
+    )
+
+
+def visit(address: str) -> None:
+    """In the user's browser; aside, for some block until they are closed."""
+    import threading
+    import webbrowser
+
+    def show() -> None:
+        if not webbrowser.open(address):
+            typer.echo(f"note: no browser was found here: open {address} in yours.", err=True)
+
+    threading.Thread(target=show).start()

@@ -55,7 +55,7 @@ class Explorer(Site):
         posts = {"/api/demo": self.open_demo, "/api/route": self.route, CONTINUE: self.route}
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
         files = Mount("/", StaticFiles(directory=STATIC, html=True))
-        super().__init__(host, True, [Route("/api/models", self.describe), *routes, files], 2, None)
+        super().__init__(host, True, [Route("/api/models", self.describe), *routes, files], 2, SEATS[0])
         self.models, self.most_tokens = models, most_tokens
         self.seated: set[Request] = set()
         self.streaming: set[Request] = set()

@@ -36,12 +36,11 @@ class LoadedModel:
         self.model, self.codec, found = open_writer(name, "prefill", False, tokenizer, "cpu", notes.append, seed)
         self.name, self.config = visible(Path(name).as_posix(), keep=""), self.model.config
         config, width = self.config, self.config.hidden_size
-        if found is not None:
-            notes.append(f"trained on {config.max_position_embeddings:,} tokens in a row: beyond that it guesses.")
         if config.routing == "soft":
             notes.append("soft routing: both paths run for every token and are blended; the darker one is marked.")
         rule = RULES.get(str(config.router), "{router}, a router of your own").format(**config.to_dict())
         self.about: dict[str, Any] = {"name": self.name, "parameters": count_parameters(config), "width": width}
+        self.about["trained"] = None if found is None else config.max_position_embeddings
         self.about |= {"router": f"routed by {rule}" if config.routed_layers else "no routing"}
         self.about |= {"kinds": config.layer_types or [], "notes": [note[0].upper() + note[1:] for note in notes]}
         self.about |= {"steer": ways_to_steer(config), "unsteerable": why_not(config)}

@@ -12,7 +12,6 @@ Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer folder, if the m
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")]
 
 SHADES = "░▒▓█"
-LIGHT, DARK = (255, 221, 87), (0, 60, 130)  # yellow and blue, which either common colour blindness keeps apart
 
 
 def note(text: str) -> None:
@@ -39,6 +38,7 @@ def generate(
     from rich.console import Console
     from rich.text import Text
 
+    from chiar.colours import route_colour
     from chiar.errors import require
     from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind
     from chiar.visible import visible
@@ -59,8 +59,7 @@ def generate(
         """On a background between yellow and blue, or behind a shade where there is no colour."""
         if console.color_system is None or console.no_color:
             return Text(SHADES[min(int(share * len(SHADES)), len(SHADES) - 1)] + text)
-        red, green, blue = (round(a + (b - a) * share) for a, b in zip(LIGHT, DARK, strict=True))
-        return Text(text, f"{'black' if share < 0.5 else 'white'} on rgb({red},{green},{blue})")
+        return Text(text, f"{'black' if share < 0.5 else 'white'} on {route_colour(share)}")
 
     def show(count: int, text: str) -> None:
         if shown := visible(text):
@@ -81,3 +80,5 @@ def generate(
         show(*characters.add(written.id))
     show(*characters.end())
     console.print()
+    if len(ids) + len(row.tokens) > (trained := config.max_position_embeddings):
+        note(f"the text is longer than the {trained} tokens the model was trained on: beyond them it guesses.")

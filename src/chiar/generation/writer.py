@@ -1,5 +1,6 @@
 """The one loop that writes text: for `chiar generate`, `serve` and `explore`, and samples in training."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from chiar.model.trace import RoutingTrace
 
 GATES = ("prefill", "refuse")
 GREEDY_BELOW = 1e-5  # logits divided by such a temperature would leave the numbers there are
+NOT_FINITE = "the model's logits are not finite: its weights are damaged, or too large for this precision."
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Tokens held back for one character (of four bytes and what shows nothing), and tokens of a prompt scored together.
 MOST_WAITING, SCORED = 16, 256
@@ -117,7 +119,7 @@ class Row:
     def choose(self, logits_V: Tensor, token: int | None) -> TokenScore:
         """`token` is the likeliest."""
         if token is None:
-            raise InputError("the model's logits are not finite: its weights are damaged.")
+            raise InputError(NOT_FINITE)
         if self.warpers is not None:
             p_1V = self.warpers(None, logits_V[None]).softmax(-1)
             token = int(torch.multinomial(p_1V, 1, generator=self.generator))
@@ -262,6 +264,7 @@ def score(logits_TV: Tensor, tokens: list[int], count: int) -> list[TokenScore]:
     """Each token with its log-probability and those of the `count` likeliest."""
     logprobs_TV = logits_TV.float().log_softmax(-1)
     own = logprobs_TV.gather(1, torch.tensor(tokens, device=logprobs_TV.device)[:, None])[:, 0].tolist()
+    require(all(map(math.isfinite, own)), NOT_FINITE)
     values, ids = (x.tolist() for x in logprobs_TV.topk(min(count, logprobs_TV.shape[1])))
     return [TokenScore(t, p, dict(zip(i, v, strict=True))) for t, p, i, v in zip(tokens, own, ids, values, strict=True)]
 

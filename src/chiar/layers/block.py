@@ -15,7 +15,7 @@ from chiar.config import ChiarConfig
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.layers.context import LayerMemory, Maybe, Memory, TokenContext
 from chiar.layers.operator import Adopted, Operator, Tokens
-from chiar.layers.routers import Route
+from chiar.layers.routers import ChoiceRouter, Route, check_route
 from chiar.layers.sparse import PackedTokens
 from chiar.layers.temporal import TemporalSublayer
 from chiar.registry import is_light
@@ -147,7 +147,7 @@ class Block(nn.Module):
         if self.everywhere is not None:
             x_BTD = self.everywhere(x_BTD, context, memory)
         entropy_BT = self.entropy(x_BTD, context)
-        route = self.choose(x_BTD, entropy_BT, context, forced_BT)
+        route = self.choose(x_BTD, entropy_BT, context.of("router", memory), forced_BT)
         combine = pre_norm if self.pre_norm else post_norm
         if context.sparse and route is not None:
             tokens = PackedTokens(self, x_BTD, context, route, memory)
@@ -180,4 +180,7 @@ class Block(nn.Module):
             return None
         # The question is whether a token needs attention, so a pre-norm router reads what attention would read.
         seen_BTD = self.norms["attention"](x_BTD) if self.pre_norm and self.router_reads_state else x_BTD
-        return self.router(seen_BTD, entropy_BT, context, forced_BT)
+        route = self.router(seen_BTD, entropy_BT, context, forced_BT)
+        if not isinstance(self.router, ChoiceRouter):
+            check_route(self.router, route, seen_BTD, len(self.names), context)
+        return route

@@ -1,12 +1,14 @@
 """What layers share: the context of one forward pass, and buffers that follow from the configuration."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chiar.errors import require
 from chiar.kernels.transform import Transform
 from chiar.layers.ragged import RaggedStore
 
@@ -38,6 +40,61 @@ class TokenContext:
     """One token a row, and every store has room for it: nothing may look at values or change a Python object."""
     keep_entropy: bool = False  # compute H of every layer's input, also where no router reads it
     threshold: Tensor | None = None  # the one the layer at hand has followed in training, under a target_fraction
+    owner: str | None = None  # the router or operator at hand, where it may ask for the past
+    memory: Memory = None  # of the layer at hand
+
+    def of(self, owner: str, memory: Memory) -> "TokenContext":
+        """As a part of a layer sees it."""
+        return replace(self, owner=owner, memory=memory)
+
+    def past(self, name: str, values: Tensor, reach: int, missing: float = 0) -> Tensor:
+        """Of (B, T, …) values, those of the `reach` real tokens before each token, the nearest last: (B, T, reach, …),
+        with `missing` where there were fewer. A cache keeps them under `name`: ask in every pass, once for each name,
+        with the same reach."""
+        require(self.owner is not None, "only a router, or an Operator in its forward, may ask for the past.")
+        require(reach >= 1, f"a look back of {reach} tokens under {name!r}: give at least 1.")
+        values_BTC = values.reshape(*values.shape[:2], -1)
+        line_BSC = with_past(values_BTC, reach, self.real_BT, self.memory, f"{self.owner}.{name}", missing)
+        before_BTRC = line_BSC.unfold(1, reach, 1)[:, :-1].transpose(2, 3)
+        before_BTC = put_back(before_BTRC.flatten(2), self.real_BT)
+        return before_BTC.reshape(*values.shape[:2], reach, *values.shape[2:])
+
+
+def with_past(x_BTC: Tensor, reach: int, real_BT: Maybe, memory: Memory, name: str, missing: float = 0) -> Tensor:
+    """The last `reach` real tokens stored under `name` (`missing` where there were none), then the real ones of x in
+    order, (B, reach + T, C); padding goes behind them, so that no real token looks back on it. `put_back` undoes the
+    order. The memory then holds the last `reach` real tokens, at the place where it held the ones before."""
+    T = x_BTC.shape[1]
+    if real_BT is not None and T > 1:
+        order_BT = (~real_BT).int().argsort(dim=1, stable=True)
+        x_BTC = x_BTC.gather(1, order_BT[..., None].expand_as(x_BTC))
+    past_BRC = None if memory is None else memory.get(name)
+    if past_BRC is None:
+        line_BSC = F.pad(x_BTC, (0, 0, reach, 0), value=missing)
+    else:
+        line_BSC = torch.cat([past_BRC.to(x_BTC.dtype), x_BTC], dim=1)
+    if memory is not None:
+        memory.put(name, last_real(line_BSC, reach, real_BT))
+    return line_BSC
+
+
+def last_real(line_BSC: Tensor, reach: int, real_BT: Maybe) -> Tensor:
+    """The last `reach` real tokens of each row."""
+    T = line_BSC.shape[1] - reach
+    if real_BT is None:
+        return line_BSC[:, T:]
+    if T == 1:
+        return torch.where(real_BT[..., None], line_BSC[:, 1:], line_BSC[:, :-1])
+    place_BR = real_BT.sum(1, keepdim=True) + torch.arange(reach, device=line_BSC.device)
+    return line_BSC.gather(1, place_BR[..., None].expand(-1, -1, line_BSC.shape[2]))
+
+
+def put_back(y_BTC: Tensor, real_BT: Maybe) -> Tensor:
+    """Each real token's output at its own place again, (B, T, C); padding gets that of some other token."""
+    if real_BT is None or y_BTC.shape[1] == 1:
+        return y_BTC
+    place_BT = (real_BT.cumsum(1) - 1).clamp_min(0)
+    return y_BTC.gather(1, place_BT[..., None].expand_as(y_BTC))
 
 
 def visible_keys(key_BS: Tensor, queries: int) -> Tensor:

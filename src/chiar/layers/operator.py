@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
+from chiar.errors import InputError
 from chiar.kernels.packing import pack, unpack, used
 from chiar.layers.context import LayerMemory, Maybe, Memory, TokenContext
 from chiar.layers.routers import Route
@@ -60,6 +61,9 @@ class TokenOperator(Operator):
         return unpack(y_PD, None, packing)
 
 
+NEEDED = "it must map (…, D) to (…, D), whatever the number of tokens"
+
+
 class Adopted:
     """A user's operator, any module that maps (…, D) to (…, D), as a TokenOperator. It is held for one use only."""
 
@@ -70,7 +74,11 @@ class Adopted:
         self.module = module
 
     def __call__(self, x_BTD: Tensor, context: TokenContext, *_: object) -> Tensor:
-        return self.module(x_BTD)
+        y_BTD = self.module(x_BTD)
+        if not isinstance(y_BTD, Tensor) or y_BTD.shape != x_BTD.shape:
+            got = tuple(y_BTD.shape) if isinstance(y_BTD, Tensor) else type(y_BTD).__name__
+            raise InputError(f"the operator {type(self.module).__name__} made {got} of {tuple(x_BTD.shape)}: {NEEDED}.")
+        return y_BTD
 
 
 class Tokens:
@@ -119,4 +127,4 @@ class Tokens:
         """The definition, for every token, (B, T, D)."""
         own_keys = self.block.routed_keys and not is_light(name)
         key_BT = self.sent_to(name) if own_keys else self.context.real_BT
-        return operator(self.seen(name, self.x_BTD), self.context, key_BT, self.memory)
+        return operator(self.seen(name, self.x_BTD), self.context.of(name, self.memory), key_BT, self.memory)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
-from chiar.errors import InputError
+from chiar.errors import InputError, require
 from chiar.kernels.hash import uniform_hash
 from chiar.kernels.white_noise import white_noise_entropy
 from chiar.layers.context import DerivedBuffers, Maybe, TokenContext, stored_in
@@ -36,6 +36,30 @@ def one_hot(choice_BT: Tensor, operators: int) -> Tensor:
     return (choice_BT[..., None] == torch.arange(operators, device=choice_BT.device)).float()
 
 
+def check_choice(router: nn.Module, choice_BT: object, x_BTD: Tensor, operators: int, context: TokenContext) -> None:
+    """Raise InputError unless a router gave an operator for every token."""
+    name, expected = f"the router {type(router).__name__}", tuple(x_BTD.shape[:2])
+    if not isinstance(choice_BT, Tensor):
+        raise InputError(f"{name} chose {type(choice_BT).__name__}, expected an int64 tensor {expected}.")
+    if tuple(choice_BT.shape) != expected or choice_BT.dtype != torch.int64:
+        got = f"{str(choice_BT.dtype).removeprefix('torch.')} {tuple(choice_BT.shape)}"
+        raise InputError(f"{name} chose {got}, expected int64 {expected}: the number of an operator for each token.")
+    looked_at = x_BTD.device.type == "cpu" and not (torch.compiler.is_compiling() or context.room_is_made)
+    for number in (int(choice_BT.min()), int(choice_BT.max())) if looked_at else ():
+        there = f"a layer has 0..{operators - 1}: 0 is light, the last attention"
+        require(0 <= number < operators, f"{name} chose operator {number}, but {there}.")
+
+
+def check_route(router: nn.Module, route: object, x_BTD: Tensor, operators: int, context: TokenContext) -> None:
+    """The same of a router that makes its `Route` itself."""
+    name, expected = f"the router {type(router).__name__}", (*x_BTD.shape[:2], operators)
+    if not isinstance(route, Route):
+        raise InputError(f"{name} returned {type(route).__name__}, expected a Route (chiar.layers.routers).")
+    check_choice(router, route.choice_BT, x_BTD, operators, context)
+    if tuple(route.weights_BTK.shape) != expected:
+        raise InputError(f"{name} gave weights {tuple(route.weights_BTK.shape)}, expected {expected}: one an operator.")
+
+
 class ChoiceRouter(nn.Module):
     """A router whose decision has no gradient: say how to choose, and it is done."""
 
@@ -44,11 +68,15 @@ class ChoiceRouter(nn.Module):
         self.operators = operators
 
     def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
-        """The index of each token's operator, (B, T) int64: 0 is light, the last attention."""
+        """The index of each token's operator, (B, T) int64: 0 is light, the last attention. Tokens before t are to be
+        had by `context.past`."""
         raise NotImplementedError
 
     def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
-        choice_BT = self.choose(x_BTD, entropy_BT, context) if forced_BT is None else forced_BT
+        if forced_BT is None or context.memory is not None:  # what is forced now is the past of what is free later
+            choice_BT = self.choose(x_BTD, entropy_BT, context)
+            check_choice(self, choice_BT, x_BTD, self.operators, context)
+        choice_BT = choice_BT if forced_BT is None else forced_BT
         return Route(choice_BT, one_hot(choice_BT, self.operators))
 
 

@@ -1,5 +1,5 @@
 """Checkpoints of the author's released code as folders `from_pretrained` opens. Nothing inside a file is ever executed:
-torch's restricted unpickler admits tensors and plain containers only."""
+torch's restricted unpickler admits tensors and plain containers only, and how large these are is known before."""
 
 import pickle
 import re
@@ -7,7 +7,9 @@ import warnings
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from pickletools import genops, markobject
+from typing import IO, Any
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +19,7 @@ from chiar.config import ChiarConfig
 from chiar.config_checks import CHOICES
 from chiar.errors import InputError, first_line, require, unknown_name
 from chiar.files import check_file, check_new, new_folder
+from chiar.model.load import MODEL_FILE
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 
 # The published 400M threshold; the files do not carry one.
@@ -24,6 +27,9 @@ PUBLISHED_TAU = {1024: 0.8954}
 # The released DCT is twice the orthonormal one and its inverse ∘ forward is 2x: the filter absorbs the factor. At DC
 # it is larger by a further √2, so that bin's energy counts double in H; ε is added in both places of the entropy.
 FILTER_SCALE, ENTROPY_EPS, ENTROPY_DC_WEIGHT = 2.0, 1e-8, 2.0
+# Bounds of what a file may hold: values, one that is referred to twice counted twice; levels; names a message lists.
+MOST_VALUES, DEEPEST, LISTED = 1_000_000, 50, 8
+GROWS = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # add to a container instead of making one
 ROPE_BUFFER = re.compile(r"(layers\.\d+\.attn|attns\.\d+)\.rope\.(inv_freq|cos_cache|sin_cache)")
 AUTHORS_NAMES = {
     r"^model\.": "", r"^embed_tokens": "token_emb", r"^meta_router\.gate": "meta_router.gate_proj",
@@ -44,15 +50,23 @@ class Imported:
     notes: list[str]  # what had to be assumed
 
 
-def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by name and the stored cfg of a `.pt` file: {step, model, val_ppl, cfg} or a bare state dict."""
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], str | None]:
+    """Tensors by name and cfg's routing mode of a `.pt` file: {step, model, val_ppl, cfg} or a bare state dict."""
     check_file(path)
     try:
+        with ZipFile(path) as archive:
+            for record in archive.infolist():  # each that ends so, whichever torch takes
+                require(record.compress_type == ZIP_STORED, f"{path} is compressed, as torch.save never writes it.")
+                if record.filename.lower().endswith("data.pkl"):
+                    with archive.open(record) as stream:
+                        check_size(stream, path)
         with warnings.catch_warnings(action="ignore"):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        forbidden = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"it asks for {forbidden[1]}" if forbidden else "it is not a checkpoint at all, or it is damaged"
+    except InputError:
+        raise
+    except (pickle.UnpicklingError, BadZipFile) as error:
+        forbidden = re.search(r"GLOBAL ([\w.]{1,100})", str(error))
+        what = f"it asks for {forbidden[1]}" if forbidden else "it is no zip of torch.save, or it is damaged"
         raise InputError(f"{path} is not a file of tensors and plain values, so it was not opened: {what}.") from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not a readable checkpoint (truncated or damaged): {first_line(error)}") from error
@@ -60,8 +74,12 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise InputError(f"{path} holds a {type(content).__name__}, expected a dictionary with the model's tensors.")
     tensors, stored = content.get("model", content), content.get("cfg")
     require(isinstance(tensors, dict) and tensors, "the checkpoint has no tensors under 'model'.")
+    room = 2 * path.stat().st_size  # a tied matrix may be told twice; many views of one would take for ever
     for name, value in tensors.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
+        # Messages print what the file holds only where it is a short name.
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,200}", name):
+            raise InputError(f"a tensor's name in {path} is a {type(name).__name__} that cannot be one.")
+        if not isinstance(value, Tensor):
             raise InputError(f"the checkpoint's entry {name!r} is a {type(value).__name__}, expected a tensor.")
         # Only what is plainly numbers in memory: a stride of 0 can claim terabytes, a sparse tensor anything.
         ordinary = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
@@ -69,12 +87,64 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise InputError(f"tensor {name} ({value.dtype}) is not an ordinary dense tensor of floating point.")
         if value.numel() == 0 or value.numel() * value.element_size() > value.untyped_storage().nbytes():
             raise InputError(f"tensor {name} of shape {(*value.shape,)} is empty or larger than what the file stores.")
+        room -= value.numel() * value.element_size()
+        require(room >= 0, f"the tensors up to {name} are together larger than what the file stores.")
         require(bool(value.isfinite().all()), f"tensor {name} holds values that are not finite.")
-    return dict(tensors), stored if isinstance(stored, dict) else {}
+    mode = stored.get("routing_mode") if isinstance(stored, dict) else None
+    if not isinstance(mode, str | None) or len(mode or "") > 100:
+        raise InputError(f"routing_mode in the checkpoint's cfg is a {type(mode).__name__}, expected one word.")
+    return dict(tensors), mode
+
+
+def check_size(stream: IO[bytes], path: Path) -> None:
+    """InputError before anything is built of a pickle that is too large or too deep. Shared parts count wherever they
+    are referred to, for so often they would be hashed or printed: 28 lists of twice the last one are 2²⁸ values."""
+    parts: list[list[int]] = []  # of each value, by number
+    stack: list[Any] = []  # their numbers; None is a mark
+    memo: dict[Any, Any] = {}
+    too_large = InputError(f"{path} was not opened: it holds more than {MOST_VALUES:,} values, or {DEEPEST} levels.")
+    for count, (code, argument, _) in enumerate(genops(stream)):
+        if count > MOST_VALUES:
+            raise too_large
+        before, taken = code.stack_before, list[Any]()
+        if markobject in before:
+            while (top := stack.pop()) is not None:
+                taken.append(top)
+            before = before[: before.index(markobject)]
+        taken += [stack.pop() for _ in before]
+        if code.name.endswith("PUT"):
+            memo[argument] = stack[-1]
+        elif code.name.endswith("GET"):
+            stack.append(memo[argument])
+        elif code.name == "MARK":
+            stack.append(None)
+        elif code.stack_after:
+            if code.name in GROWS:
+                stack.append(taken.pop())
+            else:
+                stack.append(len(parts))
+                parts.append([])
+            parts[stack[-1]] += taken
+
+    measured: dict[int, tuple[int, int]] = {}
+
+    def measure(value: int, level: int) -> tuple[int, int]:
+        """Its size and depth; what holds itself is too deep."""
+        if value not in measured:
+            if level > DEEPEST:
+                raise too_large
+            within = [measure(part, level + 1) for part in parts[value]]
+            measured[value] = 1 + sum(size for size, _ in within), 1 + max((depth for _, depth in within), default=0)
+            if measured[value][0] > MOST_VALUES or measured[value][1] > DEEPEST:
+                raise too_large
+        return measured[value]
+
+    for value in range(len(parts)):
+        measure(value, 1)
 
 
 def convert(
-    tensors: dict[str, Tensor], stored: dict[str, Any], tau: float | None = None, routing: str | None = None,
+    tensors: dict[str, Tensor], stored: str | None, tau: float | None = None, routing: str | None = None,
     classifier_pool: str = "last",
 ) -> Imported:  # fmt: skip
     """Rename the author's tensors to ours, deriving the sizes from their shapes."""
@@ -89,11 +159,12 @@ def convert(
     require(width % head_size == 0, f"the head size {head_size} in rope.inv_freq does not divide the width {width}.")
     fields: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": width, "num_attention_heads": width // head_size}
     fields |= {"layer_types": layer_types, "max_position_embeddings": length, "gate_init": "neutral"}
+    fields["gate_generation"] = "prefill"
     fields |= {"entropy_eps": ENTROPY_EPS, "entropy_dc_weight": ENTROPY_DC_WEIGHT}
     fields["meta_router"] = "meta_router.gate_proj.weight" in tensors
     if "routed" in layer_types:
         has_router = any(".router.gate_proj." in name for name in tensors)
-        fields["routing"] = find_routing(has_router, stored.get("routing_mode"), routing)
+        fields["routing"] = find_routing(has_router, stored, routing)
         if has_router and tau is not None:
             notes.append(f"{fields['routing']} routing has no threshold: --tau is not used.")
         elif not has_router:
@@ -108,7 +179,9 @@ def convert(
         fields |= {"num_labels": shape_of(tensors, "classifier.weight", 2)[0], "classifier_pool": classifier_pool}
         notes.append(f"the file does not say how the classifier pools tokens; using {classifier_pool!r} (--pool).")
     elif heads:
-        notes.append(f"{len(heads)} tensors of mixed-training heads are kept apart: {', '.join(sorted(heads))}.")
+        notes.append(
+            f"{len(heads)} tensors of mixed-training heads are kept apart: {', '.join(sorted(heads)[:LISTED])}."
+        )
     config = ChiarConfig(**fields)
     return Imported(config, rename(tensors, config), heads, notes)
 
@@ -170,7 +243,8 @@ def rename(tensors: dict[str, Tensor], config: ChiarConfig) -> dict[str, Tensor]
     if tied is not None and not wrong and not torch.equal(tied, tensors["token_emb.weight"]):
         wrong.append("lm_head.weight differs from token_emb.weight, to which it should be tied")
     wrong += [f"unexpected {name}" for name in sorted(set(tensors) - used)]
-    require(not wrong, "the tensors do not fit: " + "; ".join(wrong) + ".")
+    more = f"; and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
+    require(not wrong, f"the tensors do not fit: {'; '.join(wrong[:LISTED])}{more}.")
     renamed = {ours: tensors[name].float().contiguous() for ours, name in theirs.items()}
     return {ours: FILTER_SCALE * value if "operators.spectral" in ours else value for ours, value in renamed.items()}
 
@@ -188,15 +262,15 @@ def empty_model(config: ChiarConfig, classifier: bool) -> Any:
         return (ChiarForSequenceClassification if classifier else ChiarForCausalLM)(config)
 
 
-def import_checkpoint(path: Path, out: Path, *options: Any, **named: Any) -> Imported:
+def import_checkpoint(path: Path, out: Path, *options: Any, overwrite: bool = False, **named: Any) -> Imported:
     """Convert the file, with `convert`'s options, and write a complete model folder to `out`, which must be new."""
-    check_new(out)
+    check_new(out, overwrite, MODEL_FILE)
     imported = convert(*read_checkpoint(path), *options, **named)
     model = empty_model(imported.config, "score.weight" in imported.tensors).to_empty(device="cpu")
     missing, unexpected = model.load_state_dict(imported.tensors, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()
-    with new_folder(out) as folder:
+    with new_folder(out, overwrite, MODEL_FILE) as folder:
         model.save_pretrained(folder)
         if imported.heads:
             save_file(imported.heads, folder / "mixed_heads.safetensors")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from chiar.console import show
+from chiar.console import Overwrite, show
 from chiar.errors import InputError, require
 
 
@@ -15,18 +15,19 @@ def models() -> None:
     from rich.table import Table
 
     from chiar import presets
-    from chiar.config_checks import LAYER_TYPES
+    from chiar.config_checks import LIGHT_LAYERS
     from chiar.model.load import count_parameters
 
-    table = Table("preset", "parameters", "D", "heads", "layers", "positions", "operators", "router", "gate", box=None)
+    columns = ("layers: light + routed + dark", "beside attention")
+    table = Table("preset", "parameters", "D", "heads", *columns, "router", "positions", "gate", box=None)
     for name in presets.NAMES:
         config = presets.get(name)
         kinds, sizes = config.layer_types or [], (config.hidden_size, config.num_attention_heads)
-        layers = " ".join(f"{kinds.count(k)} {k}" for k in LAYER_TYPES if k in kinds)
-        routed = ("+".join(config.operators or []), f"{config.router}/{config.routing}")
-        chosen = routed if "routed" in kinds else ("attention", "–")
+        light, routed = sum(map(kinds.count, LIGHT_LAYERS)), kinds.count("routed")
+        layers = f"{light} + {routed} + {len(kinds) - light - routed}"
+        chosen = ("+".join((config.operators or [])[:-1]), f"{config.router}") if routed else ("–", "–")
         gate = config.gate_pool if config.meta_router else "–"
-        table.add_row(name, f"{count_parameters(config):,}", *map(str, sizes), layers, config.positions, *chosen, gate)
+        table.add_row(name, f"{count_parameters(config):,}", *map(str, sizes), layers, *chosen, config.positions, gate)
     show(table)
 
 
@@ -37,6 +38,7 @@ def convert(
     tau: Annotated[float | None, Option(help="Of a file: its threshold (0.8954 at width 1024).")] = None,
     routing: Annotated[str | None, Option(help="Of a file: soft or hard, where it does not say.")] = None,
     pool: Annotated[str | None, Option(help="Of a file: last or mean, how a classifier pools tokens.")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Import a checkpoint of the author's code, or fold a model's basis into its weights (pre-norm RMSNorm models: the
     same outputs without any transform) and back."""
@@ -48,7 +50,7 @@ def convert(
 
         if coordinates is not None:
             raise InputError("--coordinates is for a model folder: import the file first, then convert the folder.")
-        imported = import_checkpoint(Path(source), out, tau, routing, pool or "last")
+        imported = import_checkpoint(Path(source), out, tau, routing, pool or "last", overwrite=overwrite)
         for note in imported.notes:
             typer.echo(f"note: {note}")
         config = imported.config
@@ -58,7 +60,7 @@ def convert(
 
         for name, value in (("--tau", tau), ("--routing", routing), ("--pool", pool)):
             require(value is None, f"{name} is for a .pt file of the author's code: leave it out with a model folder.")
-        config = convert_folder(source, out, coordinates or "spectral")
+        config = convert_folder(source, out, coordinates or "spectral", overwrite)
         tied = "tied to the embedding" if config.tie_word_embeddings else "a matrix of its own"
         what = f"basis {config.basis}, output projection {tied}"
     typer.echo(f"wrote {out}: {what}")

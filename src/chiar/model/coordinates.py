@@ -23,7 +23,7 @@ from chiar.layers.routers import LearnedRouter
 from chiar.layers.spectral import SpectralFilter
 from chiar.layers.temporal import TemporalFilter
 from chiar.model.heads import as_classifier, read_heads, save_heads
-from chiar.model.load import copy_tokenizer, load_config, open_weights, resolve_model
+from chiar.model.load import MODEL_FILE, copy_tokenizer, load_config, open_weights, resolve_model
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 
 Model = TypeVar("Model", ChiarForCausalLM, ChiarForSequenceClassification)
@@ -51,11 +51,11 @@ def to_feature_coordinates(model: Model, basis: str = "dct", seed: int = 0) -> M
     return turned(model, transform.inverse, basis, seed)
 
 
-def convert_folder(name: str, out: Path, coordinates: str) -> ChiarConfig:
+def convert_folder(name: str, out: Path, coordinates: str, overwrite: bool = False) -> ChiarConfig:
     """Write a model folder in other coordinates, its tokenizer and further classifiers with it."""
     if coordinates not in ("spectral", "features"):
         raise unknown_name("coordinates", coordinates, ("spectral", "features"))
-    check_new(out)
+    check_new(out, overwrite, MODEL_FILE)
     source = Path(resolve_model(name)[0])
     language = load_config(str(source)).architectures == ["ChiarForCausalLM"]
     require(source.is_dir(), f"{name} is a preset with random weights: give the folder of a model.")
@@ -64,7 +64,7 @@ def convert_folder(name: str, out: Path, coordinates: str) -> ChiarConfig:
     converted, heads = convert(model), {}
     for corpus, head in read_heads(source).items():
         heads[corpus] = convert(as_classifier(model.model, head, [str(i) for i in range(head.out_features)])).score
-    with new_folder(out) as aside:
+    with new_folder(out, overwrite, MODEL_FILE) as aside:
         converted.save_pretrained(aside)
         save_heads(aside, heads)
         copy_tokenizer(source, aside)

@@ -1,7 +1,7 @@
 """Classifiers as a decoder and a head. A run whose first corpus is classified exports a ChiarForSequenceClassification;
 heads of further corpora, and of those beside a language model, lie in `heads.safetensors`, by the corpus' name."""
 
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,10 +9,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import GenerationConfig
 
 from chiar.errors import InputError, errors_as, require
 from chiar.model.decoder import ChiarModel
-from chiar.model.load import load_config, open_weights
+from chiar.model.load import copy_tokenizer, load_config, open_weights
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 
 HEADS = "heads.safetensors"
@@ -37,13 +38,22 @@ def as_classifier(decoder: ChiarModel, head: nn.Linear, labels: list[str]) -> Ch
 
 
 def export_model(model: Any, corpus: Classified, target: Path) -> None:
-    """A TaskModel as a folder: a classifier of its first corpus if that has classes, else the language model."""
+    """A TaskModel as a folder for `from_pretrained` and `pipeline`: a classifier of its first corpus if that has
+    classes, else the language model. It pads, and writes under a gate that was trained to see later tokens."""
     heads = dict(model.heads.items())
     if corpus.labels:
-        as_classifier(model.language.model, heads.pop(corpus.name), corpus.labels).save_pretrained(target)
+        exported: Any = as_classifier(model.language.model, heads.pop(corpus.name), corpus.labels)
     else:
-        model.language.save_pretrained(target)
+        exported = copy(model.language)  # of its own are only the configurations: the run's stay what they were
+    exported.config, end = deepcopy(exported.config), exported.config.eos_token_id
+    exported.config.gate_generation = "prefill"
+    if exported.config.pad_token_id is None:
+        exported.config.pad_token_id = end[0] if isinstance(end, list) else end
+    if not corpus.labels:
+        exported.generation_config = GenerationConfig.from_model_config(exported.config)
+    exported.save_pretrained(target)
     save_heads(target, heads)
+    copy_tokenizer(corpus.folder / "tokenizer", target)
 
 
 def save_heads(folder: Path, heads: dict[str, nn.Linear]) -> None:
@@ -56,7 +66,7 @@ def read_heads(folder: Path) -> dict[str, nn.Linear]:
     """Every head beside a model, by the name of its corpus."""
     path, heads = folder / HEADS, {}
     with errors_as(f"{path} cannot be loaded", SafetensorError, KeyError, ValueError, RuntimeError):
-        stored = load_file(path) if path.is_file() else {}
+        stored = load_file(path, backend="pread") if path.is_file() else {}
         for name in sorted({key.rpartition(".")[0] for key in stored}):
             classes, width = stored[f"{name}.weight"].shape
             heads[name] = nn.Linear(width, classes)

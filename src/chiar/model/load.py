@@ -10,17 +10,26 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from chiar import presets
-from chiar.config import ChiarConfig
+from chiar.config import SHIM_MODULE, ChiarConfig
 from chiar.errors import InputError, errors_as, require, unknown_name
+from chiar.files import write_whole
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
+MODEL_FILE = f"{SHIM_MODULE}.py"  # in every model folder we write, and in no other
+SETTINGS = "tokenizer_config.json"
+TOKENIZER_FILES = ("tokenizer.json", SETTINGS, "vocab.json", "merges.txt", "special_tokens_map.json")
 
 
 def copy_tokenizer(source: Path | None, target: Path) -> None:
-    """What the target has of its own stays."""
+    """What the target has of its own stays. Batches are padded by the end of text, before a text that is continued."""
     for name in TOKENIZER_FILES:
         if source is not None and (source / name).is_file() and not (target / name).exists():
             shutil.copy(source / name, target / name)
+    if (path := target / SETTINGS).is_file():
+        with errors_as(f"{path} is damaged", ValueError, AttributeError):
+            told = json.loads(path.read_text(encoding="utf-8"))
+            if told.get("pad_token") is None and told.get("eos_token") is not None:
+                told |= {"pad_token": told["eos_token"], "padding_side": "left"}
+                write_whole(path, json.dumps(told, indent=2) + "\n")
 
 
 def choose_device(name: str) -> torch.device:
@@ -72,15 +81,20 @@ def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
 
 
 def open_weights(kind: Any, folder: str, **options: Any) -> Any:
-    """A model of class `kind` with all its weights from a folder, and none left over but a classifier's head."""
+    """A model of class `kind` with all weights from a folder, finite ones, none left over but a classifier's head. They
+    are read, not mapped: mapped weights would end the process where the file shrinks, even long after."""
     logging.disable_progress_bar()
     with errors_as(f"the weights in {folder} cannot be loaded", SafetensorError, RuntimeError, OSError):
-        model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
+        model, info = kind.from_pretrained(folder, output_loading_info=True, disable_mmap=True, **options)
     if info["missing_keys"]:
         raise InputError(f"{folder} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
     if left := sorted(name for name in info["unexpected_keys"] if not name.startswith("score.")):
         unplaced = f"this configuration has no place for {left[0]}, which {folder} holds"
         raise InputError(f"{unplaced}: keep the folder's own configuration.")
+    for name, values in model.state_dict().items():
+        if not bool(values.isfinite().all()):
+            what = f"{name} in {folder} holds values that are not finite"
+            raise InputError(f"{what}: its training diverged or the file is damaged. Take an earlier model.")
     return model
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.generation import GenerationMixin
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, require
@@ -16,6 +16,8 @@ from chiar.model.cache import ChiarCache
 from chiar.model.decoder import ChiarModel, ChiarPreTrainedModel
 from chiar.model.decoding import FastDecoder
 from chiar.model.inputs import ChiarModelOutput, ChiarOutput
+
+logger = logging.get_logger(__name__)
 
 
 class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
@@ -76,12 +78,16 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
         return to_output(decoded, loss, logits_BTV)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. A gate that sees the future needs `gate_generation="prefill"`, and its cache."""
+        """As in transformers. A gate that sees the future needs `gate_generation="prefill"`, and its cache: the gate
+        stays as the prompt set it, which is said once. Texts longer than those of training transformers tells of."""
         self.model.check_gate_can_generate()
         frozen = self.config.meta_router and self.config.gate_pool != "causal"
         settings = kwargs.get("generation_config") or self.generation_config
         if frozen and kwargs.get("use_cache", settings.use_cache) is False:
             raise InputError("gate_generation='prefill' keeps the gate in the cache: generate with use_cache=True.")
+        if frozen:
+            pool = self.config.gate_pool
+            logger.warning_once(f"the gate pools over the {pool}, later tokens too: it stays as the prompt set it.")
         return super().generate(*args, **kwargs)
 
     @classmethod

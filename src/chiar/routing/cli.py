@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from chiar.console import Json, ModelName, Overwrite, show, write_json
+from chiar.console import Json, ModelName, Overwrite, SplitName, show, write_json
 from chiar.errors import InputError, require
 from chiar.files import check_new, new_folder
 
@@ -49,12 +49,12 @@ def calibrate(
     model: ModelName,
     text_file: Annotated[Path | None, typer.Option(metavar="FILE", help="UTF-8 text to calibrate on.")] = None,
     data: Annotated[Path | None, typer.Option(metavar="CORPUS", help="A prepared corpus instead.")] = None,
-    split: Annotated[str, typer.Option(help="Split of the corpus.")] = "valid",
+    split: SplitName = "valid",
     tokenizer: Tokenizer = None,
     rule: Annotated[str, typer.Option(metavar="embeddings|layers", help="The paper's one τ, or by layer.")] = "layers",
     fraction: Annotated[float | None, typer.Option(help="Fraction for attention, not the midpoint rule.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of text to read.")] = 200,
-    length: Annotated[int, typer.Option(min=1, help="Tokens a row.")] = 256,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens a row; the model's trained length.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="New folder for the calibrated model.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="For train --thresholds; - to print.")] = None,
@@ -68,7 +68,7 @@ def calibrate(
     from chiar.data.shards import Corpus
     from chiar.data.tokenizers import check_tokenizer
     from chiar.data.tokens import batches, encode, read_text_file
-    from chiar.model.load import copy_tokenizer, load_model, resolve_model
+    from chiar.model.load import MODEL_FILE, copy_tokenizer, load_model, resolve_model
     from chiar.routing.calibration import calibrate, to_json
     from chiar.routing.tables import calibration_table
 
@@ -77,8 +77,9 @@ def calibrate(
     if json is not None and str(json) != "-":
         check_new(json, overwrite)
     if out is not None:
-        check_new(out)
+        check_new(out, overwrite, MODEL_FILE)
     measured, folder = load_model(resolve_model(model)[0])
+    length = length or measured.config.max_position_embeddings
     if out is not None and not measured.config.routed_layers:
         raise InputError("the model has no routed layers to write thresholds for: use --json, then train --thresholds.")
     if data is not None:
@@ -99,7 +100,7 @@ def calibrate(
     if out is not None:
         measured.model.set_thresholds(found.thresholds(len(measured.config.routed_layers)))
         logging.disable_progress_bar()
-        with new_folder(out) as aside:
+        with new_folder(out, overwrite, MODEL_FILE) as aside:
             measured.save_pretrained(aside)
             (aside / "calibration.json").write_text(to_json(found, measured.config), encoding="utf-8")
             for source in (tokenizer, folder):
@@ -107,6 +108,8 @@ def calibrate(
         typer.echo(f"wrote {out}", err=str(json) == "-")
     if json is not None:
         write_json(json, to_json(found, measured.config), overwrite)
+    if out is None and json is None:
+        typer.echo("nothing was written: --out FOLDER saves the model with these thresholds, --json FILE them alone.")
 
 
 def trace(

@@ -10,6 +10,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from chiar.colours import operator_colour
 from chiar.config import ChiarConfig
 from chiar.errors import require
 from chiar.routing.flops import compare_flops, counted_parts, operator_shares, route_costs
@@ -20,8 +21,7 @@ if TYPE_CHECKING:  # counting is quick because no model's classes are imported
     from chiar.routing.calibration import Calibration
 
 PAPER_TOTAL, PAPER_ATTENTION, TOKENS_A_LINE = "35–40%", "62.5%", 68
-# Readable without colour and with either common colour blindness. All light operators look alike: a model has one.
-PALE, MARKS = ("░", "black on bright_yellow"), {"rbf": ("▒", "magenta"), "attention": ("█", "blue")}
+MARKS = {"rbf": "▒", "attention": "█"}  # readable without colour; a model has one light operator
 TOKEN = ("position", "token_id", "piece", "layer", "kind")
 COLUMNS = (*TOKEN, "operator", "attention_weight", "entropy", "thresholds", "gate")
 
@@ -122,7 +122,12 @@ def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> Route
 def routing_views(routed: RoutedText) -> list[Any]:
     """A line a layer and a column a token (by its first character), light or dark, and a summary of each layer."""
     trace = routed.trace
-    marks = {name: MARKS.get(name, PALE) for layer in trace.layers for name in layer.operators}
+    # Half-way to the deepest colour, which a black terminal would swallow.
+    known = dict.fromkeys(name for layer in trace.layers for name in layer.operators)
+    marks = {
+        name: (MARKS.get(name, "░"), f"{'' if name in MARKS else 'black on '}{operator_colour(name, 0.5)}")
+        for name in known
+    }
     views: list[Any] = [Text(routed.heading)]
     views.append(Text("  ").join(Text(f"{mark} {name}", style) for name, (mark, style) in marks.items()))
     firsts = "".join(first if (first := (piece.strip() or " ")[0]).isprintable() else "·" for piece in routed.pieces)

@@ -19,24 +19,32 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Scope
+from torch import Tensor
 
 from chiar import web
 from chiar.data.tokens import TextCodec
+from chiar.errors import InputError
 from chiar.generation.writer import Piece, Row, Sampling, Writer, score_prompt
 from chiar.model.modeling import ChiarForCausalLM
 from chiar.web import TEXT, Field, Refused, Site, require
 
 COMPLETIONS = "/v1/completions"
-# Seconds of writing between sends, seconds for last answers to be read, connections beyond those that run or wait.
-QUICK, FAREWELL, SPARE = 0.01, 3, 64
+# Seconds of writing between sends, and for last answers to be read.
+QUICK, FAREWELL = 0.01, 3
 # What /metrics tells: type and help. The first five have no labels and begin at 0.
 METRICS = {
-    **{"prompt_tokens_total": ("counter", "Tokens read."), "completion_tokens_total": ("counter", "Tokens written.")},
-    **{f"{what}_seconds_total": ("counter", f"Seconds spent on {what}s.") for what in ("generation", "request")},
-    **{"clients_gone_total": ("counter", "Clients who left."), "rows_running": ("gauge", "Texts being written.")},
-    **{f"requests_{state}": ("gauge", f"Requests that are {state}.") for state in ("waiting", "running")},
-    **{"requests_total": ("counter", "By status."), "attention_fraction": ("gauge", "Routed tokens to attention.")},
-    "routed_tokens_total": ("counter", "Prompt tokens by operator, of all routed layers."),
+    "prompt_tokens_total": ("counter", "Tokens of prompts that the model has read."),
+    "completion_tokens_total": ("counter", "Tokens that the model has written."),
+    "generation_seconds_total": ("counter", "Seconds in which the model read or wrote."),
+    "request_seconds_total": ("counter", "Seconds from a request to the end of its answer, of all in requests_total."),
+    "clients_gone_total": ("counter", "Clients who left before their text was written."),
+    "rows_running": ("gauge", "Texts being written."),
+    "requests_waiting": ("gauge", "Requests that wait for others to end."),
+    "requests_running": ("gauge", "Requests whose texts are being read or written."),
+    "requests_total": ("counter", "Answers to requests for /v1, by status; 499: the client had left."),
+    "attention_fraction": ("gauge", "Share of routed_tokens_total that took attention."),
+    "routed_tokens_total": ("counter", "Tokens of prompts by the operator they took, summed over the routed layers."),
 }
 stopping = partial(Refused, 503, "the server is stopping: ask another, or later.", kind="server_error", retry_after=5)
 
@@ -250,9 +258,7 @@ class Engine(Writer):
                     self.something.clear()
                     await self.something.wait()
                     continue
-                began = time.monotonic()
                 await asyncio.get_running_loop().run_in_executor(self.thread, self.advance)
-                self.counts["generation_seconds_total"] += time.monotonic() - began
                 for job in self.running:
                     job.news.set()
         finally:  # whatever ended it, nobody waits for it
@@ -267,7 +273,7 @@ class Engine(Writer):
         while time.monotonic() - began < QUICK:
             unread = [job for job in self.running if len(job.rows) < len(job.offsets) and not job.is_over]
             if not (unread or self.rows):
-                return
+                break
             try:
                 if unread:
                     self.begin_prompt(unread[0])
@@ -277,12 +283,19 @@ class Engine(Writer):
                 self.step()
             except Exception as error:
                 self.fail(self.clear(), error)
+        self.counts["generation_seconds_total"] += time.monotonic() - began
+
+    def choose(self, rows: list[Row], logits_BV: Tensor) -> None:
+        before = sum(len(row.tokens) for row in rows)
+        super().choose(rows, logits_BV)
+        self.counts["completion_tokens_total"] += sum(len(row.tokens) for row in rows) - before
 
     def begin_prompt(self, job: Job) -> None:
         """Read a request's next prompt and write the first token of its choices; choice i has the seed + i."""
         first, sampling = len(job.rows), job.sampling
         ids, text = job.prompts[first // job.n]
         read, operators = self.read_prompt(ids), self.model.config.operators or []
+        self.counts["prompt_tokens_total"] += len(ids)
         for route in read.routes or ():
             counts = route.choice_BT.flatten().bincount(minlength=len(operators)).tolist()
             for operator, count in zip(operators, counts, strict=True):
@@ -300,10 +313,15 @@ class Engine(Writer):
             row.finish("length")
 
     def fail(self, owners: list[Job], error: Exception) -> None:
-        """A fault of ours, or no memory: these requests fail, the server goes on."""
-        traceback.print_exception(error, file=sys.stderr)
+        """A fault of ours, no memory, or what a model cannot compute: these requests fail, the server goes on."""
+        sentence = "the model failed on this request; the server's log says why."
+        if isinstance(error, InputError):
+            sentence = str(error)
+            print(f"error: {sentence}", file=sys.stderr)
+        else:
+            traceback.print_exception(error, file=sys.stderr)
         for job in owners:
-            job.fail(Refused(500, "the model failed on this request; the server's log says why.", kind="server_error"))
+            job.fail(Refused(500, sentence, kind="server_error"))
 
 
 class Service(Site):
@@ -312,7 +330,7 @@ class Service(Site):
         gets = {**dict.fromkeys(("/v1/models", "/v1/models/{name:path}"), self.models), "/health": self.health}
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
         routes += [Route(path, endpoint) for path, endpoint in {**gets, "/metrics": self.show_metrics}.items()]
-        super().__init__(host, named, routes, FAREWELL, engine.limits.rows + engine.limits.waiting + SPARE)
+        super().__init__(host, named, routes, FAREWELL, engine.limits.rows + engine.limits.waiting)
         self.name, self.engine, self.key = name, engine, key
         self.greeting = f"serving {name} on {{}}/v1, until Ctrl-C"
         self.entry = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "chiar"}
@@ -324,7 +342,9 @@ class Service(Site):
         if self.key and request.url.path.startswith("/v1") and not hmac.compare_digest(given, needed):
             raise Refused(401, "send the API key as Authorization: Bearer KEY.", code="invalid_api_key")
 
-    def answered(self, path: str, status: int, seconds: float) -> None:
+    def answered(self, scope: Scope, status: int, seconds: float) -> None:
+        super().answered(scope, status, seconds)
+        path = scope["path"]
         if path.startswith("/v1"):
             self.engine.counts[f'requests_total{{status="{status}"}}'] += 1
             self.engine.counts["request_seconds_total"] += seconds
@@ -352,8 +372,6 @@ class Service(Site):
         if not job.is_over:
             job.ended = True
             self.engine.counts["clients_gone_total"] += 1
-        for name in ("prompt_tokens", "completion_tokens"):
-            self.engine.counts[f"{name}_total"] += job.usage()[name]
 
     async def refuse_chat(self, request: Request) -> Response:
         sentence = "this is a base language model without a chat template: use /v1/completions."

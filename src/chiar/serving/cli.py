@@ -1,6 +1,7 @@
 """`chiar serve`. Heavy imports happen inside the command."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,7 @@ def serve(
     waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 64,
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request; more get 413.")] = 1 << 20,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds for requests to finish when told to stop.")] = 30.0,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log each request's end to stderr.")] = False,
     gate: Gate = "prefill",
     fast: Fast = None,
     tokenizer: Tokenizer = None,
@@ -43,4 +45,6 @@ def serve(
     if not api_key and not local:
         note(f"anybody who reaches {host} can use the model: set --api-key.")
     engine = Engine(opened, codec, Limits(max_length or trained, rows, waiting, max_body, grace))
-    Service(name or Path(model).resolve().name, engine, api_key, host, local).listen(port, typer.echo)
+    service = Service(name or Path(model).resolve().name, engine, api_key, host, local)
+    service.log = partial(typer.echo, err=True) if access_log else None
+    service.listen(port, typer.echo)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from chiar.console import Overwrite
 from chiar.errors import require
 from chiar.files import check_new
 
@@ -30,11 +31,11 @@ Results = Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="resul
 @study_app.command()
 def show(name: Name = "", data: Vocabulary = None, only: Only = None) -> None:
     """Show the grid: parameters and counted FLOPs at the f aimed at, before any run. Without a name: the studies."""
-    from chiar.studies.results import grid
+    from chiar.studies.results import show_grid
     from chiar.studies.study import STUDIES, find, make_plan
 
     if name:
-        return typer.echo(grid(make_plan(find(name), data or [], only)))
+        return show_grid(make_plan(find(name), data or [], only))
     require(STUDIES.is_dir(), f"there is no ./{STUDIES} here: go to a checkout of the project, or name a .toml file.")
     for study in (find(str(path)) for path in sorted(STUDIES.glob("*.toml"))):
         typer.echo(f"{study.name:18} {len(study.variants):2} variants, {study.duration}: {study.title}")
@@ -67,16 +68,16 @@ def run(
 
 
 @study_app.command()
-def table(folder: Record, out: Target = None) -> None:
+def table(folder: Record, out: Target = None, overwrite: Overwrite = False) -> None:
     """Show the table of what is finished, and write table.md, results.json, pareto.svg (a study's: in its folder)."""
-    from chiar.studies.results import markdown, read_results, write_tables
+    from chiar.studies.results import read_results, show_rows, write_tables
     from chiar.studies.runner import STUDY
 
     results = read_results(folder)
-    typer.echo(markdown(results["title"], results["variants"], results["notes"]))
+    show_rows(results["title"], results["variants"], results["notes"])
     if out is not None and out != folder:
         for name in ("table.md", "results.json", "pareto.svg"):
-            check_new(out / name)
+            check_new(out / name, overwrite)
     if target := out or (folder if (folder / STUDY).is_file() else None):
         write_tables(results, target)
         typer.echo(f"wrote {target / 'table.md'}, results.json and pareto.svg")

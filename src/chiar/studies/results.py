@@ -10,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
 from typer import echo
 
 from chiar.config import ChiarConfig
 from chiar.config_checks import LAST_COMMIT, REMOVED, REMOVED_OPERATORS
+from chiar.console import show
 from chiar.errors import require
 from chiar.evaluation.harness import measured_shares
 from chiar.evaluation.report import REPORT, EvaluationReport, perplexity, read_training, shown
@@ -32,14 +34,20 @@ FEW = 3  # up to so many seeds the spread is max − min, above it the standard 
 Row = dict[str, Any]
 # Heading, key and format; columns nobody has a value for are left out.
 COLUMNS = (
-    *(("variant", "label", ""), ("role", "role", ""), ("parameters", "parameters", ",")),
-    *(("f", "fraction", ".3f"), ("layers", "layers", ",.3f"), ("÷ baseline", "layer_flops_of_baseline", ".4f")),
-    *(("logits", "logits", ",.3f"), ("total", "forward", ",.3f"), ("÷ baseline", "flops_of_baseline", ".4f")),
-    *(("training", "training", ",.3f"), ("test loss", "test_loss", ".4f"), ("±", "test_loss_spread", ".4f")),
+    *(("variant", "label", ""), ("role", "role", ""), ("f", "fraction", ".3f")),
+    *(("total", "forward", ",.3f"), ("÷ baseline", "flops_of_baseline", ".4f")),
+    *(("test loss", "test_loss", ".4f"), ("±", "test_loss_spread", ".4f")),
     *(("Δ nats", "gap", "+.4f"), ("±", "gap_spread", ".4f"), ("paper", "paper_gap", "+.4f"), ("seeds", "numbers", "")),
     *(("valid. PPL", "validation_perplexity", ",.3f"), ("paper", "paper_validation", ".2f")),
     *(("test PPL", "test_perplexity", ",.3f"), ("paper", "paper_test", ".2f"), ("τ", "threshold", ".4f")),
-    *(("g", "gate", ".3f"), ("step ms", "step_ms", ",.2f"), ("frontier", "best", "")),
+    *(
+        ("g", "gate", ".3f"),
+        ("step ms", "step_ms", ",.2f"),
+        ("frontier", "best", ""),
+        ("parameters", "parameters", ","),
+    ),
+    *(("layers", "layers", ",.3f"), ("÷ baseline", "layer_flops_of_baseline", ".4f"), ("logits", "logits", ",.3f")),
+    *(("training", "training", ",.3f"), ("what", "title", "")),
 )
 
 
@@ -179,21 +187,40 @@ def read_results(path: Path) -> dict[str, Any]:
     return {**results, "variants": [{**row, "removed": row["variant"] in gone} for row in results["variants"]]}
 
 
-def markdown(title: str, rows: list[Row], notes: list[str]) -> str:
-    """A table of the columns for which a row has a value, aligned for terminals too."""
+def cells_of(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells of the columns for which a row has a value."""
     flat = []
     for row in rows:
-        label = f"{row['variant']}{' †' if row.get('removed') else ''}{': ' if row['title'] else ''}{row['title']}"
         known = {part: count / 1e6 for part, count in row.get("flops_per_token", {}).items()}
-        known |= {"label": label, "numbers": ", ".join(map(str, row["seeds"]))}
-        flat.append({**row, **known, "best": "yes" if row.get("frontier") else None})
+        known |= {"label": f"{row['variant']}{' †' if row.get('removed') else ''}"}
+        known |= {"numbers": ", ".join(map(str, row["seeds"])), "best": "yes" if row.get("frontier") else None}
+        flat.append({**row, **known, "title": row["title"] or None})
     columns = [column for column in COLUMNS if any(row.get(column[1]) is not None for row in flat)]
-    headings, cells = [c[0] for c in columns], [[shown(row.get(key), form) for _, key, form in columns] for row in flat]
+    return [c[0] for c in columns], [[shown(row.get(key), form) for _, key, form in columns] for row in flat]
+
+
+def all_notes(rows: list[Row], notes: list[str]) -> list[str]:
+    mark = f"† is no longer declared: what it needs was removed from the code. Commit {LAST_COMMIT} can run it."
+    return [*notes, *([mark] if any(row.get("removed") for row in rows) else [])]
+
+
+def markdown(title: str, rows: list[Row], notes: list[str]) -> str:
+    headings, cells = cells_of(rows)
     widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
     lines = [" | ".join(map(str.ljust, row, widths)) for row in [headings, ["-" * n for n in widths], *cells]]
-    mark = [f"† is no longer declared: what it needs was removed from the code. Commit {LAST_COMMIT} can run it."]
-    notes = [*notes, *(mark if any(row.get("removed") for row in rows) else [])]
-    return "\n".join([f"# {title}", "", *(f"| {line} |" for line in lines), "", *(f"- {note}" for note in notes), ""])
+    listed = [f"- {note}" for note in all_notes(rows, notes)]
+    return "\n".join([f"# {title}", "", *(f"| {line} |" for line in lines), "", *listed, ""])
+
+
+def show_rows(title: str, rows: list[Row], notes: list[str]) -> None:
+    """The same in a terminal."""
+    headings, cells = cells_of(rows)
+    table = Table(*headings, title=title)
+    for row in cells:
+        table.add_row(*row)
+    show(table)
+    for note in all_notes(rows, notes):
+        echo(f"note: {note}")
 
 
 def costs_of(run: Run) -> Row:
@@ -204,7 +231,7 @@ def costs_of(run: Run) -> Row:
     return {**costs, "parameters": count_parameters(config), "fraction": mean(share["attention"] for share in shares)}
 
 
-def grid(plan: Plan) -> str:
+def show_grid(plan: Plan) -> None:
     """The variants before any run, their FLOPs counted at the f each aims at."""
     study, settings, steps, rows = plan.study, plan.runs[0].train_settings(), plan.steps, []
     whole = costs_of(make_plan(study, plan.runs[0].data[:1], [study.baseline]).runs[0])["flops_per_token"]["forward"]
@@ -216,7 +243,7 @@ def grid(plan: Plan) -> str:
     tokens = f"{steps * settings.batch * settings.length:,} tokens in {steps:,} steps" if steps else study.duration
     kind = f"{plan.corpora[0].vocab_size:,} token ids" if steps else "the preset's vocabulary: --data takes a corpus's"
     counted = f"MFLOPs a token, forward, counted at the target f ({kind}); training with the backward pass."
-    return markdown(study.title, rows, [f"Each run trains on {tokens}.", counted])
+    show_rows(study.title, rows, [f"Each run trains on {tokens}.", counted])
 
 
 def add_results(path: Path, source: Path) -> None:

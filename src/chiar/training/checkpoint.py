@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from chiar.errors import InputError, require
+from chiar.errors import InputError, errors_as, require
 from chiar.files import aside_of
 from chiar.training.distributed import Processes, local_rows
 
@@ -123,8 +123,17 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place, each with the rows this process holds."""
     places, found = {name: local_rows(tensor) for name, tensor in tensors.items()}, set[str]()
     missing = {name: len(rows) if rows.ndim else 1 for name, (_, rows) in places.items()}
+    changed = (
+        f"{folder} was damaged while it was read: repeat the command, which then takes the newest whole checkpoint"
+    )
     for file_name in read_manifest(folder).keys() - {STATE}:
-        with safe_open(folder / Path(file_name).name, framework="pt") as file, torch.no_grad():
+        opened = folder / Path(file_name).name
+        # Read, not mapped into memory: a mapped file that shrinks ends the process.
+        with (
+            errors_as(changed, SafetensorError, OSError),
+            safe_open(opened, framework="pt", backend="pread") as file,
+            torch.no_grad(),
+        ):
             starts = json.loads((file.metadata() or {}).get("starts", "{}"))
             found |= (names := set(file.keys()))
             for name in names & tensors.keys():

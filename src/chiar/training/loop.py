@@ -2,10 +2,14 @@
 
 import math
 import os
+import shlex
+import signal
+import threading
 import time
 from contextlib import ExitStack, closing
 from copy import deepcopy
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +24,67 @@ from chiar.data.tokenizers import check_tokenizer
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError, optional_module, require
 from chiar.generation.writer import Sampling, write_text
+from chiar.model.load import describe_device
 from chiar.training import checkpoint
 from chiar.training.compiling import computes_bf16
-from chiar.training.distributed import Processes, start
+from chiar.training.distributed import Processes, local_rows, start
+from chiar.training.memory import explained
 from chiar.training.reporting import Display, Metrics, utilisation
 from chiar.training.run_folder import RUN, RunFolder, describe
 from chiar.training.settings import TrainSettings
 from chiar.training.tasks import Rows, whole
-from chiar.training.trainer import Trainer
+from chiar.training.trainer import Trainer, learning_rate
 
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C; the message says how to go on."""
 
 
+class CtrlC:
+    """While it is open the first Ctrl-C only sets `pressed`, for the loop to save and stop; the next stops at once."""
+
+    pressed = False
+
+    def __enter__(self) -> "CtrlC":
+        # Elsewhere, or where it is ignored or somebody else's, it stays what it is.
+        here = threading.current_thread() is threading.main_thread()
+        self.ours = here and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self.ours:
+            signal.signal(signal.SIGINT, self.press)
+        return self
+
+    def press(self, *_: Any) -> None:
+        self.pressed = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b"\nsaving after this step; Ctrl-C again leaves at once\n")  # print may be what was interrupted
+
+    def __exit__(self, *_: Any) -> None:
+        if self.ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def train(
     config: ChiarConfig, settings: TrainSettings, out: Path, resume: bool = False, device: str = "auto",
-    quiet: bool = False,
+    quiet: bool = False, extend: bool = False,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Train to `settings.steps`, writing to the run folder `out`. Returns the last record."""
+    """Train to `settings.steps`, writing to the run folder `out`. Returns the last record. A resumed run may have
+    another number of steps, and with it another course of the learning rate, only to `extend` it."""
     settings.validate()
     logging.disable_progress_bar()  # ours is enough
     folder = RunFolder(out)
     try:
         with closing(start(device)) as processes:
-            return train_among(processes, config, settings, folder, resume, quiet)
+            return train_among(processes, config, settings, folder, resume, device, quiet, extend)
     except KeyboardInterrupt:
         if not (folder.path / RUN).is_file():
             raise Interrupted("nothing was written yet.") from None
         saved = checkpoint.steps(folder.checkpoints)
-        goes_on = f"goes on after {saved[0].name}" if saved else "starts again, since no checkpoint was saved yet"
-        raise Interrupted(f"the same command with --resume {goes_on}.") from None
-    except torch.OutOfMemoryError as error:
-        ways = f"make --micro-batch ({settings.micro_batch} now) or --length ({settings.length}) smaller"
-        ways += "" if settings.gradient_checkpointing else ", or add --set gradient_checkpointing=true"
-        raise InputError(f"the GPU's memory does not suffice: {ways}, with a new --out.") from error
+        kept = f"{saved[0].name} is saved, go on with" if saved else "no checkpoint was saved yet, begin again with"
+        raise Interrupted(f"{kept}: {folder.command}") from None
+    except (RuntimeError, MemoryError) as error:
+        if (sentence := explained(error, settings)) is None:
+            raise
+        raise sentence from error
 
 
 def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus]) -> list[str]:
@@ -73,7 +103,9 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus
     differ = len(set(names)) == len(names)
     require(differ, f"two corpora are called alike ({', '.join(names)}): chiar data prepare --name names one.")
     notes = [remark for corpus in corpora for remark in corpus.remarks]
-    notes += check_tokenizer(settings.initial, config, first) if settings.initial else []
+    if settings.initial:
+        require(Path(settings.initial, "config.json").is_file(), f"initial: there is no model in {settings.initial}.")
+        notes += check_tokenizer(settings.initial, config, first)
     require(needed <= known, f"the corpus has {needed} token ids, the model only {known}: set vocab_size.")
     moves, movable = settings.recalibrate_every > 0, config.router_kind.has_thresholds and config.routed_layers
     require(movable or not moves, "recalibrate_every needs routed layers with the entropy router.")
@@ -88,9 +120,22 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus
     return notes
 
 
+def check_length(folder: RunFolder, settings: TrainSettings, extend: bool) -> list[str]:
+    """A cosine has one length: InputError where the run was begun with another and nobody said to extend it."""
+    _, begun = folder.begun()
+    if settings.steps == begun.steps:
+        return []
+    at = min(begun.steps, settings.steps)
+    rates = f"the rate at step {at} is {learning_rate(settings, at):.3g} ({learning_rate(begun, at):.3g} as begun)"
+    course = f"with {settings.steps} steps instead of {begun.steps} the cosine has another course: {rates}"
+    require(extend, f"{folder.path}: {course}. Add --extend if that is meant.")
+    return [course]
+
+
 def train_among(
-    processes: Processes, config: ChiarConfig, settings: TrainSettings, folder: RunFolder, resume: bool, quiet: bool
-) -> dict[str, Any] | None:
+    processes: Processes, config: ChiarConfig, settings: TrainSettings, folder: RunFolder, resume: bool, device: str,
+    quiet: bool, extend: bool,
+) -> dict[str, Any] | None:  # fmt: skip
     corpora = [Corpus.open(Path(path)) for path in settings.data]
     if config.positions == "rope":
         config = deepcopy(config)
@@ -100,6 +145,8 @@ def train_among(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
     resume = processes.from_main(lambda: folder.goes_on(resume))
+    longer = processes.from_main(lambda: check_length(folder, settings, extend)) if resume else []
+    notes += [f"note: {note}" for note in longer]
     if settings.precision == "auto":  # what the main process's device computes, or what a resumed run was begun with
         here = {"precision": "bf16" if computes_bf16(processes.device) else "fp32"}
         begun = processes.from_main(lambda: folder.told("settings") if resume else here)
@@ -107,22 +154,25 @@ def train_among(
     torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
     run = Run(config, settings, corpora, processes)  # what cannot be built leaves no folder
     run.folder = folder
-    found = processes.from_main(lambda: folder.open(describe(config, settings, corpora, processes.count), resume))
+    told = describe(config, settings, corpora, processes.count, device)
+    found = processes.from_main(lambda: folder.open(told, resume))
     if found is not None:
         run.restore(found)
-        left = "" if run.step < settings.steps else ": nothing is left to train"
+        left = "" if run.step < settings.steps else ": nothing is left to train (--steps N --extend goes further)"
         notes += [f"warning: {complaint}" for complaint in found.complaints]
         notes.append(f"resuming after step {run.step} of {settings.steps}{left}")
+    notes = [*run.banner(), *notes]
     if settings.compile and run.step < settings.steps:
         notes.append("compiling: the first step takes a minute or two (--no-compile starts at once)")
-    kept, operators = found.state["metrics_bytes"] if found else 0, list(config.operators or ())
+    operators = list(config.operators or ()) if settings.tensorboard else None
+    notes += [f"warning: {lost}" for lost in processes.from_main(lambda: folder.trim_metrics(run.step))]
     with closing(Display(settings.steps, run.step, quiet or not processes.main)) as run.display, ExitStack() as opened:
         for note in notes:
             run.display.say(note)
         if processes.main:
-            metrics = Metrics(folder.metrics_path, kept, run.step, operators if settings.tensorboard else None)
-            run.metrics = opened.enter_context(closing(metrics))
-        return run.go()
+            run.metrics = opened.enter_context(closing(Metrics(folder.metrics_path, run.step, operators)))
+        with CtrlC() as interruption:
+            return run.go(interruption)
 
 
 class Run(Trainer):
@@ -132,7 +182,32 @@ class Run(Trainer):
     display: Display
     metrics: Metrics | None = None
 
-    def go(self) -> dict[str, Any] | None:
+    def banner(self) -> list[str]:
+        """What runs, where, how much of it at a time, and where it is written."""
+        settings, kinds = (
+            self.settings,
+            [(kind, len([*layers])) for kind, layers in groupby(self.config.layer_types or ())],
+        )
+        layers = ", ".join(f"{count} × {kind}" if count > 1 else kind for kind, count in kinds)
+        parameters, tokens = sum(p.numel() for p in self.model.parameters()), settings.batch * settings.length
+        device = describe_device(self.processes.device)
+        device += f" × {self.processes.count}" if self.processes.count > 1 else ""
+        first = f"model: {parameters:,} parameters, width {self.config.hidden_size}, layers {layers}"
+        second = f"{settings.steps:,} steps of {settings.batch} × {settings.length} = {tokens:,} tokens"
+        return [first, f"training: {second}, on {device} in {settings.precision}", f"writing to: {self.folder.path}"]
+
+    def farewell(self) -> list[str]:
+        """Where the results lie and what to do with them."""
+        path, corpus, best = (shlex.quote(str(p)) for p in (self.folder.path, self.corpora[0].folder, self.folder.best))
+        found = f", validation loss {self.best['loss']:.4f} at step {self.best['step']}" if self.best else ""
+        ways = [f"chiar eval {path} --data {corpus}", f"chiar explore {path}"]
+        ways += [f'chiar generate {path} --prompt "…"'] if self.heads[0] is None else []
+        return [
+            f"done: the best model is {best}{found}; the last one {self.folder.final}",
+            "next: " + "\n      ".join(ways),
+        ]
+
+    def go(self, interruption: CtrlC) -> dict[str, Any] | None:
         settings, record, warned = self.settings, None, set[str]()
         self.marked_time = time.perf_counter()
         while self.step < settings.steps:
@@ -144,7 +219,7 @@ class Run(Trainer):
             last = self.step == settings.steps
             self.display.advance(self.step)
             evaluates = self.step % settings.evaluate_every == 0 or last
-            if self.step % settings.log_every == 0 or evaluates or self.step == 1:
+            if logs := self.step % settings.log_every == 0 or evaluates or self.step == 1:
                 record = self.measure(measured)
                 if evaluates:
                     self.validate(record)
@@ -153,15 +228,23 @@ class Run(Trainer):
                     self.display.record(record)
             if settings.recalibrate_every and self.step % settings.recalibrate_every == 0:
                 self.display.say(f"thresholds set to {self.recalibrate()}")
-            if self.step % settings.save_every == 0 or last:
+            # Several processes ask each other where they meet anyway.
+            alone = self.processes.count == 1
+            stops = interruption.pressed if alone else logs and any(self.processes.all(interruption.pressed))
+            if self.step % settings.save_every == 0 or last or stops:
                 self.save()
+            if stops and not last:
+                raise KeyboardInterrupt
+        self.check_finite()
         self.export(self.folder.final)  # here, so that a run killed after its last step is completed when resumed
+        for line in self.farewell():
+            self.display.say(line)
         return record
 
     def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
         """A step's measurements over all processes as plain numbers."""
         loss, (losses, gates, _) = self.means(measured["done"])
-        self.check_finite(loss)
+        self.check_finite({"the loss": loss})
         use_LK = self.processes.total(torch.stack([result.use_LK for _, result, _ in measured["done"]]).mean(0))
         use = [[round(value, 6) for value in row] for row in (use_LK / self.processes.count).tolist()]
         record = {"step": self.step, "loss": loss, "rate": measured["rate"], "gradient_norm": float(measured["norm"])}
@@ -180,6 +263,7 @@ class Run(Trainer):
     def validate(self, record: dict[str, Any]) -> None:
         """Evaluate, export the best, continue the prompt greedily (a gate that sees the future is frozen at it)."""
         record |= self.evaluate()
+        self.check_finite({f"the validation loss on {name}": loss for name, loss in record["validation"].items()})
         now = {"step": self.step, "loss": record["validation"][self.names[0]]}
         if self.heads[0] is not None:
             now["accuracy"] = record["accuracy"][self.names[0]]
@@ -195,11 +279,11 @@ class Run(Trainer):
         self.marked_time = time.perf_counter()
 
     def save(self) -> None:
-        self.check_finite(0.0)
+        self.check_finite()
         target = self.folder.checkpoints / checkpoint.step_name(self.step)
-        written = self.metrics.bytes if self.metrics is not None else 0
-        thresholds = self.model.language.config.thresholds
-        state = {"step": self.step, "metrics_bytes": written, "best": self.best, "thresholds": thresholds}
+        if self.metrics is not None:
+            self.metrics.sync()
+        state = {"step": self.step, "best": self.best, "thresholds": self.model.language.config.thresholds}
         checkpoint.save(target, self.tensors(), state, self.processes)
         if self.processes.main:
             checkpoint.point(self.folder.checkpoints / "latest", target)
@@ -213,12 +297,18 @@ class Run(Trainer):
             if model is not None:
                 self.folder.export(model, self.corpora[0], link, self.step)
 
-    def check_finite(self, loss: float) -> None:
-        """Where the gradient of a step or this loss is not finite: keep the step's batches, say so, stop."""
-        if (step := int(self.first_bad_step)) < 0 and math.isfinite(loss):
+    def check_finite(self, losses: dict[str, float] | None = None) -> None:
+        """Where a gradient, a weight or one of these losses is not finite: keep the step's batches, say so, stop."""
+        step, wrong = int(self.first_bad_step), [name for name, x in (losses or {}).items() if not math.isfinite(x)]
+        if step >= 0:
+            wrong = ["the gradient"]
+        elif not wrong:
+            bad = torch.stack([~local_rows(p)[1].isfinite().all() for p in self.model.parameters()]).any()
+            wrong = ["a weight"] if self.processes.total(bad.float()) else []
+        if not wrong:
             return
         step = step if step >= 0 else self.step - 1
-        what, tensors = f"the gradient of step {step + 1} is not finite", dict[str, Tensor]()
+        what, tensors = f"{wrong[0]} of step {step + 1} is not finite", dict[str, Tensor]()
         for slot in range(self.schedule.slots):
             for batch in self.schedule.batches(step, slot):
                 parts, name = batch._asdict(), f"slot{slot}.{self.names[batch.corpus]}"
@@ -229,4 +319,5 @@ class Run(Trainer):
         with checkpoint.agreed(self.processes, f"{what}, {last}, and its batches, {name},"):
             if self.processes.main:
                 save_file(tensors, self.folder.path / name)
-        raise checkpoint.TrainingStopped(f"{what}: its batches are in {name}, and {last}.")
+        way = f"a new run with a --learning-rate below {self.settings.learning_rate:g} may do better"
+        raise checkpoint.TrainingStopped(f"{what}: its batches are in {name}, and {last}; {way}.")

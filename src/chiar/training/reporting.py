@@ -76,11 +76,9 @@ class Display:
 
 
 class Metrics:
-    """Appends one JSON object a line, and TensorBoard's events; what lies behind the checkpoint resumed from goes."""
+    """Appends one JSON object a line, and TensorBoard's events, of which those after `step` go."""
 
-    def __init__(self, path: Path, kept_bytes: int = 0, step: int = 0, operators: list[str] | None = None) -> None:
-        path.touch()
-        os.truncate(path, min(kept_bytes, path.stat().st_size))
+    def __init__(self, path: Path, step: int = 0, operators: list[str] | None = None) -> None:
         self.file, self.operators, self.events = path.open("a"), operators, None
         if operators is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -103,11 +101,9 @@ class Metrics:
             self.events.add_text("sample", record["sample"], step)
         self.events.flush()
 
-    @property
-    def bytes(self) -> int:
-        """How much is written, for the checkpoint; synced so that it is really there."""
+    def sync(self) -> None:
+        """Before a checkpoint is written, so that what it has behind it is really there."""
         os.fsync(self.file.fileno())
-        return self.file.tell()
 
     def close(self) -> None:
         self.file.close()

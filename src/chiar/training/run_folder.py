@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,17 +18,19 @@ import transformers
 import chiar
 from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus
-from chiar.errors import InputError, errors_as, first_line, require
+from chiar.errors import errors_as, require
 from chiar.files import new_folder, write_whole
 from chiar.model.heads import export_model
+from chiar.registry import plugin_names
 from chiar.training import checkpoint
 from chiar.training.settings import TrainSettings
 from chiar.training.tasks import TaskModel
 
 RUN, METRICS = "run.json", "metrics.jsonl"
-# What may differ when a run is resumed: how long it is, how it is spread, and how it is shown.
-MAY_CHANGE = {"steps", "compile", "compile_layers", "cuda_graphs", "parallel", "execution", "keep", "log_every"}
-MAY_CHANGE |= {"tensorboard", "peak_tflops", "transformers_version"}
+# What may differ when a run is resumed: how long it is, how it is spread and shown, where its data lies.
+MAY_CHANGE = {"config": {"execution", "transformers_version"}, "data": set[str]()}
+MAY_CHANGE["settings"] = {"steps", "compile", "compile_layers", "cuda_graphs", "parallel", "keep", "log_every"}
+MAY_CHANGE["settings"] |= {"tensorboard", "peak_tflops", "data"}  # where the data lies: what it is has a fingerprint
 
 
 def versions() -> dict[str, str]:
@@ -51,9 +54,18 @@ def launch() -> str | None:
     return f"{name}-{os.getppid()}" if name else None
 
 
-def describe(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus], processes: int) -> dict[str, Any]:
-    told = {"config": config.to_dict(), "settings": asdict(settings), "data": {c.name: c.fingerprint for c in corpora}}
-    told |= {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "launch": launch(), "processes": processes}
+def told_settings(settings: TrainSettings) -> dict[str, Any]:
+    """With paths that lead to the same place from any folder."""
+    initial = os.path.abspath(settings.initial) if settings.initial else ""
+    return asdict(settings) | {"data": [os.path.abspath(path) for path in settings.data], "initial": initial}
+
+
+def describe(
+    config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus], processes: int, device: str
+) -> dict[str, Any]:
+    told: dict[str, Any] = {"config": config.to_dict(), "settings": told_settings(settings), "device": device}
+    told |= {"data": {c.name: c.fingerprint for c in corpora}, "launch": launch(), "processes": processes}
+    told |= {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])}
     return told | {"versions": versions(), "commit": commit(), "remarks": {c.name: c.remarks for c in corpora}}
 
 
@@ -78,17 +90,50 @@ class RunFolder:
         require(part in run, f"{RUN} of {self.path.name} says nothing of its {part}: it is incomplete.")
         return run[part]
 
+    def begun(self) -> tuple[ChiarConfig, TrainSettings]:
+        """What the run was told, and what was changed when it was last resumed."""
+        with errors_as(f"{self.path / RUN} is damaged", ValueError, TypeError, AttributeError, LookupError):
+            changed = self.read().get("resumed", [{}])[-1].get("settings", {})
+            settings = TrainSettings.from_dict({**self.told("settings"), **changed})
+            return ChiarConfig.from_dict(self.told("config")), settings
+
+    @property
+    def command(self) -> str:
+        """What goes on with this run, whichever command began it."""
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            count = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+            return f"torchrun --nproc-per-node {count} -m chiar.train --resume {shlex.quote(str(self.path))}"
+        plugins = [word for name in plugin_names() for word in ("--plugin", name)]
+        return shlex.join(["chiar", *plugins, "train", "--resume", str(self.path)])
+
+    def read_lines(self) -> list[tuple[str, dict[str, Any] | None]]:
+        """The lines of its metrics, each with its record, or None where that is damaged."""
+        require(self.metrics_path.is_file(), f"{self.path} has no {METRICS}.")
+        found = list[tuple[str, dict[str, Any] | None]]()
+        for line in self.metrics_path.read_bytes().splitlines():
+            try:
+                record = json.loads(line)
+                found.append((line.decode("utf-8"), record if isinstance(record["step"], int) else None))
+            except (ValueError, TypeError, LookupError, RecursionError):
+                found.append(("", None))
+        return found
+
     def read_metrics(self) -> list[dict[str, Any]]:
         """Its records; a run that goes on may be in the middle of the last line."""
-        path, records = self.metrics_path, list[dict[str, Any]]()
-        require(path.is_file(), f"{self.path} has no {METRICS}.")
-        for number, line in enumerate(lines := path.read_text(encoding="utf-8").splitlines(), start=1):
-            try:
-                records.append(dict(json.loads(line)))
-            except (ValueError, TypeError) as error:
-                if number < len(lines):
-                    raise InputError(f"{path}, line {number} is damaged: {first_line(error)}") from error
-        return records
+        lines = self.read_lines()
+        for number, (_, record) in enumerate(lines[:-1], start=1):
+            mend = f"chiar train --resume {self.path} drops it and goes on"
+            require(record is not None, f"{self.metrics_path}, line {number} is damaged: {mend}.")
+        return [record for _, record in lines if record is not None]
+
+    def trim_metrics(self, step: int) -> list[str]:
+        """Leave the sound records up to this step, from where a run goes on; what was dropped because of damage."""
+        lines = self.read_lines() if self.metrics_path.is_file() else []
+        damaged = [str(number) for number, (_, record) in enumerate(lines, start=1) if record is None]
+        kept = [line for line, record in lines if record is not None and record["step"] <= step]
+        write_whole(self.metrics_path, "".join(f"{line}\n" for line in kept))
+        numbers = ", ".join(damaged[:5]) + (" …" if damaged[5:] else "")
+        return [f"{METRICS} is damaged: line {numbers} dropped, {len(kept)} records kept."] if damaged else []
 
     def goes_on(self, resume: bool) -> bool:
         """Whether a run is continued: asked for, or torchrun started it again. Otherwise the folder must be free."""
@@ -96,7 +141,7 @@ class RunFolder:
         if not resume and again and (self.path / RUN).is_file():
             resume = self.read().get("launch") == launch()
         free = not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
-        require(resume or free, f"{self.path} exists already: add --resume to continue it, or choose another folder.")
+        require(resume or free, f"{self.path} exists already: {self.command} continues a run, or choose another --out.")
         return resume
 
     def open(self, record: dict[str, Any], resume: bool) -> checkpoint.Found | None:
@@ -106,18 +151,23 @@ class RunFolder:
             self.write(record)
             return None
         # A run may be older than a field, which then had its default, or younger than one that is gone.
-        before = {"config": ChiarConfig.from_dict(self.told("config")).to_dict(), "data": self.told("data")}
-        before["settings"] = asdict(TrainSettings()) | self.told("settings")
+        config, settings = self.begun()
+        before = {"config": config.to_dict(), "settings": told_settings(settings), "data": self.told("data")}
         for part in before:
             was, asked = (json.loads(json.dumps(fields[part])) for fields in (before, record))
-            for key in sorted((was.keys() | asked.keys()) - MAY_CHANGE):
+            for key in sorted((was.keys() | asked.keys()) - MAY_CHANGE[part]):
                 old, new = was.get(key), asked.get(key)
-                require(old == new, f"{self.path} was begun with {part} {key} = {old!r}, not {new!r}: give the same.")
+                require(old == new, f"{self.path} was begun with {part} {key} = {old!r}, not {new!r}: leave that out.")
+            order = ", ".join(was)
+            require(
+                part != "data" or list(was) == list(asked),
+                f"{self.path} was begun with --data {order}: keep that order.",
+            )
         for leftover in self.checkpoints.glob(".step-*.partial"):
             shutil.rmtree(leftover)
         stored, found = self.read(), checkpoint.find(self.checkpoints)
         now = {part: record[part] for part in ("command", "launch", "versions", "commit", "processes")}
-        now["settings"] = {key: value for key, value in record["settings"].items() if key in MAY_CHANGE}
+        now["settings"] = {key: value for key, value in record["settings"].items() if key in MAY_CHANGE["settings"]}
         resumed = [*stored.get("resumed", []), {"step": found.state["step"] if found else 0, **now}]
         self.write({**stored, "launch": record["launch"], "resumed": resumed})
         return found
@@ -130,7 +180,6 @@ class RunFolder:
         target = next(path for path in names if not path.exists())
         with new_folder(target) as aside:
             export_model(model, corpus, aside)
-            shutil.copytree(corpus.folder / "tokenizer", aside, dirs_exist_ok=True)
         checkpoint.point(link, target)
         for other in {*self.exports.glob(f"*{link.name}-*")} - {target}:  # with what a killed process left behind
             shutil.rmtree(other, ignore_errors=True)

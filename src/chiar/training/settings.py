@@ -10,9 +10,17 @@ from chiar.config_checks import fits
 from chiar.errors import require, unknown_name
 
 CHOICES = {"precision": ("auto", "bf16", "fp32"), "mixing": ("weights", "added"), "parallel": ("auto", "ddp", "fsdp")}
-# The least a number may be, where that is not 0. A row needs a token to predict.
-LEAST = dict.fromkeys(("batch", "micro_batch", "steps", "evaluate_every", "save_every", "log_every", "keep"), 1)
-LEAST["length"] = 2
+MANY = 2**32 - 1
+# From where to where numbers go, where that is not from 0 to MANY.
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("batch", "micro_batch", "steps", "evaluate_every", "save_every", "log_every", "keep"), (1, MANY)),
+    **dict.fromkeys(("learning_rate", "final_learning_rate", "weight_decay"), (0, 1000)),
+    **dict.fromkeys(("beta1", "beta2", "ema"), (0, 0.999999)),  # at 1 nothing would ever move
+    "added_share": (0, 1),
+    "length": (2, MANY),  # a row needs a token to predict
+}
+# What `chiar train` begins a tiny preset with on a CPU, where it should learn something within seconds.
+TINY: dict[str, Any] = {"batch": 8, "learning_rate": 3e-3, "warmup": 20, "compile": False}
 
 
 @dataclass
@@ -62,14 +70,15 @@ class TrainSettings:
             if name in CHOICES and value not in CHOICES[name]:
                 raise unknown_name(name, value, CHOICES[name])
             if kind in (int, float):
-                limit = f"be at least {LEAST[name]}" if name in LEAST else "not be negative or nan"
-                require(LEAST.get(name, 0) <= value < math.inf, f"{name} must {limit}, got {value}.")
-        require(self.ema < 1.0, f"ema must be less than 1, got {self.ema}.")
-        require(self.added_share <= 1.0, f"added_share must be at most 1, got {self.added_share}.")
-        require(self.data, "no data: name at least one prepared corpus.")
+                least, most = RANGES.get(name, (0, MANY))
+                require(least <= value <= most, f"{name} must lie between {least} and {most:,}, got {value}.")
+                setattr(self, name, kind(value))  # torch wants no whole numbers among its floats
+        require(self.data, "no data: name at least one prepared corpus with --data.")
         weights, count = [1.0] * len(self.data) if self.weights is None else self.weights, len(self.data)
         require(len(weights) == count, f"{len(weights)} weights for {count} corpora.")
-        require(min(weights) >= 0 and sum(weights) > 0, f"weights must not be negative, nor all 0, got {weights}.")
+        drawn = weights[1:] if self.mixing == "added" and count > 1 else weights
+        sound = all(0 <= weight <= MANY for weight in weights) and sum(drawn) > 0
+        require(sound, f"weights must lie between 0 and {MANY:,}, and those drawn from not all be 0, got {weights}.")
 
     def accumulation(self, processes: int) -> int:
         """Micro-batches of one process in one step."""
@@ -89,13 +98,20 @@ class TrainSettings:
         return settings
 
 
+def micro_batch_of(batch: int) -> int:
+    """Rows of one pass where nobody said: at most 32 that divide the batch."""
+    return batch if batch <= 32 else math.gcd(batch, 32)
+
+
 def finetune_settings(chosen: dict[str, Any], length: int, documents: int, epochs: float) -> TrainSettings:
     """Settings of a run on labelled documents: those `chosen`, else what suits (lengths vary: nothing is compiled)."""
     require(0.0 < epochs < math.inf, f"epochs must be more than 0, got {epochs}.")
     asked = TrainSettings.from_dict({"batch": 32, **chosen})
     epoch = math.ceil(documents / asked.batch)
     steps = chosen.get("steps", math.ceil(epochs * documents / asked.batch))
-    asked = replace(asked, micro_batch=min(asked.batch, 32), length=length, steps=steps, warmup=round(0.06 * steps))
+    asked = replace(
+        asked, micro_batch=micro_batch_of(asked.batch), length=length, steps=steps, warmup=round(0.06 * steps)
+    )
     asked = replace(asked, learning_rate=1e-4 if asked.initial else 5e-4, final_learning_rate=0.0)
     asked = replace(asked, precision="auto", compile=False, evaluate_rows=0, evaluate_every=epoch, save_every=epoch)
     return replace(asked, **chosen)
@@ -104,7 +120,8 @@ def finetune_settings(chosen: dict[str, Any], length: int, documents: int, epoch
 def train_arguments(model: str, changes: dict[str, Any], settings: TrainSettings, out: Path) -> list[str]:
     """A run as the command that trains it, `train MODEL …`: what differs from its defaults and from MODEL."""
     default = asdict(TrainSettings(data=settings.data, precision="auto"))  # as the command has it
-    changed = {name: value for name, value in asdict(settings).items() if value != default[name]} | changes
+    sure = default.keys() - (TINY.keys() | {"micro_batch"} if model.endswith("-tiny") else set())
+    changed = {n: value for n, value in asdict(settings).items() if n not in sure or value != default[n]} | changes
     parts = ["train", model, *(word for path in settings.data for word in ("--data", path))]
     for name, value in changed.items():
         parts += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]

@@ -17,6 +17,7 @@ from chiar.routing.calibration import calibrate
 from chiar.training import checkpoint
 from chiar.training.compiling import Forward, GraphedPasses, miscompiled
 from chiar.training.distributed import Processes, replicate, shard
+from chiar.training.memory import check_memory
 from chiar.training.settings import TrainSettings
 from chiar.training.tasks import Batch, Rows, Schedule, TaskResult, materialise, outline, read_ahead, seed_of
 
@@ -58,12 +59,14 @@ class Trainer:
         self.config, self.settings, self.corpora, self.processes = config, settings, corpora, processes
         self.names = [corpus.name for corpus in corpora]
         self.heads = [corpus.name if corpus.kind == "classification" else None for corpus in corpora]
-        self.schedule = Schedule(settings, [Rows(corpus, "train", settings.length) for corpus in corpora])
         self.accumulation = settings.accumulation(processes.count)
+        self.model = outline(config, {c.name: len(c.labels) for c in corpora if c.kind == "classification"})
+        parameters = sum(p.numel() for p in self.model.parameters())
+        check_memory(config, settings, parameters, processes)
+        self.schedule = Schedule(settings, [Rows(corpus, "train", settings.length) for corpus in corpora])
         self.slots = range(processes.rank, self.schedule.slots, processes.count)
         self.batches = read_ahead(self.schedule, self.slots, 0, processes.device)
-        self.model = outline(config, {c.name: len(c.labels) for c in corpora if c.kind == "classification"})
-        big = processes.count > 1 and sum(p.numel() for p in self.model.parameters()) >= SHARD_FROM
+        big = processes.count > 1 and parameters >= SHARD_FROM
         self.sharded = settings.parallel == "fsdp" or (settings.parallel == "auto" and big)
         if self.sharded:
             shard(self.model, processes)

@@ -1,10 +1,11 @@
 "use strict";
 // The live page: what is typed is routed by every model; sliders move a model's routes; a model continues the text.
 (() => {
-  const { Panel, heading } = ChiarView;
+  const { Panel, compare, heading } = ChiarView;
   const { make, mean, percent, share, signed } = ChiarMarks;
   const byId = (id) => document.getElementById(id);
   const text = byId("text"), status = byId("status"), error = byId("error"), panelsRoot = byId("panels");
+  const both = byId("both");
   const EXAMPLE = "Return the number of items in the list, or raise ValueError if it is empty.";
   let models = [], limits = {}, panels = [], stream = null, story = "";
 
@@ -19,8 +20,10 @@
         continue;
       }
       if (response.ok) return response;
-      const problem = (await response.json().catch(() => ({}))).error;
-      throw new Error(problem?.message || `The server answered ${response.status}.`);
+      const { message, param } = (await response.json().catch(() => ({}))).error ?? {};
+      const label = param && byId(param)?.labels[0].firstChild.textContent.trim();  // what the field is called here
+      const sentence = message || `The server answered ${response.status}.`;
+      throw new Error(label ? sentence.replace(`'${param}'`, label) : sentence);
     }
   }
 
@@ -30,6 +33,7 @@
     const sentence = silent ? "The server does not answer: is it still running?" : problem ? problem.message : "";
     error.textContent = sentence ? sentence[0].toUpperCase() + sentence.slice(1) : "";
     error.hidden = !sentence;
+    if (sentence) status.textContent = "";
   }
 
   class Live {
@@ -37,13 +41,13 @@
       this.about = about;
       this.index = index;
       this.continueButton = make("button", { type: "button", class: "primary", text: "Continue" });
-      this.continueButton.setAttribute("aria-label", `Continue the text with ${about.name}`);
-      this.continueButton.addEventListener("click", () => stream ? stream.abort() : this.carryOn());
+      this.continueButton.addEventListener("click", () => stream ? stream.abort() : carryOn([this]));
       this.root = make("article", { class: "panel", "aria-label": about.name },
         [make("header", {}, [heading(about), this.continueButton])]);
       this.panel = new Panel(this.root);
       this.base = null;
       this.written = null;
+      this.tail = "";
       this.busy = this.again = false;
       this.slider();
     }
@@ -93,29 +97,42 @@
       return this.kind && this.moved ? { kind: this.kind.value, value: Number(this.range.value) } : null;
     }
 
+    // The text, and behind it what this model alone wrote.
+    get asked() {
+      return text.value && text.value + this.tail;
+    }
+
     // One request at a time; whatever changed meanwhile is asked next, so a dragged slider never queues up.
     async route() {
       if (this.busy) { this.again = true; return; }
       this.busy = true;
       this.root.classList.add("stale");
-      try {
-        do {
-          this.again = false;
-          if (!text.value || stream) break;
-          const asked = text.value, steer = this.steer;
+      do {
+        this.again = false;
+        const { asked, steer } = this;
+        if (!asked || stream) break;
+        try {
           if (this.base?.asked !== asked) {
             this.base = { ...await this.fetch(asked, null), asked };
             if (!this.moved) this.settle(false);
           }
           const view = steer ? await this.fetch(asked, steer) : this.base;
-          if (text.value === asked && !stream) this.show(view, steer ? this.base : null);
-        } while (this.again);
-      } catch (problem) {
-        complain(problem);
-      } finally {
-        this.busy = false;
-        this.root.classList.remove("stale");
-      }
+          if (this.asked === asked && !stream) this.show(view, steer ? this.base : null);
+        } catch (problem) {
+          if (this.again || this.asked !== asked) continue;
+          this.clear();
+          complain(problem);
+        }
+      } while (this.again);
+      this.busy = false;
+      this.root.classList.remove("stale");
+    }
+
+    // What is shown is of the text that stands there: no text, or one that was refused, shows nothing.
+    clear() {
+      this.base = null;
+      if (this.range) this.range.disabled = true;
+      this.panel.clear();
     }
 
     async fetch(asked, steer) {
@@ -125,27 +142,20 @@
     show(view, base) {
       if (this.range) this.range.disabled = false;
       this.panel.update(view, { base, written: this.written });
-      count(view.tokens.length);
+      count();
     }
 
-    async carryOn() {
-      if (!text.value) { text.focus(); return; }
-      stream = new AbortController();
-      status.textContent = `${this.about.name} is writing; Escape stops it.`;
-      complain(null);
-      lock(this);
-      this.continueButton.textContent = "Stop";
-      this.continueButton.setAttribute("aria-label", "Stop writing");
-      const prompt = text.value;
-      let written = "", view = null, ended = false;
+    // Continue the text, drawn token by token; what was written and its number of tokens, or null.
+    async write(wish, signal) {
+      let written = "", view = null, begin = 0, ended = false;
       try {
-        const response = await ask("api/continue", { model: this.index, text: prompt, steer: this.steer,
-          tokens: Number(byId("tokens").value), temperature: Number(byId("temperature").value),
-          seed: Math.floor(Math.random() * 2 ** 31) }, stream.signal);
+        const body = { model: this.index, text: this.asked, steer: this.steer, ...wish };
+        const response = await ask("api/continue", body, signal);
         for await (const record of lines(response.body)) {
           if (record.view) {
             view = record.view;
-            this.written = view.tokens.length;
+            begin = view.tokens.length;
+            this.written ??= begin;
           } else if (record.token) {
             extend(view, record);
             written = record.text;
@@ -157,17 +167,7 @@
       } catch (problem) {
         complain(problem);
       }
-      const stopped = stream.signal.aborted;
-      stream = null;
-      lock(null);
-      this.continueButton.textContent = "Continue";
-      this.continueButton.setAttribute("aria-label", `Continue the text with ${this.about.name}`);
-      story = "";
-      if (!view) return;
-      for (const live of panels) live.written = live === this ? this.written : null;
-      text.value = prompt + written;
-      story = `; ${view.tokens.length - this.written} written${stopped ? ", then stopped" : ""}`;
-      for (const live of panels) live.route();
+      return view && { text: written, tokens: view.tokens.length - begin };
     }
 
     // Not more often than half of the time goes into drawing, however fast tokens come.
@@ -178,6 +178,7 @@
         if (!stream) return;
         const began = performance.now();
         this.panel.update(this.drawn, { written: this.written });
+        this.panel.words.scrollTop = this.panel.words.scrollHeight;
         this.cost = performance.now() - began;
       }, this.cost ?? 0);
     }
@@ -210,29 +211,67 @@
     }
   }
 
-  // While one model writes, the text stays as it is and the others wait.
-  function lock(writer) {
-    text.readOnly = writer !== null;
-    for (const live of panels) live.continueButton.disabled = writer !== null && live !== writer;
+  // One model's text goes into the field, for all to route; of two, each keeps its own behind the prompt they share.
+  async function carryOn(writers) {
+    if (!text.value) { text.focus(); return; }
+    const number = ({ value }) => value === "" ? value : Number(value);
+    const wish = { tokens: number(byId("tokens")), temperature: number(byId("temperature")),
+      seed: Math.floor(Math.random() * 2 ** 31) };
+    const names = writers.map((live) => live.about.name).join(" and "), several = writers.length > 1;
+    stream = new AbortController();
+    story = "";
+    complain(null);
+    status.textContent = `${names} ${several ? "are" : "is"} writing; Escape stops ${several ? "them" : "it"}.`;
+    lock(writers);
+    const texts = await Promise.all(writers.map((live) => live.write(wish, stream.signal)));
+    const stopped = stream.signal.aborted ? ", then stopped" : "";
+    stream = null;
+    lock([]);
+    if (texts.some((own) => own)) story = `; ${texts.map((own) => own?.tokens ?? 0).join(" and ")} written${stopped}`;
+    writers.forEach((live, i) => { live.tail += texts[i]?.text ?? ""; });
+    if (!several && texts[0]) {
+      text.value += writers[0].tail;
+      for (const live of panels) live.tail = "";
+      for (const live of panels) if (live !== writers[0]) live.written = null;
+    }
+    for (const live of panels) live.route();
   }
 
-  function count(tokens) {
-    const [now, most] = [tokens, limits.most_tokens].map((number) => number.toLocaleString("en"));
-    status.textContent = `${now} of at most ${most} tokens${story}`;
+  // While models write, the text stays as it is and the others wait.
+  function lock(writers) {
+    text.readOnly = writers.length > 0;
+    for (const live of panels) {
+      const writes = writers.includes(live), name = writes ? "Stop writing" : `Continue the text with ${live.about.name}`;
+      live.continueButton.disabled = writers.length > 0 && !writes;
+      live.continueButton.textContent = writes ? "Stop" : "Continue";
+      live.continueButton.setAttribute("aria-label", name);
+    }
+    both.disabled = writers.length === 1;
+    both.textContent = writers.length > 1 ? "Stop both" : "Continue with both";
+  }
+
+  function count() {
+    const most = Math.max(...panels.map(({ panel }) => panel.view?.tokens.length ?? 0)).toLocaleString("en");
+    status.textContent = `${most} of at most ${limits.most_tokens.toLocaleString("en")} tokens${story}`;
   }
 
   let pause = null;
   text.addEventListener("input", () => {
     clearTimeout(pause);
-    for (const live of panels) live.written = null;
+    for (const live of panels) Object.assign(live, { written: null, tail: "" });
     story = "";
     complain(null);
-    if (!text.value) { status.textContent = "Type something to route."; return; }
+    if (!text.value) {
+      for (const live of panels) live.clear();
+      status.textContent = "Type something to route.";
+      return;
+    }
     pause = setTimeout(() => { for (const live of panels) live.route(); }, 200);
   });
   text.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && panels[0] && !stream) panels[0].carryOn();
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && panels[0] && !stream) carryOn(panels);
   });
+  both.addEventListener("click", () => stream ? stream.abort() : carryOn(panels));
   addEventListener("keydown", (event) => { if (event.key === "Escape" && stream) stream.abort(); });
 
   function begin(record) {
@@ -247,6 +286,9 @@
     panels = models.map((about, index) => new Live(about, index));
     panelsRoot.replaceChildren(...panels.map((live) => live.root));
     panelsRoot.classList.toggle("pair", panels.length > 1);
+    both.hidden = panels.length < 2;
+    if (panels.length > 1) document.querySelector(".tools").append(compare(panels[0].panel, panels[1].panel));
+    lock([]);
     text.value ||= EXAMPLE;
     for (const live of panels) live.route();
   }

@@ -3,18 +3,19 @@
 const ChiarMarks = (() => {
   // From at the threshold to far from it; all light cells are paler than any dark one.
   const RAMPS = {
-    light: [[255, 247, 205], [250, 205, 50]], temporal: [[247, 250, 210], [205, 220, 60]],
+    light: [[255, 247, 205], [250, 205, 50]], temporal: [[218, 243, 236], [90, 205, 180]],
     rbf: [[221, 160, 195], [204, 121, 167]], attention: [[120, 170, 215], [8, 40, 100]],
   };
   const NAMES = {
-    spectral: "light: spectral filter", temporal: "light: temporal filter", rbf: "between: RBF mixing", attention: "dark: attention",
+    spectral: "light: spectral filter", temporal: "light: filter along time", rbf: "between: RBF mixing", attention: "dark: attention",
   };
   const ramp = (operator) => RAMPS[operator] || RAMPS.light;
   const nameOf = (operator) => NAMES[operator] || `light: ${operator}`;
   // From light to dark; light operators of one's own are light ones too.
   const inOrder = (operators) => [...new Set(operators)].sort((a, b) => rank(a) - rank(b));
   const rank = (operator) => ["rbf", "attention"].indexOf(operator);
-  const LIGHT = [255, 238, 170], DARK = [13, 44, 96];
+  const LIGHT = RAMPS.light[1], DARK = RAMPS.attention[1];
+  const LESS = [1, 133, 113], EVEN = [245, 245, 245], MORE = [166, 97, 26];  // of a loss, than another model's
   const SVG = "http://www.w3.org/2000/svg";
 
   const mix = (a, b, share) => a.map((v, i) => Math.round(v + (b[i] - v) * Math.min(Math.max(share, 0), 1)));
@@ -106,7 +107,7 @@ const ChiarMarks = (() => {
   }
 
   return {
-    DARK, LIGHT, bright, compact, css, draw, edged, facts, farthest, inOrder, make, mean, mix, nameOf, percent, ramp, routed,
+    DARK, EVEN, LESS, LIGHT, MORE, bright, compact, css, draw, edged, facts, farthest, inOrder, make, mean, mix, nameOf, percent, ramp, routed,
     share, shown, signed, strength, tokenFacts,
   };
 })();

@@ -25,8 +25,9 @@
   const main = document.querySelector("main");
   for (const section of JSON.parse(document.getElementById("sections").textContent)) {
     main.append(make("section", {}, [...parts(section)]));
-    const places = main.lastChild.querySelectorAll("article.panel");
     // A panel measures its place, which must be on the page by then.
-    for (const [number, place] of places.entries()) new ChiarView.Panel(place).update(section.views[number]);
+    const panels = [...main.lastChild.querySelectorAll("article.panel")].map((place) => new ChiarView.Panel(place));
+    if (panels.length > 1) main.lastChild.querySelector(".panels").before(ChiarView.compare(...panels));
+    panels.forEach((panel, number) => panel.update(section.views[number]));
   }
 })();

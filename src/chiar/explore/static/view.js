@@ -2,10 +2,11 @@
 // One routed text on screen, for the live page and for the report.
 const ChiarView = (() => {
   const {
-    DARK, LIGHT, bright, compact, css, draw, edged, facts, farthest, inOrder, make, mean, mix, nameOf, percent, ramp, routed,
+    DARK, EVEN, LESS, LIGHT, MORE, bright, compact, css, draw, edged, facts, farthest, inOrder, make, mean, mix, nameOf, percent, ramp, routed,
     share, shown, signed, strength, tokenFacts,
   } = ChiarMarks;
   const LABEL = 96, CHARACTER = 7.3, NARROWEST = 17, LONGEST = 22;
+  const WIDE_GAP = 2;  // nats between two models' losses that have the full colour
 
   // A single tip for the whole page; pointer and keyboard show the same.
   const tip = {
@@ -14,6 +15,12 @@ const ChiarView = (() => {
       this.node ??= document.body.appendChild(make("div", { class: "tip", "aria-hidden": "true" }));
       this.node.replaceChildren(make("b", { text: title }), ...lines.map((line) => make("div", { text: line })));
       this.node.hidden = false;
+      this.target = target;
+      this.place();
+    },
+    place() {
+      if (!this.node || this.node.hidden) return;
+      const { target } = this;
       const box = target.getClientRects()[0] ?? target.getBoundingClientRect(), own = this.node.getBoundingClientRect();
       const left = Math.min(Math.max(8, box.left + box.width / 2 - own.width / 2), innerWidth - own.width - 8);
       const above = box.top - own.height - 8;
@@ -22,7 +29,7 @@ const ChiarView = (() => {
     },
     hide() { if (this.node) this.node.hidden = true; },
   };
-  addEventListener("scroll", () => tip.hide(), { passive: true });
+  addEventListener("scroll", () => tip.place(), { passive: true, capture: true });
 
   // One stop for the Tab key; arrows move inside. `places` maps "row,column" to a node.
   function roving(root, selector, move) {
@@ -46,6 +53,8 @@ const ChiarView = (() => {
       this.view = null;
       this.base = null;
       this.written = null;
+      this.rival = null;
+      this.byLoss = false;
       this.figures = make("dl", { class: "figures" });
       this.slot = make("div");
       const named = (name, role, what) => make("div", { class: name, role, "aria-label": `${what}; arrow keys move` });
@@ -57,9 +66,12 @@ const ChiarView = (() => {
       this.histograms = make("div", { class: "histograms" });
       const title = (text) => make("h3", { text });
       this.histogramTitle = title("Spectral entropy H of each layer's input (blue) against white noise (grey)");
-      root.append(this.figures, this.slot, title("Tokens"), this.words, this.legend,
-        title("Routes, layer by token"), this.grid, this.cellLegend, title("Split by layer"), this.table,
-        this.histogramTitle, this.histograms);
+      this.beyond = make("p", { class: "note" });
+      // What grows with the text comes last, and the tokens scroll in a place of their own.
+      this.rest = make("div", {}, [title("Tokens"), this.words, this.legend, title("Split by layer"), this.table,
+        this.histogramTitle, this.histograms, title("Routes, layer by token"), this.grid, this.cellLegend]);
+      root.append(this.figures, this.beyond, this.slot, this.rest);
+      this.clear();
       this.listen();
       new ResizeObserver(() => this.layOut()).observe(this.grid);
     }
@@ -67,7 +79,8 @@ const ChiarView = (() => {
     listen() {
       const describe = (node) => {
         if (node.matches(".cell")) return facts(this.view, this.view.layers[node.dataset.layer], node.dataset.token);
-        return tokenFacts(this.view, node.dataset.token);
+        const lines = tokenFacts(this.view, node.dataset.token), gap = this.gaps()[node.dataset.token];
+        return gap === null ? lines : [...lines, this.against(gap)];
       };
       for (const region of [this.words, this.grid]) {
         const enter = (event) => {
@@ -90,12 +103,41 @@ const ChiarView = (() => {
     // `base` is the same text unmoved, for differences; tokens from `written` on are the model's own.
     update(view, { base = null, written = null } = {}) {
       Object.assign(this, { view, base, written });
+      this.rest.hidden = false;
       this.drawFigures();
       this.drawWords();
       this.width = null;
       this.layOut();
       this.drawTable();
       this.drawHistograms();
+      this.rival?.recolour();
+    }
+
+    // Nothing is shown of a text that is not there.
+    clear() {
+      tip.hide();
+      this.view = null;
+      for (const part of [this.figures, this.words, this.table, this.histograms, this.grid]) part.replaceChildren();
+      this.beyond.hidden = this.rest.hidden = true;
+      this.rival?.recolour();
+    }
+
+    recolour() {
+      if (this.view && this.byLoss) this.drawWords();
+    }
+
+    // Of each token the loss less the rival's; null behind where their tokens part, and where one has none.
+    gaps() {
+      const theirs = this.rival?.view?.tokens ?? [];
+      let alike = true;
+      return this.view.tokens.map(({ piece, nats }, t) => {
+        alike &&= theirs[t]?.piece === piece;
+        return alike && nats !== null && theirs[t].nats !== null ? nats - theirs[t].nats : null;
+      });
+    }
+
+    against(gap) {
+      return `${Math.abs(gap).toFixed(2)} nats ${gap > 0 ? "more" : "less"} than ${this.rival.view.model.name}`;
     }
 
     drawFigures() {
@@ -121,32 +163,46 @@ const ChiarView = (() => {
       const change = difference(part(view), part(base), 1, " pt");
       add("Counted FLOPs", compact(view.flops.model), `a token; ${gap}attention everywhere`, change);
       this.figures.replaceChildren(...rows);
+      const { trained } = view.model;
+      this.beyond.hidden = trained === null || view.tokens.length <= trained;
+      this.beyond.textContent = `Trained on ${trained?.toLocaleString("en")} tokens in a row: beyond that it guesses.`;
     }
 
     drawWords() {
-      const { view, written } = this, nodes = [];
-      view.tokens.forEach((token, t) => {
-        if (t === written) nodes.push(make("span", { class: "begin", text: "▸", title: "here the model begins" }));
-        const colour = mix(LIGHT, DARK, token.dark);
-        const node = make("span", { class: "token", dir: "auto", role: "img", "data-token": t, tabindex: t ? -1 : 0,
-          "aria-label": `${edged(token.piece)}: ${percent(token.dark)} dark` }, [shown(token.piece) || "∅"]);
+      const { view, written, byLoss } = this, gaps = byLoss ? this.gaps() : null, nodes = [];
+      const paint = (node, colour) => {
         node.style.backgroundColor = css(colour);
         node.style.color = bright(colour) ? "#1b1b1b" : "#ffffff";
-        node.style.borderBottomWidth = `${Math.round(3 * token.dark)}px`;
+      };
+      const hue = (gap) => mix(EVEN, gap < 0 ? LESS : MORE, Math.abs(gap) / WIDE_GAP);
+      view.tokens.forEach((token, t) => {
+        if (t === written) nodes.push(make("span", { class: "begin", text: "▸" }));
+        const gap = gaps?.[t] ?? null, said = gap === null ? `${percent(token.dark)} dark` : this.against(gap);
+        const node = make("span", { class: "token", dir: "auto", role: "img", "data-token": t, tabindex: t ? -1 : 0,
+          "aria-label": `${edged(token.piece)}: ${said}` }, [shown(token.piece) || "∅"]);
+        if (gap !== null) paint(node, hue(gap));
+        else if (!byLoss) {
+          paint(node, mix(LIGHT, DARK, token.dark));
+          node.style.borderBottomWidth = `${Math.round(3 * token.dark)}px`;
+        }
         if (written !== null && t >= written) node.classList.add("written");
         nodes.push(node);
         if (token.piece.includes("\n")) nodes.push(document.createElement("br"));
       });
       this.words.replaceChildren(...nodes);
-      const ramp = make("span", { class: "ramp" }, [0, 0.25, 0.5, 0.75, 1].map((dark) => {
+      const ramp = make("span", { class: "ramp" }, [0, 0.25, 0.5, 0.75, 1].map((part) => {
         const step = make("i");
-        step.style.backgroundColor = css(mix(LIGHT, DARK, dark));
+        step.style.backgroundColor = css(byLoss ? hue(WIDE_GAP * (2 * part - 1)) : mix(LIGHT, DARK, part));
         return step;
       }));
-      const meaning = routed(view).length ? "Darker, and underlined: more of the routed layers chose attention."
+      const ends = byLoss ? [`${WIDE_GAP} nats less`, `${WIDE_GAP} more`] : ["light", "dark"];
+      const other = byLoss && (this.rival.view?.model.name ?? "the other model");
+      const meaning = byLoss ? `Loss against ${other}; no colour: nothing to compare.`
+        : routed(view).length ? "Darker, and underlined: more of the routed layers chose attention."
         : "No layer routes: every token takes attention everywhere.";
-      const scale = make("span", { class: "scale" }, ["light", ramp, "dark"]);
-      this.legend.replaceChildren(scale, make("span", { text: meaning }));
+      const parts = [make("span", { class: "scale" }, [ends[0], ramp, ends[1]]), make("span", { text: meaning })];
+      if (written !== null) parts.push(make("span", { text: "▸ Here the model begins; its own tokens are dotted." }));
+      this.legend.replaceChildren(...parts);
     }
 
     // Tokens wrap like text, each as wide as its piece, with all layers below it.
@@ -289,5 +345,20 @@ const ChiarView = (() => {
     return make("div", {}, [make("h2", { text: about.name }), what, ...notes]);
   }
 
-  return { Panel, heading };
+  // Two panels of one text, and the choice of what the colours of their tokens say.
+  function compare(first, second) {
+    Object.assign(first, { rival: second });
+    Object.assign(second, { rival: first });
+    const choice = make("select", {}, [make("option", { value: "route", text: "route" }),
+      make("option", { value: "loss", text: "difference of losses" })]);
+    choice.addEventListener("change", () => {
+      for (const panel of [first, second]) {
+        panel.byLoss = choice.value === "loss";
+        if (panel.view) panel.drawWords();
+      }
+    });
+    return make("label", { class: "compare" }, ["Colour tokens by ", choice]);
+  }
+
+  return { Panel, compare, heading };
 })();

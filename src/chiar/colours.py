@@ -1,0 +1,27 @@
+"""The one colour language of pictures, terminals and the page (its marks.js and style.css, compared by a test)."""
+
+Colour = tuple[int, int, int]
+# Yellow against blue stays apart under the common colour blindnesses, and in grey all light cells are paler than any
+# dark one. Each pair goes from at the threshold to far from it.
+LIGHT: tuple[Colour, Colour] = (255, 247, 205), (250, 205, 50)
+RAMPS: dict[str, tuple[Colour, Colour]] = {
+    "temporal": ((218, 243, 236), (90, 205, 180)),
+    "rbf": ((221, 160, 195), (204, 121, 167)),
+    "attention": ((120, 170, 215), (8, 40, 100)),
+}
+NAMES = {"spectral": "light: spectral filter", "temporal": "light: filter along time", "rbf": "between: RBF mixing"}
+NAMES["attention"] = "dark: attention"
+
+
+def between(near: Colour, far: Colour, share: float) -> str:
+    mixed = (round(a + (b - a) * min(share, 1.0)) for a, b in zip(near, far, strict=True))
+    return "#" + "".join(f"{part:02x}" for part in mixed)
+
+
+def operator_colour(operator: str, strength: float = 1.0) -> str:
+    return between(*RAMPS.get(operator, LIGHT), strength)
+
+
+def route_colour(dark: float) -> str:
+    """Of a token that this share of the layers sent to attention."""
+    return between(LIGHT[1], RAMPS["attention"][1], dark)

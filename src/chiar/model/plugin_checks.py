@@ -1,0 +1,150 @@
+"""Whether a router or an operator of one's own keeps what the documents promise of every model (docs/extending.md)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chiar import presets, registry
+from chiar.config import ChiarConfig
+from chiar.errors import errors_as, require, unknown_name
+from chiar.layers.context import Maybe
+from chiar.model.modeling import ChiarForCausalLM
+
+ROWS, TOKENS, WORDS = 3, 20, 11  # few words: some come again
+MISMATCH = 1e-5
+"""Between logits of float64 models; only rotations and RBF mixing are rounded to fp32, at some 1e-7."""
+NOT_CAUSAL = "is not causal: what it does with a token changes with tokens behind it"
+SAYS_OTHER = {
+    "each time": "does something else each time: it may draw nothing at random outside of training",
+    "rows": "mixes rows: what it does with a token changes with the other rows of the batch",
+    "padding": "looks at padding: leave tokens out where context.real_BT is False, as context.past does",
+    "cache": "does something else where tokens come in pieces, as in generation: earlier ones come from context.past",
+    "sparse": "does something else under execution='sparse': what looks at other tokens must be an Operator",
+}
+
+
+def check_router(router: str | Callable[[ChiarConfig, int], Any], **changes: Any) -> None:
+    """Raise InputError, one sentence, where a router (its name, or its class) chooses no operator for a token, looks at
+    later tokens, other rows or padding, or does otherwise with a cache. `changes`: fields of the small model it is
+    tried in."""
+    everything = registry.RouterKind(router, reads_entropy=True, reads_state=True, has_gradient=True)
+    with known("router", registry.ROUTERS, router, everything) as name:
+        check("router", router, {"router": name, "hard_estimator": "selected", **changes})
+
+
+def check_operator(operator: str | Callable[[ChiarConfig], Any], **changes: Any) -> None:
+    """The same of an operator."""
+    with known("operator", registry.OPERATORS, operator, registry.OperatorKind(operator)) as name:
+        kind = registry.OPERATORS[name]
+        between = [] if kind.light or kind.is_layer else [name]
+        operators = [name if kind.light else "spectral", *between, "attention"]
+        check("operator", operator, {"operators": operators, "router": "random", **changes})
+
+
+@contextmanager
+def known(what: str, names: dict[str, Any], given: Any, kind: Any) -> Iterator[str]:
+    """Its name; something without one has one meanwhile."""
+    if isinstance(given, str):
+        if given not in names:
+            raise unknown_name(what, given, names)
+        yield given
+        return
+    names["checked"] = kind
+    try:
+        yield "checked"
+    finally:
+        del names["checked"]
+
+
+def check(what: str, given: Any, changes: dict[str, Any]) -> None:
+    said = f"the {what} {given if isinstance(given, str) else getattr(given, '__name__', given)!r}"
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), errors_as(f"{said} failed", Exception):
+        torch.manual_seed(0)
+        small = {"vocab_size": WORDS, "dropout": 0.0, "meta_router": False, "keys": "routed", "norm_position": "pre"}
+        model = ChiarForCausalLM(presets.get("v3-tiny", **{**small, **changes})).double().eval()
+        for parameter in model.parameters():  # from where a first value of 0 or 1 would hide a fault
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        trial = Trial(model, torch.randint(WORDS, (ROWS, TOKENS)))
+        for fault, same in trial.faults():
+            require(same, f"{said} {fault}.")
+
+
+class Trial:
+    """One text in different circumstances: what is seen of it may not change."""
+
+    def __init__(self, model: ChiarForCausalLM, ids_BT: Tensor) -> None:
+        self.model, self.ids_BT = model, ids_BT
+        self.whole = self.seen(ids_BT)
+
+    def faults(self) -> Iterator[tuple[str, bool]]:
+        """What would be wrong, and whether all is well."""
+        ids_BT = self.ids_BT
+        yield "gives numbers that are not finite", bool(self.whole[0].isfinite().all())
+        yield SAYS_OTHER["each time"], self.same(self.seen(ids_BT))
+        for stop in (1, TOKENS // 2, TOKENS - 1):
+            other_BT = torch.cat([ids_BT[:, :stop], (ids_BT[:, stop:] + 1) % WORDS], 1)
+            until = slice(None), slice(stop)
+            yield NOT_CAUSAL, self.same(self.seen(ids_BT[:, :stop]), until)
+            yield NOT_CAUSAL, self.same([part[until] for part in self.seen(other_BT)], until)
+        yield SAYS_OTHER["rows"], all(self.same(self.seen(ids_BT[b : b + 1]), slice(b, b + 1)) for b in range(ROWS))
+        padded_BS, mask_BS = self.padded()
+        pieces = [6, 1, 1, 7, *[1] * (padded_BS.shape[1] - 15)]
+        yield SAYS_OTHER["cache"], self.same(self.seen(ids_BT, pieces=pieces))
+        yield SAYS_OTHER["padding"], self.same(self.real(self.seen(padded_BS, mask_BS), mask_BS))
+        yield SAYS_OTHER["cache"], self.same(self.real(self.seen(padded_BS, mask_BS, pieces), mask_BS))
+        if self.model.config.routing != "soft":
+            yield SAYS_OTHER["cache"], self.same(self.seen(ids_BT, pieces=pieces, forced=6))
+        self.model.enable_fast_decoding()
+        yield SAYS_OTHER["cache"], self.same(self.seen(ids_BT, pieces=pieces, trace=False))
+        if self.model.config.can_run_sparse:
+            self.model.config.execution = "sparse"
+            yield SAYS_OTHER["sparse"], self.same(self.seen(ids_BT))
+            yield SAYS_OTHER["sparse"], self.same(self.real(self.seen(padded_BS, mask_BS), mask_BS))
+
+    def seen(
+        self,
+        ids_BT: Tensor,
+        mask_BT: Maybe = None,
+        pieces: list[int] | None = None,
+        forced: int = 0,
+        trace: bool = True,
+    ) -> list[Tensor]:
+        """Logits, then each routed layer's choices, of a text at once or in pieces. The routes of the first `forced`
+        tokens are forced to what they are anyway."""
+        layers, cache, start, found = self.model.config.routed_layers, None, 0, []
+        for size in pieces or [ids_BT.shape[1]]:
+            stop = min(start + size, ids_BT.shape[1])
+            routes = None
+            if stop <= forced:
+                routes = {i: part[:, start:stop] for i, part in zip(layers, self.whole[1:], strict=True)}
+            done = self.model(
+                ids_BT[:, start:stop], None if mask_BT is None else mask_BT[:, :stop], past_key_values=cache,
+                use_cache=pieces is not None, output_routing=trace, forced_routes=routes,
+            )  # fmt: skip
+            choices = [done.routing.layers[i].choice_BT for i in layers] if trace else []
+            found.append([done.logits, *choices])
+            cache, start = done.past_key_values, stop
+            if start == ids_BT.shape[1]:
+                break
+        return [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
+
+    def same(self, found: list[Tensor], where: Any = slice(None)) -> bool:
+        """Whether this is what was seen of the whole text there. A choice counts where both have it."""
+        pairs = [(part, whole[where]) for part, whole in zip(found, self.whole, strict=False)]
+        return all(bool(((part - whole).abs() <= MISMATCH * (1 + whole.abs())).all()) for part, whole in pairs)
+
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """Three more tokens a row, which are padding: in front, inside, behind."""
+        mask_BS = torch.ones(ROWS, TOKENS + 3, dtype=torch.long)
+        for row, start in enumerate((0, 4, TOKENS)):
+            mask_BS[row, start : start + 3] = 0
+        padded_BS = torch.randint(WORDS, mask_BS.shape)
+        padded_BS[mask_BS.bool()] = self.ids_BT.flatten()
+        return padded_BS, mask_BS
+
+    @staticmethod
+    def real(found: list[Tensor], mask_BS: Tensor) -> list[Tensor]:
+        return [part[mask_BS.bool()].view(ROWS, TOKENS, *part.shape[2:]) for part in found]
