@@ -22,6 +22,7 @@ from chiar.kernels.transform import Transform
 from chiar.layers.attention import rotate
 from chiar.layers.block import Block, FeedForward, make_norm
 from chiar.layers.context import TokenContext, visible_keys
+from chiar.model.decoder import FIRST_WEIGHTS
 from chiar.model.inputs import make_context
 from chiar.routing.flops import visible_pairs
 from models import Routes, Setting, TimedModel, Work
@@ -171,7 +172,7 @@ class PeerModel(TimedModel):
         self.norm = make_norm(config)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=config.initializer_range)
+                nn.init.normal_(module.weight, std=FIRST_WEIGHTS)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 

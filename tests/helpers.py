@@ -44,7 +44,7 @@ def router_options(name: str) -> dict:
 
 def small_config(preset: str = "v3-tiny", **changes) -> ChiarConfig:
     """A tiny preset, narrowed further; any field can be changed."""
-    small = {"hidden_size": 16, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "rbf_features": 8}
+    small = {"hidden_size": 16, "vocab_size": VOCABULARY, "max_position_embeddings": 16}
     return presets.get(preset, **{**small, "dropout": 0.0, "bos_token_id": None, "eos_token_id": None, **changes})
 
 

@@ -45,7 +45,7 @@ def transcribed_options(model):
     config, state = model.config, model.model.router_state
     # τ as the router holds it: rounded to fp32.
     thresholds = np.array(config.layer_thresholds(), dtype=np.float32).astype(np.float64)
-    basis = basis_matrix(config.basis, config.hidden_size, config.basis_seed, torch.float64).numpy()
+    basis = basis_matrix(config.basis, config.hidden_size, config.router_seed, torch.float64).numpy()
     cuts = state.threshold_L.tolist() if config.follows_quantile else None
     held = {"layer_types": config.layer_types, "thresholds": thresholds, "basis": basis, "cuts": cuts}
     return SimpleNamespace(**{**config.to_dict(), **held})
@@ -73,10 +73,10 @@ CASES = {
     "one head": {"num_attention_heads": 1},
     "eight heads": {"num_attention_heads": 8},
     "papers eps": {"entropy_eps": 1e-8},
-    "large eps": {"entropy_eps": 0.05, "thresholds": 0.6, "basis": "random", "basis_seed": 3},
+    "large eps": {"entropy_eps": 0.05, "thresholds": 0.6, "basis": "random", "router_seed": 3},
     "released code": {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0},
-    "dc off": {"entropy_dc_weight": 0.0, "basis": "random", "basis_seed": 3, "routing": "soft"},
-    "threshold a layer": {"thresholds": [0.85, 0.7], "basis": "random", "basis_seed": 3},
+    "dc off": {"entropy_dc_weight": 0.0, "basis": "random", "router_seed": 3, "routing": "soft"},
+    "threshold a layer": {"thresholds": [0.85, 0.7], "basis": "random", "router_seed": 3},
     "pair a layer": {"thresholds": [[0.75, 0.85], [0.7, 0.8]], **THREE},
     "one threshold": {"thresholds": 0.8},
     "routed first": {"layer_types": ["routed", "routed"], "norm_position": "pre"},

@@ -185,7 +185,6 @@ WRONG_TYPES = [
 SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
 OUT_OF_RANGE = [
     *[(f"{name} must be a positive whole number, got {v}", {name: v}) for name in SIZES for v in (0, -1)],
-    ("rbf_features must be a positive whole number", {"rbf_features": 0}),
     ("temporal_coefficients must be a positive", {"temporal_coefficients": 0}),
     ("temporal_coefficients=17 is more than temporal_window=16", {"temporal_coefficients": 17}),
     ("temporal_window must be at least 2, got 1", {"temporal_window": 1}),
@@ -196,8 +195,6 @@ OUT_OF_RANGE = [
     *[("entropy_eps must not be negative, got", {"entropy_eps": value}) for value in (-1.0, NAN)],
     ("entropy_dc_weight must not be negative, got", {"entropy_dc_weight": -1.0}),
     ("collapse_regulariser must not be negative, got", {"collapse_regulariser": NAN}),
-    ("initializer_range must not be negative", {"initializer_range": -1.0}),
-    ("rope_base must be positive", {"rope_base": -1.0}),
     ("hidden_size=256 is not divisible by num_attention_heads=3", {"num_attention_heads": 3}),
     ("head size 3 must be even", {"hidden_size": 12, "num_attention_heads": 4}),
     ("hidden_size must be at least 2", {"hidden_size": 1, "num_attention_heads": 1}),

@@ -28,7 +28,7 @@ OPTIONS = {
     "entropy-3": {**THREE, "thresholds": [[0.7, 0.8], [0.7, 0.8]]},
     "keys-routed-3": {**THREE, "keys": "routed", "preset": "v1-tiny"},
     "light-ffn-off": {"light_ffn": False, "meta_router": False},
-    "random-basis": {"basis": "random", "basis_seed": 4},
+    "random-basis": {"basis": "random", "router_seed": 4},
     "authors-entropy": {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0},
     "odd-width": {"hidden_size": 15, "num_attention_heads": 3, "positions": "learned"},
     "untied": {"tie_word_embeddings": False},
@@ -57,7 +57,7 @@ def make(dtype=torch.float64, seed=3, **fields):
 
 
 def basis_of(config):
-    return basis_matrix(config.basis, config.hidden_size, config.basis_seed, torch.float64)
+    return basis_matrix(config.basis, config.hidden_size, config.router_seed, torch.float64)
 
 
 def observe(model, **inputs):
@@ -106,8 +106,8 @@ def test_the_same_function_there_and_back(option, dtype):
     assert_same(model, converted, basis_of(config), **inputs)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "the original changed"
     if dtype == torch.float64:
-        back = to_feature_coordinates(converted, config.basis, config.basis_seed)
-        assert (back.config.basis, back.config.basis_seed) == (config.basis, config.basis_seed)
+        back = to_feature_coordinates(converted, config.basis, config.router_seed)
+        assert (back.config.basis, back.config.router_seed) == (config.basis, config.router_seed)
         assert_same(model, back, torch.eye(config.hidden_size).double(), **inputs)
 
 

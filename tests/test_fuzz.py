@@ -43,7 +43,6 @@ CHOICES = {
     "temporal_coefficients": [1, 2],
     "temporal_everywhere": [False, False, True],
     "positions": ["rope", "learned"],
-    "rbf_features": [1, 8],
     "gate_pool": ["batch", "sequence", "causal", "causal"],
     "gate_skip_below": [None, 0.5],
     "tie_word_embeddings": [True, False],

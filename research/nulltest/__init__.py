@@ -148,7 +148,7 @@ def nulltest(
     samples, unflipped = collect(loaded, rows, batch), why_unflipped(config, flips)
     flipped = [] if unflipped else flip_routes(loaded, rows.read, len(rows.starts), flips, batch, seed)
     width = config.hidden_size
-    bases = measures.model_bases(config.basis, width, config.basis_seed, config.entropy_eps, config.entropy_dc_weight)
+    bases = measures.model_bases(config.basis, width, config.router_seed, config.entropy_eps, config.entropy_dc_weight)
     null = measures.make_null(width, rows.tokens, seed, bases[0].eps, bases[0].dc_weight)
     words = classify_rows(rows.split, rows.starts, length, corpus.tokenizer())
     questions = Questions(bases, null, rows, words, shuffles, seed, width, target)

@@ -1,5 +1,6 @@
 """ChiarConfig: every architectural choice of the paper, and of our reading of it, is one validated field."""
 
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,15 @@ class ChiarConfig(PreTrainedConfig):
     intermediate_size: int | None = None
     """Hidden width of the feed-forward network; 4·D when not given."""
     layer_types: list[str] | None = None
-    """spectral, temporal, routed or attention for each layer; when not given the paper's spectral, routed × (N−2),
-    attention."""
+    """spectral, temporal, routed, dark or attention for each layer; when not given the paper's spectral, routed × (N−2),
+    attention. Consecutive dark layers are one inner stack, which only dark tokens pass."""
 
     operators: list[str] | None = None
-    """Operators of routed layers in order of rising entropy: spectral or temporal, (rbf,) attention."""
+    """Operators of routed layers in order of rising entropy: spectral or temporal, (rbf,) attention. Around a dark stack
+    carry, attention: light tokens get what the stack said last."""
     router: str | None = None
-    """entropy, learned, random or static: what chooses the operator of a token in a routed layer."""
+    """What chooses a token's operator: entropy, learned, random or static in routed layers; before a dark stack predictive,
+    forecast, learned, boundary, spectral, space, stride or random."""
     routing: str | None = None
     """threshold (entropy, random and static routers), hard or soft (the learned router)."""
     thresholds: float | list | None = None
@@ -55,17 +58,17 @@ class ChiarConfig(PreTrainedConfig):
     hard_estimator: str = "both"
     """Gradient of hard routing: both (the paper's straight-through) or selected (only the chosen operator runs)."""
     target_fraction: float | list[float] | None = None
-    """f that a layer holds, one for all routed layers or one each: in training its threshold follows the
+    """f that a layer or a dark stack holds, one for all or one each: in training its threshold follows the
     (1 − f)-quantile of the scores (H, or the learned router's logit difference); in evaluation it stays."""
     router_scale: str = "one"
     """What the chosen change is multiplied by: one (p / stopgrad(p), for the gradient only), or probability (2·p where
     attention was chosen, 1 elsewhere)."""
     random_key: str = "token"
-    """The random router hashes the token id or the position."""
+    """The random router hashes the token id, the position, or both."""
     random_fraction: float = 0.5
     """Fraction of tokens the random router sends to attention."""
     router_seed: int = 0
-    """Seed of the random router's hash."""
+    """Seed of the random router's hash and of the random basis."""
     static_operators: list[str] | None = None
     """The static router's operator for each routed layer; every other layer attention when not given."""
     collapse_regulariser: float = 0.0
@@ -75,9 +78,19 @@ class ChiarConfig(PreTrainedConfig):
     light_ffn: bool = True
     """False: in routed layers light tokens skip the feed-forward network and its norm."""
 
+    window: int | None = None
+    """How many tokens attention layers look at, the token itself among them; all when not given. Dark layers see all."""
+    inner_size: int | None = None
+    """Width of dark layers; D when not given. Heads keep their size."""
+    carry: str = "linear"
+    """What light tokens get of a dark stack: linear (a map of what it last changed), smoothed (a running mean, weighted by
+    the router's probabilities) or none."""
+    early_weight: float = 0.2
+    """Weight of the next-token loss of a head before each dark stack; predictive entropy is that head's."""
+
     execution: str = "dense"
-    """How routed layers run: dense computes every operator for every token and selects, the definition; sparse computes
-    only what was chosen; auto is sparse wherever that is possible. The numbers are the same."""
+    """How routed layers and dark stacks run: dense computes everything for every token and selects, the definition; sparse
+    computes only what was chosen; auto is sparse wherever that is possible. The numbers are the same."""
 
     spectral_form: str = "sublayer"
     """Light path of post-norm layers: sublayer (the released code) or equation (the paper's Eq. 3)."""
@@ -93,8 +106,6 @@ class ChiarConfig(PreTrainedConfig):
     """False: under pre-norm the filter's own norm has no γ, so that spectral coordinates are exact after training."""
     basis: str = "dct"
     """Basis of the entropy and the filter: dct, or the controls identity and random (orthogonal)."""
-    basis_seed: int = 0
-    """Seed of the random basis."""
     entropy_eps: float = 0.0
     """ε of the entropy; 0 is exact and scale-free, 1e-8 is the released code's."""
     entropy_dc_weight: float = 1.0
@@ -109,10 +120,6 @@ class ChiarConfig(PreTrainedConfig):
     """rope or learned."""
     max_position_embeddings: int = 256
     """Number of learned positions, or the trained length under RoPE (which may be exceeded)."""
-    rope_base: float = 10000.0
-    """Base of RoPE's wavelengths."""
-    rbf_features: int = 64
-    """Random features of RBF mixing."""
 
     meta_router: bool | None = None
     """A learned gate on layer 1; on by default exactly when that is spectral or temporal and positions RoPE (v3)."""
@@ -127,8 +134,6 @@ class ChiarConfig(PreTrainedConfig):
 
     dropout: float = 0.1
     """On embeddings, attention probabilities, feed-forward hidden and output."""
-    initializer_range: float = 0.02
-    """Standard deviation of the first weights."""
     classifier_pool: str = "last"
     """Token state the sequence classifier reads: the last real token, or the mean over real tokens."""
     tie_word_embeddings: bool = True
@@ -162,28 +167,43 @@ class ChiarConfig(PreTrainedConfig):
             self.num_hidden_layers = len(self.layer_types)
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
-        self.operators = ["spectral", "attention"] if self.operators is None else list(self.operators)
+        if self.operators is None:
+            self.operators = ["carry" if "dark" in self.layer_types else "spectral", "attention"]
+        self.operators = list(self.operators)
         if self.router is None:
-            self.router = "learned" if self.routing in ("hard", "soft") else "entropy"
+            self.router = "learned" if self.routing in ("hard", "soft") else "predictive" if self.stacks else "entropy"
         kind = registry.ROUTERS.get(self.router)
         if self.routing is None:
             self.routing = "threshold" if kind is None else kind.routings[0]
         if self.meta_router is None:
             self.meta_router = self.positions == "rope" and self.layer_types[:1] in ([kind] for kind in LIGHT_LAYERS)
+        if self.stacks and self.target_fraction is None and not (kind and kind.fraction):
+            self.target_fraction = 0.2
         if kind is not None and kind.decides_by_layer and self.static_operators is None:
             count = self.layer_types.count("routed")
             self.static_operators = ["attention" if i % 2 == 0 else self.operators[0] for i in range(count)]
 
     @property
     def routed_layers(self) -> list[int]:
-        """Indices of the routed layers."""
-        return [i for i, kind in enumerate(self.layer_types or []) if kind == "routed"]
+        """Where tokens are routed: the indices of routed layers, and of the first layer of each dark stack."""
+        return [i for i, kind in enumerate(self.layer_types or []) if kind == "routed" or i in self.stacks]
+
+    @property
+    def stacks(self) -> dict[int, range]:
+        """The dark layers of each stack, by its first."""
+        found: dict[int, range] = {}
+        for i, kind in enumerate(self.layer_types or []):
+            if kind == "dark":
+                first = next((first for first, layers in found.items() if layers.stop == i), i)
+                found[first] = range(first, i + 1)
+        return found
 
     @property
     def can_run_sparse(self) -> bool:
         """Whether a token needs one operator only. Soft routing blends all, and the paper's straight-through estimator
         takes its gradient from all."""
-        return self.routing == "threshold" or (self.routing == "hard" and self.hard_estimator == "selected")
+        selected = self.routing == "hard" and (self.hard_estimator == "selected" or bool(self.stacks))
+        return self.routing == "threshold" or selected
 
     @property
     def router_kind(self) -> registry.RouterKind:
@@ -193,13 +213,22 @@ class ChiarConfig(PreTrainedConfig):
     @property
     def follows_quantile(self) -> bool:
         """Whether thresholds follow the scores in training (layers/routers.py)."""
-        return self.target_fraction is not None and bool(self.routed_layers)
+        return self.target_fraction is not None and bool(self.routed_layers) and self.router_kind.can_follow
 
     def layer_fractions(self) -> list[float] | None:
         """target_fraction, one for each routed layer."""
         if self.target_fraction is None or isinstance(self.target_fraction, list | tuple):
             return self.target_fraction
         return [self.target_fraction] * len(self.routed_layers)
+
+    def of_layer(self, layer: int) -> "ChiarConfig":
+        """As one layer sees it: dark ones may be wider."""
+        if self.inner_size is None or (self.layer_types or [])[layer] != "dark":
+            return self
+        inner = copy(self)
+        inner.hidden_size, inner.num_attention_heads = self.inner_size, self.inner_size // self.head_size
+        inner.intermediate_size = (self.intermediate_size or 0) * self.inner_size // self.hidden_size
+        return inner
 
     @property
     def head_size(self) -> int:

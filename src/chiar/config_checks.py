@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 LIGHT_LAYERS = tuple(name for name, kind in registry.OPERATORS.items() if kind.is_layer and kind.light)
 DARK_LAYERS = tuple(name for name, kind in registry.OPERATORS.items() if kind.is_layer and not kind.light)
-LAYER_TYPES = (*LIGHT_LAYERS, "routed", *DARK_LAYERS)
+LAYER_TYPES = (*LIGHT_LAYERS, "routed", "dark", *DARK_LAYERS)
 CHOICES = {
     "routing": ("threshold", "hard", "soft"),
     "hard_estimator": ("both", "selected"),
@@ -25,7 +25,8 @@ CHOICES = {
     "gate_init": ("biased", "neutral"),
     "gate_generation": ("refuse", "prefill"),
     "basis": ("dct", "identity", "random"),
-    "random_key": ("token", "position"),
+    "random_key": ("token", "position", "both"),
+    "carry": ("linear", "smoothed", "none"),
     "classifier_pool": ("last", "mean"),
     "execution": ("dense", "sparse", "auto"),
 }
@@ -33,10 +34,12 @@ REMOVED: dict[str, Any] = {
     **{"settle": 0.0, "turns": 0, "together": 0, "entropy_gradient": "none", "router_temperature": 1.0},
     **{"entropy_weights": "none", "router_reads": "state_and_entropy", "router_hidden": 0, "anneal": 0.0},
     **{"budget_weight": 0.0, "benefit_weight": 0.0, "own_ffn": False, "signal": "features", "temporal_channels": 16},
-    **{"rbf_gamma": 1.0, "gate_bias": 2.0, "norm_eps": 1e-5},
+    **{"rbf_gamma": 1.0, "rbf_features": 64, "gate_bias": 2.0, "norm_eps": 1e-5, "basis_seed": 0},
+    **{"rope_base": 10000.0, "initializer_range": 0.02},
 }
 """Fields of experiments that did not pay (docs/log.md) or that nothing varied, with the value that is left of them."""
 REMOVED_OPERATORS = ("skip", "bypass")
+STACK_OPERATORS = ["carry", "attention"]
 LARGEST = 2**40
 LAST_COMMIT = "bde4d4f"
 """Where the removed ones can still be run."""
@@ -96,17 +99,16 @@ def check_names(config: "ChiarConfig") -> None:
 def check_sizes(config: "ChiarConfig") -> None:
     """Numbers that can be, and fit together."""
     sizes = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
-    for name in (*sizes, "rbf_features", "temporal_coefficients"):
+    for name in (*sizes, "temporal_coefficients"):
         require(getattr(config, name) >= 1, f"{name} must be a positive whole number, got {getattr(config, name)!r}.")
     for name in ("dropout", "random_fraction", "gate_skip_below", "filter_init"):
         value = getattr(config, name)
         if value is not None and not 0.0 <= value <= 1.0:
             raise InputError(f"{name} must lie between 0 and 1, got {value!r}.")
-    for name in ("entropy_eps", "entropy_dc_weight", "collapse_regulariser", "initializer_range"):
+    for name in ("entropy_eps", "entropy_dc_weight", "collapse_regulariser", "early_weight"):
         require(getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)!r}.")
     for name in ("bos_token_id", "pad_token_id"):
         require((getattr(config, name) or 0) >= 0, f"{name} must not be negative, got {getattr(config, name)}.")
-    require(config.rope_base > 0, f"rope_base must be positive, got {config.rope_base!r}.")
     require(config.hidden_size >= 2, "hidden_size must be at least 2: the entropy of one coefficient is undefined.")
     if config.hidden_size % (heads := config.num_attention_heads):
         raise InputError(f"hidden_size={config.hidden_size} is not divisible by num_attention_heads={heads}.")
@@ -116,6 +118,7 @@ def check_sizes(config: "ChiarConfig") -> None:
         raise InputError(f"temporal_window must be at least 2, got {window}: 1 is no look back.")
     if config.temporal_coefficients > window:
         raise InputError(f"temporal_coefficients={config.temporal_coefficients} is more than temporal_window={window}.")
+    require((config.window or 1) >= 1, f"window must be a positive whole number, got {config.window!r}.")
     require(layers := config.layer_types or [], "layer_types is empty: a model needs at least one layer.")
     if (count := config.num_hidden_layers) != len(layers):
         raise InputError(f"num_hidden_layers={count} but layer_types has {len(layers)} entries: give one.")
@@ -125,7 +128,7 @@ def operator_sets() -> list[list[str]]:
     """What `operators` may be."""
     kinds = registry.OPERATORS
     between = [name for name, kind in kinds.items() if not (kind.light or kind.is_layer)]
-    pairs = [[light, dark] for light, kind in kinds.items() if kind.light for dark in DARK_LAYERS]
+    pairs = [[light, dark] for light, kind in kinds.items() if kind.light and not kind.of_stacks for dark in DARK_LAYERS]
     own_pairs = [pair for pair in pairs if registry.built_in(kinds[pair[0]])]
     return pairs + [[light, middle, dark] for light, dark in own_pairs for middle in between]
 
@@ -133,7 +136,8 @@ def operator_sets() -> list[list[str]]:
 def check_routing(config: "ChiarConfig") -> None:
     """Operators, router and routing that go together."""
     assert config.operators is not None
-    if config.operators not in operator_sets():
+    check_stacks(config)
+    if not config.stacks and config.operators not in operator_sets():
         allowed = " or ".join(str(names) for names in operator_sets())
         raise InputError(f"operators={config.operators} is not supported: use {allowed}.")
     if config.routing not in (routings := config.router_kind.routings):
@@ -144,6 +148,27 @@ def check_routing(config: "ChiarConfig") -> None:
         for operator in config.static_operators or []:
             if operator not in config.operators:
                 raise unknown_name("static operator", operator, config.operators)
+
+
+def check_stacks(config: "ChiarConfig") -> None:
+    """Which routers choose for layers, which for dark stacks, and what those need."""
+    kind, dark = config.router_kind, bool(config.stacks)
+    if config.routed_layers and not (kind.of_stacks if dark else kind.of_layers):
+        where, other = ("a dark stack", "routed layers") if dark else ("routed layers", "a dark stack")
+        known = [name for name, one in registry.ROUTERS.items() if (one.of_stacks if dark else one.of_layers)]
+        raise InputError(f"router={config.router!r} chooses for {other}: {where} take {', '.join(known)}.")
+    if not dark:
+        require("carry" not in (config.operators or []), "the operator carry belongs to dark layers: there are none.")
+        return
+    if config.operators != STACK_OPERATORS:
+        raise InputError(f"operators={config.operators} is not supported around dark layers: use {STACK_OPERATORS}.")
+    require("routed" not in (config.layer_types or []), "a model has routed layers or a dark stack, not both.")
+    require(config.routing != "soft", "soft routing runs everything for every token: a dark stack takes hard routing.")
+    require(config.norm_position == "pre", "dark layers need norm_position='pre': they add to the residual stream.")
+    bytes_are_ids = config.vocab_size >= 256
+    require(config.router != "space" or bytes_are_ids, f"router='space' reads bytes, {config.vocab_size} ids are fewer.")
+    if config.inner_size is not None and (config.inner_size < 1 or config.inner_size % config.head_size):
+        raise InputError(f"inner_size={config.inner_size} must be a multiple of the head size {config.head_size}.")
 
 
 def check_entries(config: "ChiarConfig", name: str) -> None:
@@ -157,7 +182,8 @@ def check_thresholds(config: "ChiarConfig") -> None:
     """Thresholds that can be, or a target_fraction that they can follow."""
     count, fractions = len(config.operators or []), config.layer_fractions()
     if fractions is not None:
-        if not config.router_kind.can_follow or config.routing == "soft" or count != 2:
+        follows = config.router_kind.can_follow or config.stacks  # a rule of a stack only takes room for this share
+        if not follows or config.routing == "soft" or count != 2:
             got = f"router={config.router!r}, routing={config.routing!r} and operators={config.operators}"
             raise InputError(f"target_fraction needs two operators and an entropy or hard learned router, got {got}.")
         if config.thresholds is not None:

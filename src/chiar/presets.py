@@ -1,4 +1,4 @@
-"""The paper's models by name, and v4, which is ours."""
+"""The paper's models by name, and v4 and v5, which are ours."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "400m": {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 28},
     "1b": {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 20},
 }
+ENDS = ("bos_token_id", "eos_token_id")
 # Settings of any transformers model that are not stored as fields.
 GENERAL_FIELDS = ("num_labels", "attn_implementation", "output_attentions")
 # docs/architecture.md says why.
@@ -34,19 +35,45 @@ V4: dict[str, Any] = {
     "dropout": 0.0,
     "execution": "auto",
 }
+# Bytes, and an inner stack for those whose next one is uncertain: docs/architecture.md says why.
+V5: dict[str, Any] = {
+    "vocab_size": 257,
+    "norm": "rmsnorm",
+    "norm_position": "pre",
+    "embedding_norm": True,
+    "temporal_everywhere": True,
+    "temporal_window": 4,
+    "router": "predictive",
+    "target_fraction": 0.2,
+    "keys": "routed",
+    "light_ffn": False,
+    "meta_router": False,
+    "dropout": 0.0,
+    "execution": "auto",
+}
+V5_SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "16m": {"num_hidden_layers": 16, "max_position_embeddings": 1024},
+    "50m": {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 16, "max_position_embeddings": 1024},
+    "400m": {"window": 1024, "max_position_embeddings": 2048},
+}
+OUTER = {"tiny": 1, "16m": 2, "50m": 2, "400m": 4}  # layers before the stack, and behind it
 FAMILIES: dict[str, dict[str, Any]] = {
     "baseline": {},
     "v1": {"operators": ["spectral", "rbf", "attention"], "positions": "learned", "router": "learned"},
     "v2": {"positions": "learned"},
     "v3": {},
     "v4": V4,
+    "v5": V5,
 }
 # Layers that are repeated up to the last; the configuration's own are spectral, routed, …, attention.
 PATTERNS = {"baseline": ["attention"], "v4": ["routed", "attention"]}
 # The paper trained v1 and v2 at 16M only; v2's learned positions and v1's RBF were dropped before scaling up.
 NAMES = (
     *(f"{family}-{size}" for size in ("tiny", "16m") for family in FAMILIES),
+    "v5-50m",
     *(f"{family}-{size}" for size in ("400m", "1b") for family in ("baseline", "v3", "v4")),
+    "v5-400m",
 )
 
 
@@ -58,12 +85,17 @@ def get(name: str, **changes: Any) -> ChiarConfig:
         if field not in (*ChiarConfig.__dataclass_fields__, *GENERAL_FIELDS, *REMOVED):
             raise unknown_name("configuration field", field, ChiarConfig.__annotations__)
     family, size = name.split("-")
-    end_of_text = SIZES[size].get("vocab_size", 50257) - 1
-    fields = {**SIZES[size], **FAMILIES[family], "bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    fields = {"vocab_size": 50257, **SIZES.get(size, {}), **FAMILIES[family]}
+    fields |= {**(V5_SIZES[size] if family == "v5" else {}), **dict.fromkeys(ENDS, fields["vocab_size"] - 1)}
     if "routing" in changes and "router" not in changes:
         fields.pop("router", None)
     if "layer_types" in changes and "num_hidden_layers" not in changes:
         fields.pop("num_hidden_layers")
+    elif "layer_types" not in changes and family == "v5":
+        outer, layers = OUTER[size], changes.get("num_hidden_layers", fields["num_hidden_layers"])
+        if layers <= 2 * outer:
+            raise InputError(f"num_hidden_layers={layers} is too few for {name}: {2 * outer} stand around its dark ones.")
+        fields["layer_types"] = [*["attention"] * outer, *["dark"] * (layers - 2 * outer), *["attention"] * outer]
     elif "layer_types" not in changes and family in PATTERNS:
         pattern, layers = PATTERNS[family], changes.get("num_hidden_layers", fields["num_hidden_layers"])
         if layers < len(pattern):

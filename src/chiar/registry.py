@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from chiar.config import ChiarConfig
 
 PLUGINS = "CHIAR_PLUGINS"
-PARTS = ("router", "spectral", "temporal", "rbf", "projections", "scores", "ffn", "gate", "logits")
+PARTS = ("router", "spectral", "temporal", "rbf", "projections", "scores", "ffn", "carry", "gate", "logits")
 """What FLOPs are counted under, beside operators of one's own."""
 
 
@@ -48,6 +48,10 @@ class RouterKind:
     has_thresholds: bool = False  # cuts H at the configuration's thresholds, which can be calibrated
     can_follow: bool = False  # cuts a score, and the cut may follow its quantile in training
     decides_by_layer: bool = False  # whatever the token
+    reads_prediction: bool = False  # H is that of an early head's prediction of the next token
+    of_layers: bool = True  # chooses in routed layers
+    of_stacks: bool = True  # chooses what passes a dark stack
+    room: float = 1.0  # a training pass on a GPU holds this many times f of a batch; a cut at its quantile needs no more
     fraction: "Callable[[ChiarConfig], float] | None" = None  # f, where a field of the configuration says it
     flops: "Callable[[ChiarConfig], float] | None" = None  # of one token in one layer, without those of H
 
@@ -67,6 +71,7 @@ class OperatorKind:
     in_basis: bool = False  # multiplies coefficients of the basis: `filter_gamma` is about its norm
     has_fixed_step: bool = True  # decodes a token without looking at values or changing a Python object
     compiles_in_bf16: bool = True  # and its gradient is right, on a CPU too
+    of_stacks: bool = False  # what light tokens get of a dark stack
     flops: "Callable[[ChiarConfig], float] | None" = None  # of one token
 
     def make(self, name: str, config: "ChiarConfig") -> Any:
@@ -81,7 +86,7 @@ class OperatorKind:
 
 ROUTERS: dict[str, RouterKind] = {
     "entropy": RouterKind(
-        "chiar.layers.routers:EntropyRouter", reads_entropy=True, has_thresholds=True, can_follow=True
+        "chiar.layers.routers:EntropyRouter", reads_entropy=True, has_thresholds=True, can_follow=True, of_stacks=False
     ),
     "learned": RouterKind(
         "chiar.layers.routers:LearnedRouter",
@@ -92,14 +97,37 @@ ROUTERS: dict[str, RouterKind] = {
         has_gradient=True,
         flops=lambda config: 2.0 * (config.hidden_size + 1) * len(config.operators or []),
     ),
-    "random": RouterKind("chiar.layers.routers:RandomRouter", fraction=lambda config: config.random_fraction),
-    "static": RouterKind("chiar.layers.routers:StaticRouter", decides_by_layer=True),
+    "random": RouterKind("chiar.layers.routers:RandomRouter", fraction=lambda config: config.random_fraction, room=1.25),
+    "static": RouterKind("chiar.layers.routers:StaticRouter", decides_by_layer=True, of_stacks=False),
+    "predictive": RouterKind(
+        "chiar.layers.routers:EntropyRouter", reads_prediction=True, can_follow=True, of_layers=False
+    ),
+    "forecast": RouterKind(
+        "chiar.layers.stack_routers:ForecastRouter",
+        reads_state=True,
+        can_follow=True,
+        of_layers=False,
+        flops=lambda config: 2.0 * FORECAST_WIDTH * (config.hidden_size + 1),
+    ),
+    "boundary": RouterKind(
+        "chiar.layers.stack_routers:BoundaryRouter",
+        reads_state=True,
+        has_gradient=True,
+        of_layers=False,
+        room=2.0,
+        flops=lambda config: 4.0 * config.hidden_size**2,
+    ),
+    "spectral": RouterKind("chiar.layers.routers:EntropyRouter", reads_entropy=True, can_follow=True, of_layers=False),
+    "space": RouterKind("chiar.layers.stack_routers:SpaceRouter", of_layers=False, room=1.25),
+    "stride": RouterKind("chiar.layers.stack_routers:StrideRouter", of_layers=False, room=1.25),
 }
+FORECAST_WIDTH = 64
 OPERATORS: dict[str, OperatorKind] = {
     "spectral": OperatorKind("chiar.layers.spectral:SpectralFilter", is_layer=True, in_basis=True),
     "temporal": OperatorKind("chiar.layers.temporal:TemporalFilter", is_layer=True),
     "rbf": OperatorKind("chiar.layers.rbf:RBFMixing", light=False, has_fixed_step=False, compiles_in_bf16=False),
     "attention": OperatorKind("chiar.layers.attention:CausalAttention", light=False, is_layer=True),
+    "carry": OperatorKind("chiar.layers.dark:Carry", of_stacks=True),
 }
 DRAWN = "LayerNorm", "RMSNorm", "Linear", "Embedding"
 """torch's modules whose weights are drawn as everywhere in the model."""
@@ -162,7 +190,7 @@ def register_operator(
     """A light operator, to stand before attention in `operators`. It sees one token at a time, so any execution may
     give it any selection of them; one that looks back is an `Operator` (layers/operator.py). `flops`: of one token."""
     taken = [known for known, kind in OPERATORS.items() if built_in(kind)]
-    check_name("operator", name, [*taken, "routed", *PARTS])
+    check_name("operator", name, [*taken, "routed", "dark", *PARTS])
     OPERATORS[name] = OperatorKind(build, flops=flops)
 
 

@@ -85,7 +85,7 @@ def test_each_operator_of_three_is_counted_by_its_own_share():
     config = presets.get("v1-tiny", keys="routed")
     shares = [{"spectral": 0.5, "rbf": 0.25, "attention": 0.25}, {"spectral": 0.0, "rbf": 1.0, "attention": 0.0}]
     count = count_flops(config, 33, shares, "gemm")
-    D, m = config.hidden_size, config.rbf_features
+    D, m = config.hidden_size, 64
     # A quarter of 33 tokens see a quarter of the 16 tokens before them on average, and themselves: 5 pairs.
     assert count.part("spectral", layers=[1]) == 0.5 * 4 * D * D
     assert count.part("projections", layers=[1]) == 0.25 * 8 * D * D

@@ -17,9 +17,10 @@ from chiar.kernels.packing import accumulation_dtype, chosen_attention, like, op
 )  # fmt: skip
 def decode_attention(
     q_BHd: Tensor, k_BHd: Tensor, v_BHd: Tensor, key_BHLd: Tensor, value_BHLd: Tensor, length_B: Tensor,
-    takes_part_B: Tensor, implementation: str = "auto",
+    takes_part_B: Tensor, implementation: str = "auto", window: int = 0,
 ) -> Tensor:  # fmt: skip
-    """softmax(q Kᵀ/√d) V, (B, H, d), over the first `length_B` entries of each row and the new one. Rows that take part
+    """softmax(q Kᵀ/√d) V, (B, H, d), over the first `length_B` entries of each row and the new one, or the last `window`
+    of these. Rows that take part
     store k and v at entry `length_B`, which rises by one and must stay below L; the others give 0. What lies behind a
     row's entries is arbitrary, on a CPU finite. Scores and sums are fp32 (float64 for float64)."""
     tensors = q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B
@@ -33,11 +34,12 @@ def decode_attention(
     if implementation == "triton":
         from chiar.kernels.triton_attention import triton_decode
 
-        return triton_decode(*tensors)
-    return cpu_forward(*tensors) if implementation == "cpu" else torch_forward(*tensors)
+        return triton_decode(*tensors, window=window)
+    forward = cpu_forward if implementation == "cpu" else torch_forward
+    return forward(*tensors, window=window)
 
 
-def torch_forward(*tensors: Tensor) -> Tensor:
+def torch_forward(*tensors: Tensor, window: int = 0) -> Tensor:
     """The definition."""
     q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B = tensors
     row_B = torch.arange(len(length_B), device=length_B.device)
@@ -46,14 +48,18 @@ def torch_forward(*tensors: Tensor) -> Tensor:
         stored_BHLd[row_B, :, length_B] = torch.where(takes_part_B[:, None, None], new_BHd, before_BHd)
     length_B += takes_part_B
     seen_B1, dtype = torch.where(takes_part_B, length_B, 0)[:, None], accumulation_dtype(q_BHd)
-    visible_B11L = (torch.arange(key_BHLd.shape[2], device=q_BHd.device) < seen_B1)[:, None, None]
+    entry_L = torch.arange(key_BHLd.shape[2], device=q_BHd.device)
+    visible_BL = entry_L < seen_B1
+    if window:
+        visible_BL = visible_BL & (entry_L >= seen_B1 - window)
+    visible_B11L = visible_BL[:, None, None]
     # What lies behind a row's entries may be anything, NaN too.
     key, value = (torch.where(visible_B11L.mT, part, 0.0).to(dtype) for part in (key_BHLd, value_BHLd))
     out_BH1d = F.scaled_dot_product_attention(q_BHd[:, :, None].to(dtype), key, value, attn_mask=visible_B11L)
     return torch.where(takes_part_B[:, None, None], out_BH1d[:, :, 0], 0.0).to(q_BHd.dtype)
 
 
-def cpu_forward(*tensors: Tensor) -> Tensor:
+def cpu_forward(*tensors: Tensor, window: int = 0) -> Tensor:
     """By torch's own attention over the longest row that takes part: the host is the device, so it may look."""
     q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B = tensors
     rows, out_BHd = takes_part_B.nonzero()[:, 0], torch.zeros_like(q_BHd)
@@ -62,10 +68,12 @@ def cpu_forward(*tensors: Tensor) -> Tensor:
     key_BHLd[rows, :, length_B[rows]] = k_BHd[rows]
     value_BHLd[rows, :, length_B[rows]] = v_BHd[rows]
     length_B += takes_part_B
-    longest = int(length_B[rows].max())
+    longest, first = int(length_B[rows].max()), max(0, int(length_B[rows].min()) - window) if window else 0
     seen = slice(None) if len(rows) == len(length_B) else rows
-    key, value = key_BHLd[seen, :, :longest], value_BHLd[seen, :, :longest]
-    visible = (torch.arange(longest) < length_B[seen][:, None])[:, None, None]
+    key, value = key_BHLd[seen, :, first:longest], value_BHLd[seen, :, first:longest]
+    entry_L, length_B1 = torch.arange(first, longest), length_B[seen][:, None]
+    visible = entry_L < length_B1
+    visible = (visible & (entry_L >= length_B1 - window) if window else visible)[:, None, None]
     mask = None if bool(visible.all()) else visible
     out_BHd[rows] = F.scaled_dot_product_attention(q_BHd[seen][:, :, None], key, value, attn_mask=mask)[:, :, 0]
     return out_BHd

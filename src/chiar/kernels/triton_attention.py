@@ -301,7 +301,7 @@ MOST_SPLITS, PROGRAMS = 64, 4096
 def _attend_split(
     q_ptr, k_ptr, v_ptr, key_ptr, value_ptr, length_ptr, takes_part_ptr, share_ptr, sums_ptr,
     q_row, q_head, k_row, k_head, v_row, v_head, key_row, key_head, value_row, value_head,
-    span, splits, heads, size, scale, HEAD: tl.constexpr, KEYS: tl.constexpr,
+    span, splits, heads, size, scale, window, HEAD: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One split of one row and head: its largest score, the sum of its weights, and their sum over values."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -319,7 +319,8 @@ def _attend_split(
         total = tl.zeros([KEYS], tl.float32)
         share = tl.zeros([KEYS, HEAD], tl.float32)
         end = tl.minimum(start + span, length)
-        for first in range(start, end, KEYS):
+        begin = tl.where(window > 0, tl.maximum(start, length + 1 - window), start)
+        for first in range(begin, end, KEYS):
             entries = first + tl.arange(0, KEYS)
             there = entries < end
             places = entries[:, None] * size + features[None, :]
@@ -379,7 +380,7 @@ def _combine(
         tl.store(out_ptr + features, tl.zeros([HEAD], out_ptr.dtype.element_ty), mask=features < size)
 
 
-def triton_decode(*tensors: Tensor) -> Tensor:
+def triton_decode(*tensors: Tensor, window: int = 0) -> Tensor:
     """As decode_attention's torch_forward, for fp32, fp16 and bf16."""
     q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B = tensors
     (B, H, d), L = q_BHd.shape, key_BHLd.shape[2]
@@ -394,7 +395,7 @@ def triton_decode(*tensors: Tensor) -> Tensor:
     share, sums = (q.new_empty(B, H, splits, size, dtype=torch.float32) for size in (head, 2))
     out = q.new_empty(B, H, d)
     stored, rows = (key_BHLd, value_BHLd), (length_B, takes_part_B)
-    sizes = *strides(q, k, v, *stored), span, splits, H, d, d**-0.5 / math.log(2)
+    sizes = *strides(q, k, v, *stored), span, splits, H, d, d**-0.5 / math.log(2), window
     launch(_attend_split, (splits, H, B), q, k, v, *stored, *rows, share, sums, *sizes, HEAD=head, KEYS=keys)
     cut = {"HEAD": head, "SPLITS": triton.next_power_of_2(splits), "num_warps": 4 if splits > 8 else 1}
     launch(_combine, (H, B), share, sums, out, *rows, splits, H, d, **cut)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
+from chiar.kernels.flash import text_attention, window_attention
 from chiar.layers.context import LayerMemory, Maybe, Memory, TokenContext, surely_none, visible_keys
 from chiar.layers.operator import Operator
 from chiar.registry import Work
@@ -15,10 +16,13 @@ if TYPE_CHECKING:
     from chiar.layers.sparse import PackedTokens
 
 
-def compute_rotary_tables(positions_BT: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+BASE = 10000.0  # of RoPE's wavelengths
+
+
+def compute_rotary_tables(positions_BT: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """cos and sin of RoPE's angles, (B, 1, T, head size) in fp32: bf16 would blur stored ones."""
     exponents = torch.arange(0, head_size, 2, device=positions_BT.device, dtype=torch.float32) / head_size
-    angles = positions_BT[:, None, :, None].float() * base**-exponents
+    angles = positions_BT[:, None, :, None].float() * BASE**-exponents
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
 
@@ -28,7 +32,7 @@ rotary_tables = torch.library.custom_op("chiar::rotary_tables", compute_rotary_t
 
 
 @rotary_tables.register_fake
-def _(positions_BT: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+def _(positions_BT: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     cos = torch.empty(len(positions_BT), 1, positions_BT.shape[1], head_size, device=positions_BT.device)
     return cos, torch.empty_like(cos)
 
@@ -46,6 +50,7 @@ class CausalAttention(Operator):
     def __init__(self, config: ChiarConfig) -> None:
         super().__init__()
         self.heads, self.dropout = config.num_attention_heads, config.dropout
+        self.window: int | None = None  # how many tokens are seen, where not all
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.out = nn.Linear(config.hidden_size, config.hidden_size)
 
@@ -69,7 +74,7 @@ class CausalAttention(Operator):
         """A prompt without dark tokens leaves no store on a CPU."""
         weight = self.qkv.weight
         none_BH0d = weight.new_zeros(rows, self.heads, 0, weight.shape[1] // self.heads)
-        memory.ragged("attention").begin({"key": none_BH0d, "value": none_BH0d})
+        memory.ragged("attention", self.window).begin({"key": none_BH0d, "value": none_BH0d})
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
         return tokens.attend(self)
@@ -83,10 +88,11 @@ class CausalAttention(Operator):
             q, k = rotate(qkv[:2], context.rope)  # at once: compiled, one small kernel instead of two
         elif context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
-        eager = context.attention_implementation == "eager"
-        visible: Maybe = None if key_BT is None else visible_keys(key_BT, T)
+        eager, window = context.attention_implementation == "eager", self.window
+        masked = key_BT is not None and not context.padding_behind
+        visible: Maybe = visible_keys(key_BT, T, window) if masked and key_BT is not None else None
         if memory is not None:
-            store = memory.ragged("attention")
+            store = memory.ragged("attention", window)
             if key_BT is None:
                 key_BT = torch.ones(B, T, dtype=torch.bool, device=x_BTD.device)
             if T == 1 and not (eager or torch.is_grad_enabled() or self.training):
@@ -100,7 +106,13 @@ class CausalAttention(Operator):
 
         dropout, weights = self.dropout if self.training else 0.0, None
         if eager:
+            if visible is None and window is not None:
+                visible = visible_keys(torch.ones(B, T, dtype=torch.bool, device=q.device), T, window)
             mixed, weights = eager_attention(q, k, v, visible, dropout)
+        elif context.rows is not None:
+            mixed = text_attention(q[0], k[0], v[0], context.rows, context.longest, dropout)[None]
+        elif visible is None and window is not None:
+            mixed = window_attention(q, k, v, window, dropout)
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, visible, dropout_p=dropout, is_causal=visible is None)
         return mixed.transpose(1, 2).reshape(B, T, D), weights

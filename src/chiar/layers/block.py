@@ -117,10 +117,11 @@ class Block(nn.Module):
 
     def __init__(self, config: ChiarConfig, index: int) -> None:
         super().__init__()
-        assert config.layer_types is not None and config.operators is not None and config.intermediate_size is not None
-        self.kind = config.layer_types[index]
+        assert config.layer_types is not None
+        self.kind, config = config.layer_types[index], config.of_layer(index)
+        assert config.operators is not None and config.intermediate_size is not None
         routed = self.kind == "routed"
-        self.names = list(config.operators) if routed else [self.kind]
+        self.names = list(config.operators) if routed else ["attention" if self.kind == "dark" else self.kind]
         self.pre_norm = config.norm_position == "pre"
         self.equation = config.spectral_form == "equation"
         self.light_ffn = config.light_ffn or not routed
@@ -128,6 +129,8 @@ class Block(nn.Module):
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
 
         self.operators = nn.ModuleDict({name: registry.OPERATORS[name].make(name, config) for name in self.names})
+        if self.kind == "attention":
+            self.operators["attention"].window = config.window
         normed = [name for name in self.names if not (self.equation and is_light(name))]
         self.norms = nn.ModuleDict({name: make_norm(config, name) for name in normed})
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)

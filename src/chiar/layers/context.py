@@ -18,7 +18,8 @@ class LayerMemory(Protocol):
 
     def get(self, name: str) -> Tensor | None: ...
     def put(self, name: str, value: Tensor) -> None: ...  # in the place of what was there, where that is possible
-    def ragged(self, name: str) -> RaggedStore: ...  # where an operator stores its keys: all real tokens, or its own
+    def ragged(self, name: str, window: int | None = None) -> RaggedStore: ...
+    # Where an operator stores its keys: all real tokens, or its own; or the last `window` of them.
 
 
 Maybe = Tensor | None
@@ -40,12 +41,31 @@ class TokenContext:
     """One token a row, and every store has room for it: nothing may look at values or change a Python object."""
     keep_entropy: bool = False  # compute H of every layer's input, also where no router reads it
     threshold: Tensor | None = None  # the one the layer at hand has followed in training, under a target_fraction
+    share: float | None = None  # in training a dark stack's threshold is the pass's own (1 − share)-quantile instead
+    rows: Tensor | None = None  # int32 offsets: the texts that one row of tokens is made of, one behind the other
+    longest: int = 0  # of these texts, at most
+    used_BT: Tensor | None = None  # False for places between texts
+    padding_behind: bool = False  # padding stands behind all real tokens of its row, so that no token sees it
     owner: str | None = None  # the router or operator at hand, where it may ask for the past
     memory: Memory = None  # of the layer at hand
 
     def of(self, owner: str, memory: Memory) -> "TokenContext":
         """As a part of a layer sees it."""
         return replace(self, owner=owner, memory=memory)
+
+    def cut(self, score_BT: Tensor) -> Tensor:
+        """What scores are compared with: at most a share of a training pass's real tokens lies above it."""
+        if self.share is None:
+            assert self.threshold is not None
+            return self.threshold
+        score_N = score_BT.detach().flatten()
+        light = len(score_N) - int(self.share * len(score_N))
+        if self.real_BT is not None:  # padding is lighter than any token
+            score_N = score_N.masked_fill(~self.real_BT.flatten(), -torch.inf)
+            dark = (self.real_BT.sum() * self.share).long()
+            light = (len(score_N) - dark).clamp(1, len(score_N))
+            return score_N.sort().values[light - 1]
+        return score_N.kthvalue(max(light, 1)).values if not score_N.is_cuda else score_N.sort().values[max(light, 1) - 1]
 
     def past(self, name: str, values: Tensor, reach: int, missing: float = 0) -> Tensor:
         """Of (B, T, …) values, those of the `reach` real tokens before each token, the nearest last: (B, T, reach, …),
@@ -97,12 +117,17 @@ def put_back(y_BTC: Tensor, real_BT: Maybe) -> Tensor:
     return y_BTC.gather(1, place_BT[..., None].expand_as(y_BTC))
 
 
-def visible_keys(key_BS: Tensor, queries: int) -> Tensor:
-    """Which keys the last `queries` tokens see, (B, 1, T, S): marked keys up to themselves, and always themselves."""
+def visible_keys(key_BS: Tensor, queries: int, window: int | None = None) -> Tensor:
+    """Which keys the last `queries` tokens see, (B, 1, T, S): marked keys up to themselves, or the last `window` of these,
+    and always themselves."""
     keys = key_BS.shape[1]
     query_T1 = torch.arange(keys - queries, keys, device=key_BS.device)[:, None]
     key_S = torch.arange(keys, device=key_BS.device)
-    return ((key_S <= query_T1) & key_BS[:, None, None, :]) | (key_S == query_T1)
+    seen = (key_S <= query_T1) & key_BS[:, None, None, :]
+    if window is not None:
+        number_BS = key_BS.cumsum(1)
+        seen = seen & (number_BS[:, None, keys - queries :, None] - number_BS[:, None, None, :] < window)
+    return seen | (key_S == query_T1)
 
 
 def surely_none(key_BT: Maybe) -> bool:

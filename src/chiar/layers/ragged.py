@@ -27,8 +27,9 @@ class Shelf:
         for store in self.stores:
             store.most += 1
 
-    def look(self) -> None:
-        """Wait for every store's longest row. Who grows takes along who soon would: a step must be captured again."""
+    def look(self, writing: "RaggedStore | None" = None) -> None:
+        """Wait for every store's longest row. Who grows takes along who soon would: a step must be captured again. A store
+        that is being written has rows longer than what it holds: it cannot slide."""
         known = [(store, store.length_B) for store in self.stores if store.length_B is not None]
         for device in {length_B.device for _, length_B in known}:
             here = {store: length_B.max() for store, length_B in known if length_B.device == device}
@@ -37,17 +38,18 @@ class Shelf:
         if any(store.capacity - store.most < LEAST for store, _ in known):
             for store, _ in known:
                 if store.capacity - store.most < ROOM // 2:
-                    store.grow()
+                    store.slide() if store.is_long and store is not writing else store.grow()
 
 
 class RaggedStore:
     """Named tensors (B, H, L, d), L entries of which the first `length_B` of each row count, in the order of tokens.
     Lengths live on the device; the host has `most`, a bound on the longest row, and looks at the true lengths when it
     reaches the capacity. Between looks all is written in place. The last entry is never in use: of several tokens at
-    once those that are no keys are written there, which needs no look at values."""
+    once those that are no keys are written there, which needs no look at values. With a `window` only so many entries of
+    a row, the last, will be seen again: when there is no more room these slide to the beginning."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self.shelf = shelf
+    def __init__(self, shelf: Shelf, window: int | None = None) -> None:
+        self.shelf, self.window = shelf, window
         self.clear()
 
     def clear(self) -> None:
@@ -76,14 +78,43 @@ class RaggedStore:
         self.parts = {name: F.pad(part, (0, 0, 0, missing)).contiguous() for name, part in self.parts.items()}
         self.shelf.moves += 1
 
+    @property
+    def is_long(self) -> bool:
+        """Whether a row may hold more than its window, and room for a window is there."""
+        return self.window is not None and self.most > self.window
+
+    def slide(self) -> None:
+        """Keep the last `window` entries of each row, in the same place where the room they need is the room there is."""
+        assert self.window is not None and self.length_B is not None
+        window, length_B = self.window, self.length_B
+        capacity = -(-(window + max(ROOM, window // 4)) // BLOCK) * BLOCK
+        kept_B = length_B.clamp(max=window)
+        place_BL = (length_B - kept_B)[:, None] + torch.arange(window, device=length_B.device)
+        place_BL = place_BL.clamp(max=self.capacity - 1)
+        for name, part in self.parts.items():
+            H, d = part.shape[1], part.shape[3]
+            kept = part.gather(2, place_BL[:, None, :, None].expand(-1, H, -1, d))
+            if self.capacity == capacity and may_write(part, False):
+                part[:, :, :window] = kept
+            else:
+                self.parts[name] = F.pad(kept, (0, 0, 0, capacity - window)).contiguous()
+                self.shelf.moves += 1
+        self.length_B = self.rewritten(length_B, kept_B)
+        self.most, self.capacity = min(self.most, window), capacity
+
     def append(self, new: dict[str, Tensor], key_BT: Tensor) -> Tensor:
         """Store the entries (B, H, T, d) of tokens that are keys. Returns each row's keys up to each token, (B, T)."""
         length_B = self.begin(new)
+        if self.window is not None and not self.capacity:  # a prompt: what is behind its window is never seen again
+            key_BT = key_BT & (key_BT.flip(1).cumsum(1).flip(1) <= self.window)
+        elif self.is_long and self.most + key_BT.shape[1] >= self.capacity:
+            self.slide()
+            length_B = self.begin(new)
         count_BT = length_B[:, None] + key_BT.cumsum(1)
         self.length_B = self.rewritten(length_B, count_BT[:, -1])
         self.most += key_BT.shape[1]
         if self.most >= self.capacity:
-            self.shelf.look()
+            self.shelf.look(writing=self)
         slot_BT = torch.where(key_BT, count_BT - 1, self.capacity - 1)
         row_B1 = torch.arange(len(key_BT), device=key_BT.device)[:, None]
         for name, part in new.items():
@@ -96,7 +127,8 @@ class RaggedStore:
         assert self.length_B is not None
         key_BHLd, value_BHLd = self.parts["key"], self.parts["value"]
         new = (x.to(key_BHLd.dtype) for x in (q_BHd, k_BHd, v_BHd))
-        return decode_attention(*new, key_BHLd, value_BHLd, self.length_B, key_B).to(q_BHd.dtype)
+        stored = key_BHLd, value_BHLd, self.length_B, key_B
+        return decode_attention(*new, *stored, window=self.window or 0).to(q_BHd.dtype)
 
     def make_room(self, k_BHTd: Tensor, v_BHTd: Tensor) -> None:
         """For one more token, in tensors that may be written."""
@@ -118,7 +150,9 @@ class RaggedStore:
     def visible(self, count_BT: Tensor) -> Tensor:
         """Which of these a token sees, (B, 1, T, ≤ L): a key those up to itself, others anything, but never nothing."""
         entry_L = torch.arange(min(self.most, self.capacity), device=count_BT.device)
-        return entry_L < count_BT.clamp_min(1)[:, None, :, None]
+        count_B1T1 = count_BT.clamp_min(1)[:, None, :, None]
+        seen = entry_L < count_B1T1
+        return seen if self.window is None else seen & (entry_L >= count_B1T1 - self.window)
 
     def select_rows(self, rows: Tensor) -> None:
         if self.length_B is not None:
@@ -134,7 +168,7 @@ class RaggedStore:
 
     def joined(self, other: "RaggedStore", rows: int, more: int) -> "RaggedStore":
         """The `more` rows of another store behind these `rows`. Where nothing was ever offered they are empty."""
-        made = RaggedStore(self.shelf)
+        made = RaggedStore(self.shelf, self.window)
         if self.is_empty and other.is_empty:
             return made
         made.length_B = torch.cat([self.begin(other.emptied(rows)), other.begin(self.emptied(more))])

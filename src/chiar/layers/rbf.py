@@ -16,6 +16,8 @@ from chiar.registry import Work
 if TYPE_CHECKING:
     from chiar.layers.sparse import PackedTokens
 
+FEATURES = 64
+
 
 class RBFMixing(Operator):
     """Random Fourier features φ = [cos, sin](xω/√m), A = causal softmax(φφᵀ), output Linear(Aφ).
@@ -26,7 +28,7 @@ class RBFMixing(Operator):
 
     def __init__(self, config: ChiarConfig) -> None:
         super().__init__()
-        self.features, self.std = config.rbf_features, math.sqrt(2.0)  # γ = 1
+        self.features, self.std = FEATURES, math.sqrt(2.0)  # γ = 1
         self.register_buffer("omega_Dm", self.std * torch.randn(config.hidden_size, self.features))
         self.out = nn.Linear(2 * self.features, config.hidden_size)
 
@@ -35,7 +37,7 @@ class RBFMixing(Operator):
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
-        D, features = config.hidden_size, config.rbf_features
+        D, features = config.hidden_size, FEATURES
         mapped = max(work.share, work.key_share)
         return {"rbf": mapped * 2 * D * features + work.share * 4 * features * D + work.pairs * 8 * features}
 

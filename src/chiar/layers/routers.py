@@ -87,7 +87,7 @@ class EntropyRouter(DerivedBuffers):
 
     def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__()
-        self.values = config.layer_thresholds()[config.routed_layers.index(layer)]
+        self.values: tuple[float, ...] = config.layer_thresholds()[config.routed_layers.index(layer)]
         self.follows = config.follows_quantile  # τ is the one that training has followed, not these
         self.register_derived()
 
@@ -98,8 +98,7 @@ class EntropyRouter(DerivedBuffers):
         assert entropy_BT is not None
         thresholds = self.thresholds  # a buffer: a compiled graph must not depend on the numbers
         if self.follows:
-            assert context.threshold is not None
-            thresholds = context.threshold[None]
+            thresholds = context.cut(entropy_BT)[None]
         choice_BT = (entropy_BT[..., None] > thresholds).sum(-1) if forced_BT is None else forced_BT
         return Route(choice_BT, one_hot(choice_BT, thresholds.shape[0] + 1), score_BT=entropy_BT)
 
@@ -113,7 +112,8 @@ class LearnedRouter(nn.Module):
 
     def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__()
-        self.routing, self.estimator, self.scale = config.routing, config.hard_estimator, config.router_scale
+        self.routing, self.estimator = config.routing, config.hard_estimator
+        self.scale = "probability" if config.stacks else config.router_scale
         self.follows = config.follows_quantile
         self.score = nn.Linear(config.hidden_size + 1, len(config.operators or []))
 
@@ -133,10 +133,9 @@ class LearnedRouter(nn.Module):
         scores_BTK = self.scores(x_BTD, entropy_BT)
         lead_BT = scores_BTK[..., -1] - scores_BTK[..., 0]
         if self.follows:
-            assert context.threshold is not None
             if self.training:
                 lead_BT = without_common_shift(lead_BT, context.real_BT)
-            scores_BTK = torch.stack([torch.zeros_like(lead_BT), lead_BT - context.threshold], dim=-1)
+            scores_BTK = torch.stack([torch.zeros_like(lead_BT), lead_BT - context.cut(lead_BT)], dim=-1)
         log_p_BTK = scores_BTK.log_softmax(-1)
         p_BTK = log_p_BTK.exp()
         choice_BT = p_BTK.argmax(-1) if forced_BT is None else forced_BT
@@ -166,7 +165,7 @@ def joins_a_norm(x_BTD: Tensor) -> bool:
 
 
 class RandomRouter(ChoiceRouter):
-    """Control: a fixed hash of (seed, layer, token id) or of (seed, layer, position)."""
+    """Control: a fixed hash of (seed, layer, token id), of (seed, layer, position) or of all four."""
 
     def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__(len(config.operators or []))
@@ -178,9 +177,13 @@ class RandomRouter(ChoiceRouter):
         )
 
     def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
-        keys_BT = context.positions_BT if self.key == "position" else context.token_ids_BT
-        if keys_BT is None:
-            raise InputError("random_key='token' hashes token ids: pass input_ids, or use random_key='position'.")
+        ids_BT, places_BT = context.token_ids_BT, context.positions_BT
+        if ids_BT is None and self.key != "position":
+            hashed = f"random_key={self.key!r} hashes token ids"
+            raise InputError(f"{hashed}: pass input_ids, or use random_key='position'.")
+        keys_BT = places_BT if ids_BT is None or self.key == "position" else ids_BT
+        if self.key == "both":
+            keys_BT = keys_BT + 100_003 * places_BT
         number_BT = uniform_hash(keys_BT, self.seed, self.layer)
         share = (1.0 - self.fraction) / (self.operators - 1)
         edges = share * torch.arange(1, self.operators, device=number_BT.device)

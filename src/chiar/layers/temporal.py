@@ -51,7 +51,9 @@ class TemporalFilter(DerivedBuffers, Operator):
         device = x_BTD.device.type
         if torch.is_autocast_enabled(device):  # as a linear map would: half the traffic
             x_BTD = x_BTD.to(torch.get_autocast_dtype(device))
-        if memory is None and context.real_BT is None:
+        if context.used_BT is not None:  # what lies between two texts is nothing to look back on
+            x_BTD = torch.where(context.used_BT[..., None], x_BTD, 0)
+        if memory is None and (context.real_BT is None or context.padding_behind):
             return temporal_filter(x_BTD, self.taps())
         line_BSD = with_past(x_BTD, self.window - 1, context.real_BT, memory, self.name)
         if x_BTD.shape[1] == 1:

@@ -36,9 +36,9 @@ class LayerState(DynamicLayer):
             self.state[name] = value.clone()
             self.shelf.moves += 1
 
-    def ragged(self, name: str) -> RaggedStore:
+    def ragged(self, name: str, window: int | None = None) -> RaggedStore:
         if name not in self.stores:
-            self.stores[name] = RaggedStore(self.shelf)
+            self.stores[name] = RaggedStore(self.shelf, window)
             self.shelf.stores.append(self.stores[name])
         return self.stores[name]
 

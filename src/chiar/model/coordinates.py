@@ -36,8 +36,8 @@ def to_spectral_coordinates(model: Model) -> Model:
     which falls on other coordinates). The given one stays as it is."""
     config = model.config
     require(config.basis != "identity", "basis is 'identity': the model is in spectral coordinates already.")
-    transform = make_transform(config.basis, config.hidden_size, config.basis_seed, torch.float64)
-    return turned(model, transform.forward, "identity", config.basis_seed)
+    transform = make_transform(config.basis, config.hidden_size, config.router_seed, torch.float64)
+    return turned(model, transform.forward, "identity", config.router_seed)
 
 
 def to_feature_coordinates(model: Model, basis: str = "dct", seed: int = 0) -> Model:
@@ -97,7 +97,7 @@ def check_can_turn(model: Model) -> None:
 def turned(model: Model, turn: Turn, basis: str, seed: int) -> Model:
     check_can_turn(model)
     config = deepcopy(model.config)
-    config.basis, config.basis_seed = basis, seed
+    config.basis, config.router_seed = basis, seed
     # A final γ is folded into what reads it; the embedding does not, so a tied output matrix becomes one of its own.
     folds = not has_one_gamma(model.model.norm)
     if isinstance(model, ChiarForCausalLM) and folds:

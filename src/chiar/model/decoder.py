@@ -15,19 +15,22 @@ from transformers.utils import can_return_tuple, logging
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, refuse_misspelt
+from chiar.kernels.flash import has_flash
 from chiar.layers.block import Block, LayerOutput, Summands, make_norm
 from chiar.layers.context import DerivedBuffers, Maybe, Memory, TokenContext
+from chiar.layers.dark import DarkStack, StackOutput
 from chiar.layers.gate import BIAS, Gate, MetaRouter
-from chiar.layers.routers import EntropyRouter, RouterState, collapse_loss
+from chiar.layers.routers import EntropyRouter, Route, RouterState, collapse_loss
 from chiar.layers.sparse import sparse_pays
 from chiar.layers.spectral import SpectralBasis
 from chiar.model.cache import ChiarCache
 from chiar.model.inputs import ChiarModelOutput, Routes, check_routes, check_tokens, make_context
-from chiar.model.trace import RoutingTrace, trace_layer
+from chiar.model.trace import RoutingTrace, trace_layer, trace_stack
 
 logger = logging.get_logger(__name__)
 EMBEDDING_EPS = 1e-10  # far below the mean square embeddings begin with (4e-4): only an embedding of 0 notices it
 MaybeGate = MetaRouter | None
+FIRST_WEIGHTS = 0.02  # standard deviation
 
 
 class ChiarPreTrainedModel(PreTrainedModel):
@@ -41,7 +44,7 @@ class ChiarPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         """N(0, 0.02), biases 0, norms 1; operators set weights of their own."""
-        std = self.config.initializer_range
+        std = FIRST_WEIGHTS
         if getattr(module, "sets_own_weights", False):
             with torch.no_grad():
                 module.reset_parameters()  # type: ignore[operator]
@@ -81,10 +84,11 @@ class ChiarModel(ChiarPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         positions = config.max_position_embeddings, config.hidden_size
         self.embed_positions = nn.Embedding(*positions) if config.positions == "learned" else None
-        self.basis = SpectralBasis(config.basis, config.hidden_size, config.basis_seed)
+        self.basis = SpectralBasis(config.basis, config.hidden_size, config.router_seed)
         gate = config.hidden_size, config.gate_pool, config.gate_skip_below
         self.meta_router = MetaRouter(*gate) if config.meta_router else None
         self.layers = nn.ModuleList(Block(config, i) for i, _ in enumerate(config.layer_types or ()))
+        self.stacks = nn.ModuleDict({str(first): DarkStack(config, first) for first in config.stacks})
         self.router_state = RouterState(config) if config.follows_quantile else None
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
@@ -92,6 +96,8 @@ class ChiarModel(ChiarPreTrainedModel):
 
     def set_thresholds(self, thresholds: float | list | None) -> None:
         """Route with other thresholds from now on (None: white noise's); saved with the configuration."""
+        if self.config.stacks:
+            return self._set_cuts(thresholds)
         if thresholds is not None and self.config.target_fraction is not None:
             fraction = f"target_fraction={self.config.target_fraction}"
             raise InputError(f"{fraction} finds the thresholds in training: build the model without it.")
@@ -104,6 +110,19 @@ class ChiarModel(ChiarPreTrainedModel):
             if isinstance(router, EntropyRouter):
                 router.values = values
                 router.rebuild()
+
+    def _set_cuts(self, thresholds: float | list | None) -> None:
+        """Of dark stacks: they are saved with the weights, where training left them."""
+        if thresholds is None:
+            return
+        state, count = self.router_state, len(self.config.stacks)
+        if state is None:
+            raise InputError(f"router={self.config.router!r} has no threshold: nothing can be moved.")
+        values = [thresholds] * count if isinstance(thresholds, int | float) else list(thresholds)
+        if len(values) != count or not all(isinstance(value, int | float) for value in values):
+            raise InputError(f"a threshold for each of {count} dark stacks is needed, got {thresholds}.")
+        with torch.no_grad():
+            state.threshold_L.copy_(torch.tensor(values, dtype=state.threshold_L.dtype))
 
     def layer_contexts(self, context: TokenContext) -> list[TokenContext]:
         """The context of each layer: a routed one's has the threshold it followed."""
@@ -163,9 +182,16 @@ class ChiarModel(ChiarPreTrainedModel):
         contexts, forced = self.layer_contexts(context), forced_routes or {}
         hidden_states: list[Tensor] = []
         done: list[LayerOutput] = []
+        stacks: list[StackOutput] = []
         for i, layer in enumerate(self.layers):
             if keep_hidden:
                 hidden_states.append(x_BTD)
+            if layer.kind == "dark":
+                if i in config.stacks:
+                    x_BTD, stack_did, dids = self._run_stack(i, x_BTD, contexts[i], cache, forced.get(i))
+                    stacks.append(stack_did)
+                    done += dids
+                continue
             gate, memory = self.meta_router if i == 0 else None, None if cache is None else cache.layers[i]
             x_BTD, did = self._run_layer(layer, gate, x_BTD, contexts[i], memory, forced.get(i))
             done.append(did)
@@ -182,9 +208,10 @@ class ChiarModel(ChiarPreTrainedModel):
             hidden_states=(*hidden_states, x_BTD) if keep_hidden else None,
             attentions=tuple(layer.attention_weights for layer in done) if keep_attentions else None,
             routing=self._trace(done, contexts) if output_routing else None,
-            routing_loss=collapse_loss(routes, context.real_BT, config.collapse_regulariser),
+            routing_loss=self._routing_loss(routes, stacks, context.real_BT),
             routes=tuple(routes) if output_routes else None,
             gate_BT1=done[0].gate_BT1 if output_routes else None,
+            stacks=tuple(stacks) if output_routes else None,
         )
 
     def _check_cache(self, cache: Any, rows: int) -> None:
@@ -206,13 +233,14 @@ class ChiarModel(ChiarPreTrainedModel):
         if config.execution == "dense" or not config.routed_layers:
             return False
         obstacle = None
-        if self.training and config.dropout > 0:
+        if self.training and config.dropout > 0 and not config.stacks:
             obstacle = "it has no dropout of attention weights: set dropout=0.0"
         elif context.attention_implementation == "eager":
             obstacle = "it keeps no attention weights: leave attn_implementation at sdpa"
         if obstacle and config.execution == "sparse":
             raise InputError(f"execution='sparse' is not possible here: {obstacle}, or use 'auto'.")
-        pays = config.execution == "sparse" or sparse_pays(x_BTD, config.keys)
+        stacks_pay = bool(config.stacks) and (not x_BTD.is_cuda or has_flash(x_BTD))
+        pays = config.execution == "sparse" or stacks_pay or (not config.stacks and sparse_pays(x_BTD, config.keys))
         return obstacle is None and config.can_run_sparse and pays
 
     def _run_layer(self, layer: nn.Module, gate: MaybeGate, *rest: Any) -> tuple[Tensor, LayerOutput]:
@@ -223,6 +251,39 @@ class ChiarModel(ChiarPreTrainedModel):
         (y_BTD, _), done = run(layer, gate, *rest)
         return y_BTD, done
 
+    def _run_stack(
+        self, first: int, x_BTD: Tensor, context: TokenContext, cache: ChiarCache | None, forced_BT: Maybe
+    ) -> tuple[Tensor, StackOutput, list[LayerOutput]]:
+        """The dark layers from `first` on, with what stands around them. The first one's output has the route."""
+        layers, dids = self.config.stacks[first], list[LayerOutput]()
+
+        def through(z_BTD: Tensor, inner: TokenContext) -> Tensor:
+            for i in layers:
+                memory = None if cache is None else cache.layers[i]
+                z_BTD, did = self._run_layer(self.layers[i], None, z_BTD, inner, memory, None)
+                dids.append(did)
+            return z_BTD
+
+        memory = None if cache is None else cache.layers[first]
+        x_BTD, done = self.stacks[str(first)](x_BTD, context, memory, forced_BT, through)
+        dids = dids or [LayerOutput() for _ in layers]
+        dids[0] = replace(dids[0], route=done.route, entropy_BT=done.entropy_BT)
+        return x_BTD, done, dids
+
+    def _routing_loss(self, routes: list[Route], stacks: list[StackOutput], real_BT: Maybe) -> Maybe:
+        losses = [stack.ratio_loss(done, real_BT) for stack, done in zip(self.stacks.values(), stacks, strict=True)]
+        losses.append(collapse_loss(routes, real_BT, self.config.collapse_regulariser))
+        there = [loss for loss in losses if loss is not None]
+        return torch.stack(there).sum() if there else None
+
+    def early_loss(self, decoded: ChiarModelOutput, targets_BT: Tensor, head: nn.Linear) -> Maybe:
+        """What stacks learn from the next tokens, beside the loss of the model: −100 where there is none."""
+        done, final_BTD = decoded.stacks, decoded.last_hidden_state
+        if not done or final_BTD is None:
+            return None
+        stacks = zip(self.stacks.values(), done, strict=True)
+        return torch.stack([stack.loss(did, targets_BT, final_BTD, head) for stack, did in stacks]).sum()
+
     def _run_gated(self, *arguments: Any) -> tuple[Summands, LayerOutput]:
         """Layer 1 under the MetaRouter. A method, so that who compiles layer by layer can compile both as one."""
         return run_layer(*arguments)
@@ -230,6 +291,10 @@ class ChiarModel(ChiarPreTrainedModel):
     def _trace(self, outputs: list[LayerOutput], contexts: list[TokenContext]) -> RoutingTrace:
         first, layers = contexts[0], zip(self.layers, outputs, contexts, strict=True)
         traces = [trace_layer(i, *layer) for i, layer in enumerate(layers)]
+        for at, stack in self.config.stacks.items():
+            whole = trace_stack(traces[at], outputs[at], contexts[at])
+            for i in stack:
+                traces[i] = replace(whole, index=i)
         real_BT = torch.ones_like(first.positions_BT, dtype=torch.bool) if first.real_BT is None else first.real_BT
         pool = self.config.gate_pool if self.meta_router is not None else None
         return RoutingTrace(traces, real_BT, first.token_ids_BT, pool)

@@ -185,7 +185,7 @@ def enter(model: ChiarModel, ids_B1: Tensor, positions_B1: Tensor) -> tuple[Tens
     config, x_B1D = model.config, model.embed(ids_B1, None, positions_B1)
     if config.positions == "learned":
         return x_B1D, None
-    return x_B1D, compute_rotary_tables(positions_B1, config.head_size, config.rope_base)
+    return x_B1D, compute_rotary_tables(positions_B1, config.head_size)
 
 
 def step_layer(

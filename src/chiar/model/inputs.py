@@ -11,6 +11,7 @@ from chiar.errors import InputError
 from chiar.kernels.transform import Transform
 from chiar.layers.attention import rotary_tables
 from chiar.layers.context import Maybe, TokenContext
+from chiar.layers.dark import StackOutput
 from chiar.layers.routers import Route
 from chiar.model.cache import ChiarCache
 from chiar.model.trace import RoutingTrace
@@ -87,7 +88,7 @@ def make_context(
     alike = place_BT is None and mask_BS is None  # then one row of angles serves all
     rope = None
     if config.positions == "rope":
-        rope = rotary_tables(positions_BT[:1] if alike else positions_BT, config.head_size, config.rope_base)
+        rope = rotary_tables(positions_BT[:1] if alike else positions_BT, config.head_size)
     return TokenContext(transform, positions_BT, real_BT, ids_BT, rope, config._attn_implementation or "sdpa")
 
 
@@ -103,6 +104,7 @@ class ChiarModelOutput(ModelOutput):
     routing_loss: Maybe = None
     routes: tuple[Route, ...] | None = None  # the routed layers' decisions as they were used, with their gradients
     gate_BT1: Maybe = None  # the MetaRouter's g
+    stacks: tuple[StackOutput, ...] | None = None  # what dark stacks did, likewise
 
 
 @dataclass

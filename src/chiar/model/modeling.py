@@ -63,7 +63,8 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
             logits_B1V = fast.step(self, input_ids, attention_mask, position_ids, past_key_values, forced)
             return ChiarOutput(logits=logits_B1V, past_key_values=past_key_values)
         given = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
-        decoded = self.model(*given, return_dict=True, **kwargs)
+        learns = self.training and labels is not None
+        decoded = self.model(*given, return_dict=True, **kwargs, **({"output_routes": True} if learns else {}))
         states_BTD = decoded.last_hidden_state
         logits_BTV = self.lm_head(states_BTD[:, -logits_to_keep:] if logits_to_keep else states_BTD)
         loss = None
@@ -73,6 +74,9 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
             loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), targets)
             if self.training and decoded.routing_loss is not None:
                 loss = loss + decoded.routing_loss
+            if learns and self.model.stacks:
+                shifted_BT = F.pad(labels[:, 1:], (0, 1), value=-100).to(logits_BTV.device)
+                loss = loss + self.model.early_loss(decoded, shifted_BT, self.lm_head)
             if num_items_in_batch is not None:
                 loss = loss * (targets != -100).sum() / num_items_in_batch
         return to_output(decoded, loss, logits_BTV)

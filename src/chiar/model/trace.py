@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from chiar.config_checks import STACK_OPERATORS
 from chiar.errors import errors_as
 from chiar.layers.block import Block, LayerOutput
 from chiar.layers.context import TokenContext
@@ -46,6 +47,16 @@ def trace_layer(index: int, layer: nn.Module, output: LayerOutput, context: Toke
     return LayerTrace(index, layer.kind, *chosen, entropy_BT, probabilities_BTK, gate_BT, thresholds)
 
 
+def trace_stack(trace: LayerTrace, output: LayerOutput, context: TokenContext) -> LayerTrace:
+    """What each layer of a dark stack did: light tokens got what it carries, dark ones passed it."""
+    route = output.route
+    assert route is not None
+    p_BTK = None if route.probabilities_BTK is None else route.probabilities_BTK.detach()
+    cuts = None if context.threshold is None or output.entropy_BT is None else [float(context.threshold)]
+    chosen = list(STACK_OPERATORS), route.choice_BT, route.weights_BTK.detach()
+    return LayerTrace(trace.index, trace.kind, *chosen, output.entropy_BT, p_BTK, None, cuts)
+
+
 @dataclass
 class RoutingTrace:
     """All layers of one forward pass."""
@@ -57,7 +68,9 @@ class RoutingTrace:
 
     @property
     def routed_layers(self) -> list[int]:
-        return [layer.index for layer in self.layers if layer.kind == "routed"]
+        """Where tokens were routed: a dark stack counts once, as its first layer."""
+        kinds = [layer.kind for layer in self.layers]
+        return [i for i, kind in enumerate(kinds) if kind == "routed" or (kind == "dark" and kinds[:i][-1:] != ["dark"])]
 
     def operator_use(self, layer: int) -> dict[str, float]:
         """The fraction of real tokens each operator of `layer` gets."""

@@ -21,7 +21,7 @@ from chiar.model.inputs import check_tokens
 
 RULES, PERCENTILES, FORMAT = ("embeddings", "layers"), (5, 33, 50, 67, 95), "chiar-calibration/1"
 # One model's thresholds mean something in another only if H is the same function of the same kind of vector.
-MUST_AGREE = ("hidden_size", "vocab_size", "basis", "basis_seed", "entropy_eps", "entropy_dc_weight")
+MUST_AGREE = ("hidden_size", "vocab_size", "basis", "entropy_eps", "entropy_dc_weight")
 Batches = Iterable[dict[str, Tensor]]
 Progress = Callable[[int], None]
 

@@ -144,6 +144,9 @@ class TaskModel(nn.Module):
         correct = states_BTD.new_zeros(())
         if head is None:
             loss = linear_cross_entropy(states_BTD.flatten(0, 1), self.language.lm_head.weight, targets.flatten())
+            if self.training and self.language.model.stacks:
+                early = self.language.model.early_loss(decoded, targets, self.language.lm_head)
+                loss = loss + (early - early.detach())  # learned from, but what is reported is the model's own loss
         else:
             logits_BC = self.heads[head](pool_states(states_BTD, mask_BT, config.classifier_pool))
             loss = F.cross_entropy(logits_BC.float(), targets)

@@ -1,0 +1,287 @@
+"""Dark layers: an inner stack that only dark tokens pass, what chooses them before it, and what it tells the others.
+
+    H_t = entropy(softmax(U · norm(x_t))) / log V, in [0, 1]        or another router's score
+    dark_t = H_t > τ
+    z = layers(x[dark]);   δ = z − x[dark]                          among themselves, at their true positions
+    x_t += dark_t · δ_t + W · δ_last(t)                             last(t): the latest dark token at or before t
+
+Tokens are packed once, so the stack is a plain model on a shorter text. The definition runs every layer on every token,
+and light ones are padding there: no keys, and nothing looks back on them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from chiar.config import ChiarConfig
+from chiar.kernels.carry import last_marked, smoothed, spread
+from chiar.kernels.flash import has_flash
+from chiar.kernels.linear_cross_entropy import linear_cross_entropy
+from chiar.kernels.packing import Packing, pack, unpack
+from chiar.kernels.spectral_entropy import spectral_entropy
+from chiar.layers.attention import rotary_tables
+from chiar.layers.block import make_norm
+from chiar.layers.context import Maybe, Memory, TokenContext
+from chiar.layers.routers import ChoiceRouter, Route, check_route
+from chiar.layers.stack_routers import DARK, BoundaryRouter, ForecastRouter, predictive_entropy, ratio_loss
+
+BLOCK = 128  # packed places are a multiple of this where their number is fixed
+Through = Callable[[Tensor, TokenContext], Tensor]  # the layers of a stack
+
+
+class Carry(nn.Linear):
+    """What the stack last said, for all tokens until it says something new. It begins by saying nothing."""
+
+    sets_own_weights = True
+
+    def reset_parameters(self) -> None:
+        init.zeros_(self.weight)
+
+
+@dataclass
+class StackOutput:
+    """What a stack did to its tokens."""
+
+    route: Route
+    entropy_BT: Maybe  # H that was cut, where the router reads one
+    seen_BTD: Tensor  # what the early head and the router read
+    dropped: Tensor  # dark tokens there was no room for
+
+
+class DarkStack(nn.Module):
+    def __init__(self, config: ChiarConfig, first: int) -> None:
+        super().__init__()
+        kind, D, inner = config.router_kind, config.hidden_size, config.inner_size
+        number = config.routed_layers.index(first)
+        self.share = (config.layer_fractions() or [kind.fraction(config) if kind.fraction else 1.0] * (number + 1))[number]
+        self.room, self.follows = kind.room, config.follows_quantile
+        self.gap = config.temporal_window - 1 if config.temporal_everywhere else 0
+        self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
+        self.reads_entropy, self.reads_prediction = kind.reads_entropy, kind.reads_prediction
+        self.early_weight, self.head_size = config.early_weight, config.head_size
+        wanted = config.early_weight > 0 or kind.reads_prediction
+        self.norm = make_norm(config) if wanted or kind.reads_state else None
+        self.shares_state = config.early_weight > 0  # else an early head learns, but moves no layer
+        self.early = nn.Linear(D, config.vocab_size, bias=False) if wanted else None
+        self.router = kind.make(config, first)
+        self.widen = nn.Linear(D, inner, bias=False) if inner else None
+        self.narrow = nn.Linear(inner, D, bias=False) if inner else None
+        self.carry = Carry(D, D, bias=False) if config.carry == "linear" else None
+        self.smooth = config.carry == "smoothed"
+
+    def forward(
+        self, x_BTD: Tensor, context: TokenContext, memory: Memory, forced_BT: Maybe, through: Through
+    ) -> tuple[Tensor, StackOutput]:
+        seen_BTD = x_BTD if self.shares_state or not self.reads_prediction else x_BTD.detach()
+        seen_BTD = seen_BTD if self.norm is None else self.norm(seen_BTD)
+        entropy_BT = self.entropy(x_BTD, seen_BTD, context)
+        route = self.choose(seen_BTD, entropy_BT, context.of("router", memory), forced_BT)
+        dark_BT = route.choice_BT == DARK
+        if context.real_BT is not None:
+            dark_BT = dark_BT & context.real_BT
+        laid = self.lay_out(x_BTD, dark_BT, context, memory)
+        change = laid.without_tokens(x_BTD) if laid.is_empty else self.change(laid, x_BTD, route, through)
+        y_BTD = self.tell(laid, x_BTD, change, route, memory)
+        return y_BTD, StackOutput(route, entropy_BT, seen_BTD, laid.dropped)
+
+    def entropy(self, x_BTD: Tensor, seen_BTD: Tensor, context: TokenContext) -> Maybe:
+        if self.early is not None and (self.reads_prediction or context.keep_entropy and not self.reads_entropy):
+            with torch.no_grad():
+                return predictive_entropy(self.early(seen_BTD))
+        if not self.reads_entropy:
+            return None
+        with torch.no_grad():
+            return spectral_entropy(x_BTD, context.transform, self.entropy_eps, self.entropy_dc_weight)
+
+    def choose(self, seen_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
+        if self.training and self.follows:
+            context.share = self.share
+        route = self.router(seen_BTD, entropy_BT, context, forced_BT)
+        if not isinstance(self.router, ChoiceRouter):
+            check_route(self.router, route, seen_BTD, 2, context)
+        return route
+
+    def lay_out(self, x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory) -> "Layout":
+        """How the stack sees its tokens. Where the host may look and none is dark, nothing runs."""
+        inner = replace(context, keep_entropy=False, threshold=None, share=None)
+        looks = not (context.room_is_made or torch.compiler.is_compiling() or (x_BTD.is_cuda and self.training))
+        if looks and not torch.is_grad_enabled() and not bool(dark_BT.any()):
+            return Everywhere(dark_BT, inner, is_empty=True)
+        if context.sparse and has_flash(x_BTD) and memory is None:
+            return Together(dark_BT, inner, self, int(dark_BT.sum()) if looks else None)
+        if context.sparse and (looks or not x_BTD.is_cuda):
+            return Together(dark_BT, inner, self, int(dark_BT.sum(1).max()), in_rows=True)
+        return Everywhere(dark_BT, inner)
+
+    def change(self, laid: "Layout", x_BTD: Tensor, route: Route, through: Through) -> Tensor:
+        """δ of the tokens as they are laid out, 0 at places that hold none."""
+        z_in = laid.taken(x_BTD)
+        if self.widen is not None:
+            z_in = self.widen(z_in)
+        change = through(z_in, laid.context) - z_in
+        if self.narrow is not None:
+            change = self.narrow(change)
+        if not self.smooth:
+            change = change * laid.taken(route.weights_BTK[..., DARK:].to(change.dtype))
+        return laid.clean(change)
+
+    def tell(self, laid: "Layout", x_BTD: Tensor, change: Tensor, route: Route, memory: Memory) -> Tensor:
+        """x and what it gets of the stack. A cache keeps what was told last."""
+        told_B1D = None if memory is None else memory.get("stack")
+        if self.smooth:
+            weight_BT = laid.dark_BT.to(x_BTD.dtype)
+            if route.probabilities_BTK is not None:
+                weight_BT = weight_BT * route.probabilities_BTK[..., DARK].to(x_BTD.dtype).clamp(1e-4, 1 - 1e-4)
+            mean_BTD = smoothed(laid.everywhere(change), weight_BT, told_B1D)
+            y_BTD, last_BTD = x_BTD + mean_BTD * route.weights_BTK.sum(-1, keepdim=True).to(x_BTD.dtype), mean_BTD
+        elif self.carry is None:
+            return x_BTD + laid.everywhere(change)
+        else:
+            last_BTD = laid.told(self.carry(change), told_B1D)
+            y_BTD = x_BTD + laid.everywhere(change) + last_BTD
+        if memory is not None:
+            memory.put("stack", laid.last_real(last_BTD, told_B1D))
+        return y_BTD
+
+    def loss(self, done: StackOutput, targets_BT: Tensor, final_BTD: Tensor, head: nn.Linear) -> Tensor:
+        """What the early head and the router learn from: targets are the next tokens, −100 where there is none."""
+        total = final_BTD.new_zeros((), dtype=torch.float32)
+        if self.early is not None:
+            early = linear_cross_entropy(done.seen_BTD.flatten(0, 1), self.early.weight, targets_BT.flatten())
+            total = total + (self.early_weight or 1.0) * early
+        if isinstance(self.router, ForecastRouter):
+            assert done.route.score_BT is not None
+            with torch.no_grad():
+                entropy_BT = predictive_entropy(head(final_BTD))
+            off_BT = (done.route.score_BT - entropy_BT).square()
+            total = total + torch.where(targets_BT != -100, off_BT, 0).mean()
+        return total
+
+    def ratio_loss(self, done: StackOutput, real_BT: Maybe) -> Maybe:
+        """What holds f where no threshold does, 0.03 times H-Net's."""
+        return 0.03 * ratio_loss(done.route, real_BT, self.share) if isinstance(self.router, BoundaryRouter) else None
+
+
+class Layout:
+    """Where the tokens of a stack are while its layers run."""
+
+    context: TokenContext  # as its layers see it
+    dark_BT: Tensor
+    dropped: Tensor
+    is_empty = False  # surely no token is dark, and nothing needs to run
+
+    def without_tokens(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.new_zeros(x_BTD.shape)
+
+    def taken(self, x_BTD: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def clean(self, change: Tensor) -> Tensor:
+        """0 where no dark token is."""
+        raise NotImplementedError
+
+    def everywhere(self, change: Tensor) -> Tensor:
+        """(B, T, D), 0 at light tokens."""
+        raise NotImplementedError
+
+    def told(self, change: Tensor, before_B1D: Maybe) -> Tensor:
+        """At every token what belongs to the latest dark one, (B, T, D)."""
+        raise NotImplementedError
+
+    def last_real(self, last_BTD: Tensor, before_B1D: Maybe) -> Tensor:
+        """Of each row's last token; padding is told what stood before it, but may stand in front of everything."""
+        return last_BTD[:, -1:]
+
+
+class Everywhere(Layout):
+    """The definition: every token, and light ones are padding."""
+
+    def __init__(self, dark_BT: Tensor, context: TokenContext, is_empty: bool = False) -> None:
+        self.dark_BT, self.is_empty = dark_BT, is_empty
+        self.context = replace(context, real_BT=dark_BT, sparse=False)
+        self.dropped = torch.zeros((), dtype=torch.long, device=dark_BT.device)
+
+    def taken(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD
+
+    def clean(self, change: Tensor) -> Tensor:
+        return torch.where(self.dark_BT[..., None], change, 0)
+
+    def everywhere(self, change: Tensor) -> Tensor:
+        return change
+
+    def told(self, change: Tensor, before_B1D: Maybe) -> Tensor:
+        return last_marked(change, self.dark_BT, before_B1D)
+
+
+class Together(Layout):
+    """Dark tokens packed, each row's in order: in rows of `room` places, or one behind the other in `room` places, with a
+    gap behind each row that filters along time look back on. Where the host may not look, `room` is None: as many as a
+    batch is meant to have, times what its router may need. Should there be more, some, evenly spread, are light in this
+    pass, and `dropped` tells how many. A pass that is not for training never drops any."""
+
+    def __init__(self, dark_BT: Tensor, context: TokenContext, stack: DarkStack, room: int | None, in_rows: bool = False):
+        (B, T), device = dark_BT.shape, dark_BT.device
+        self.shape, numbers_N = (B, T), torch.arange(B * T, device=device)
+        self.dropped = torch.zeros((), dtype=torch.long, device=device)
+        if room is None:
+            room = min(B * T, int(stack.room * stack.share * B * T) + 1)
+            dark_BT, self.dropped = thinned(dark_BT, room)
+        self.dark_BT, rank_BT, count_B = dark_BT, dark_BT.cumsum(1) - 1, dark_BT.sum(1)
+        if in_rows:
+            room = max(room, 1)  # weights without a gradient would make processes wait for each other
+            places, start_B = B * room, torch.arange(0, B * room, room, device=device)
+        else:
+            places = -(-(room + B * stack.gap) // BLOCK) * BLOCK
+            end_B = (count_B + stack.gap).cumsum(0)
+            start_B = end_B - count_B - stack.gap
+        slot_N = (start_B[:, None] + rank_BT).flatten()
+        dark_N = dark_BT.flatten()
+        place_or_end_N = torch.where(dark_N, slot_N, places)
+        token_P = numbers_N.new_zeros(places + 1).scatter_(0, place_or_end_N, numbers_N)[:places]
+        used_P = torch.zeros(places + 1, dtype=torch.bool, device=device).scatter_(0, place_or_end_N, dark_N)[:places]
+        self.said_N, self.used_P = (rank_BT >= 0).flatten(), used_P
+        self.last_N = torch.where(self.said_N, slot_N, 0)
+        none = count_B[:1].int()  # rows and lengths are no business of pack and unpack
+        self.packing = Packing(dark_N, torch.where(dark_N, slot_N, 0), token_P, none, none, none)
+        shape = (B, room) if in_rows else (1, places)
+        positions_BC = context.positions_BT.flatten()[token_P].view(shape)
+        ids_BC = None if context.token_ids_BT is None else context.token_ids_BT.flatten()[token_P].view(shape)
+        rope = None if context.rope is None else rotary_tables(positions_BC, stack.head_size)
+        self.context = replace(
+            context, positions_BT=positions_BC, token_ids_BT=ids_BC, rope=rope, real_BT=None, sparse=False
+        )
+        self.places = shape
+        if in_rows:
+            self.context.padding_behind = True
+            self.context.real_BT = used_P.view(shape) if B > 1 or torch.is_grad_enabled() else None
+        else:
+            # What lies behind the last row is cut into texts no longer than others, which nobody reads.
+            rest = end_B[-1:] + T * torch.arange(-(-places // T) + 1, device=device)
+            self.context.rows = torch.cat([start_B, rest.clamp(max=places)]).int()
+            self.context.longest, self.context.used_BT = max(T + stack.gap, 1), used_P.view(shape)
+
+    def taken(self, x_BTD: Tensor) -> Tensor:
+        x_PD = torch.where(self.used_P[:, None], pack(x_BTD.flatten(0, 1), self.packing), 0)
+        return x_PD.view(*self.places, -1)
+
+    def clean(self, change: Tensor) -> Tensor:
+        return torch.where(self.used_P.view(*self.places, 1), change, 0)
+
+    def everywhere(self, change: Tensor) -> Tensor:
+        return unpack(change.flatten(0, 1), None, self.packing).view(*self.shape, -1)
+
+    def told(self, change: Tensor, before_B1D: Maybe) -> Tensor:
+        assert before_B1D is None
+        packed = self.packing.token_P, self.used_P, self.said_N, self.last_N
+        return spread(change.flatten(0, 1), *packed).view(*self.shape, -1)
+
+
+def thinned(dark_BT: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    """At most `room` of the dark tokens, evenly spread over all; and how many are left out."""
+    number_N, count = dark_BT.flatten().cumsum(0), dark_BT.sum()
+    most = count.clamp_min(room)
+    keep_N = number_N * room // most > (number_N - 1) * room // most
+    return dark_BT & keep_N.view(dark_BT.shape), (count - room).clamp_min(0)

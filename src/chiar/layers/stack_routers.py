@@ -1,0 +1,109 @@
+"""Routers of a dark stack that stand nowhere else: they choose which bytes pass it. `predictive` and `spectral` are the
+EntropyRouter of routers.py with another H, `learned` and `random` are as in routed layers."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from chiar.config import ChiarConfig
+from chiar.errors import InputError
+from chiar.layers.context import Maybe, TokenContext, stored_in
+from chiar.layers.routers import ChoiceRouter, Route, mean_over_tokens, one_hot
+from chiar.registry import FORECAST_WIDTH
+
+LIGHT, DARK = 0, 1
+
+
+class ForecastRouter(nn.Module):
+    """A small regression of the final prediction's entropy on the state, which it does not move: H without a softmax. It
+    learns by `forecast_loss`."""
+
+    def __init__(self, config: ChiarConfig, layer: int) -> None:
+        super().__init__()
+        self.follows = config.follows_quantile
+        self.up, self.down = nn.Linear(config.hidden_size, FORECAST_WIDTH), nn.Linear(FORECAST_WIDTH, 1)
+
+    def scores(self, x_BTD: Tensor, entropy_BT: Maybe = None) -> Tensor:
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            dtype = self.up.weight.dtype
+            return self.down(F.gelu(self.up(x_BTD.detach().to(dtype))))[..., 0]
+
+    def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
+        score_BT = self.scores(x_BTD)
+        choice_BT = (score_BT > context.cut(score_BT)).long() if forced_BT is None else forced_BT
+        return Route(choice_BT, one_hot(choice_BT, 2), score_BT=score_BT)
+
+
+class BoundaryRouter(nn.Module):
+    """H-Net's boundaries (arXiv 2507.07955): p_t = (1 − cos(W_q x_t, W_k x_{t−1})) / 2, dark above ½, the first token with
+    p = 1; the weights are 1, and have the gradient of p where dark and of 1 − p where light. `ratio_loss` holds f."""
+
+    def __init__(self, config: ChiarConfig, layer: int) -> None:
+        super().__init__()
+        self.q, self.k = (nn.Linear(config.hidden_size, config.hidden_size, bias=False) for _ in range(2))
+        self.sets_own_weights = True
+
+    def reset_parameters(self) -> None:
+        for linear in (self.q, self.k):
+            init.copy_(linear.weight, torch.eye(len(linear.weight), device=linear.weight.device))
+
+    def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
+        dtype = stored_in(x_BTD.dtype)
+        q_BTD, k_BTD = self.q(x_BTD).to(dtype), self.k(x_BTD).to(dtype)
+        before_BTD = context.past("key", k_BTD, 1)[:, :, 0]
+        p_BT = (1 - F.cosine_similarity(q_BTD, before_BTD, dim=-1)) / 2
+        p_BT = torch.where(context.positions_BT == 0, 1.0, p_BT)
+        choice_BT = (p_BT > 0.5).long() if forced_BT is None else forced_BT
+        p_BTK = torch.stack([1 - p_BT, p_BT], -1)
+        weights_BTK = one_hot(choice_BT, 2) * (1 + p_BTK - p_BTK.detach())
+        return Route(choice_BT, weights_BTK, p_BTK)
+
+
+class SpaceRouter(ChoiceRouter):
+    """SpaceByte's rule (arXiv 2404.14408): dark is a space-like byte behind one that is not, and the first byte. Space-like
+    is ASCII that is neither letter nor digit; bytes of longer characters and ids beyond bytes are not."""
+
+    def __init__(self, config: ChiarConfig, layer: int) -> None:
+        super().__init__(2)
+
+    def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
+        if context.token_ids_BT is None:
+            raise InputError("router='space' reads bytes: pass input_ids.")
+        space_BT = is_space(context.token_ids_BT).long()
+        before_BT = context.past("space", space_BT, 1, missing=0)[..., 0]
+        return torch.where(context.positions_BT == 0, DARK, space_BT * (1 - before_BT))
+
+
+def is_space(byte: Tensor) -> Tensor:
+    inside = [(byte >= ord(first)) & (byte <= ord(last)) for first, last in ("09", "AZ", "az")]
+    return (byte < 128) & ~(inside[0] | inside[1] | inside[2])
+
+
+class StrideRouter(ChoiceRouter):
+    """Every so many tokens one is dark, the first among them: MegaByte's patches (arXiv 2305.07185)."""
+
+    def __init__(self, config: ChiarConfig, layer: int) -> None:
+        super().__init__(2)
+        fractions = config.layer_fractions() or [0.2]
+        self.stride = max(1, round(1 / fractions[config.routed_layers.index(layer)]))
+
+    def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
+        return (context.positions_BT % self.stride == 0).long()
+
+
+def ratio_loss(route: Route, real_BT: Maybe, fraction: float) -> Tensor:
+    """H-Net's: least where a share f is dark and the mean p is f too."""
+    assert route.probabilities_BTK is not None
+    times = 1 / fraction
+    dark = mean_over_tokens(route.choice_BT[..., None].float(), real_BT)[0]
+    mean = mean_over_tokens(route.probabilities_BTK[..., DARK:], real_BT)[0]
+    return times / (times - 1) * ((times - 1) * dark * mean + (1 - dark) * (1 - mean))
+
+
+def predictive_entropy(logits_BTV: Tensor) -> Tensor:
+    """H of softmax(logits) over log V, between 0 and 1, in fp32 at least."""
+    log_p_BTV = logits_BTV.to(stored_in(logits_BTV.dtype)).log_softmax(-1)
+    return -(log_p_BTV.exp() * log_p_BTV).sum(-1) / math.log(logits_BTV.shape[-1])
