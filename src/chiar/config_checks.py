@@ -128,7 +128,9 @@ def operator_sets() -> list[list[str]]:
     """What `operators` may be."""
     kinds = registry.OPERATORS
     between = [name for name, kind in kinds.items() if not (kind.light or kind.is_layer)]
-    pairs = [[light, dark] for light, kind in kinds.items() if kind.light and not kind.of_stacks for dark in DARK_LAYERS]
+    pairs = [
+        [light, dark] for light, kind in kinds.items() if kind.light and not kind.of_stacks for dark in DARK_LAYERS
+    ]
     own_pairs = [pair for pair in pairs if registry.built_in(kinds[pair[0]])]
     return pairs + [[light, middle, dark] for light, dark in own_pairs for middle in between]
 
@@ -166,7 +168,9 @@ def check_stacks(config: "ChiarConfig") -> None:
     require(config.routing != "soft", "soft routing runs everything for every token: a dark stack takes hard routing.")
     require(config.norm_position == "pre", "dark layers need norm_position='pre': they add to the residual stream.")
     bytes_are_ids = config.vocab_size >= 256
-    require(config.router != "space" or bytes_are_ids, f"router='space' reads bytes, {config.vocab_size} ids are fewer.")
+    require(
+        config.router != "space" or bytes_are_ids, f"router='space' reads bytes, {config.vocab_size} ids are fewer."
+    )
     if config.inner_size is not None and (config.inner_size < 1 or config.inner_size % config.head_size):
         raise InputError(f"inner_size={config.inner_size} must be a multiple of the head size {config.head_size}.")
 

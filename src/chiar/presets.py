@@ -94,7 +94,9 @@ def get(name: str, **changes: Any) -> ChiarConfig:
     elif "layer_types" not in changes and family == "v5":
         outer, layers = OUTER[size], changes.get("num_hidden_layers", fields["num_hidden_layers"])
         if layers <= 2 * outer:
-            raise InputError(f"num_hidden_layers={layers} is too few for {name}: {2 * outer} stand around its dark ones.")
+            raise InputError(
+                f"num_hidden_layers={layers} is too few for {name}: {2 * outer} stand around its dark ones."
+            )
         fields["layer_types"] = [*["attention"] * outer, *["dark"] * (layers - 2 * outer), *["attention"] * outer]
     elif "layer_types" not in changes and family in PATTERNS:
         pattern, layers = PATTERNS[family], changes.get("num_hidden_layers", fields["num_hidden_layers"])

@@ -51,7 +51,9 @@ class RouterKind:
     reads_prediction: bool = False  # H is that of an early head's prediction of the next token
     of_layers: bool = True  # chooses in routed layers
     of_stacks: bool = True  # chooses what passes a dark stack
-    room: float = 1.0  # a training pass on a GPU holds this many times f of a batch; a cut at its quantile needs no more
+    room: float = (
+        1.0  # a training pass on a GPU holds this many times f of a batch; a cut at its quantile needs no more
+    )
     fraction: "Callable[[ChiarConfig], float] | None" = None  # f, where a field of the configuration says it
     flops: "Callable[[ChiarConfig], float] | None" = None  # of one token in one layer, without those of H
 
@@ -97,7 +99,9 @@ ROUTERS: dict[str, RouterKind] = {
         has_gradient=True,
         flops=lambda config: 2.0 * (config.hidden_size + 1) * len(config.operators or []),
     ),
-    "random": RouterKind("chiar.layers.routers:RandomRouter", fraction=lambda config: config.random_fraction, room=1.25),
+    "random": RouterKind(
+        "chiar.layers.routers:RandomRouter", fraction=lambda config: config.random_fraction, room=1.25
+    ),
     "static": RouterKind("chiar.layers.routers:StaticRouter", decides_by_layer=True, of_stacks=False),
     "predictive": RouterKind(
         "chiar.layers.routers:EntropyRouter", reads_prediction=True, can_follow=True, of_layers=False

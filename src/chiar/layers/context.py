@@ -19,6 +19,7 @@ class LayerMemory(Protocol):
     def get(self, name: str) -> Tensor | None: ...
     def put(self, name: str, value: Tensor) -> None: ...  # in the place of what was there, where that is possible
     def ragged(self, name: str, window: int | None = None) -> RaggedStore: ...
+
     # Where an operator stores its keys: all real tokens, or its own; or the last `window` of them.
 
 
@@ -65,7 +66,9 @@ class TokenContext:
             dark = (self.real_BT.sum() * self.share).long()
             light = (len(score_N) - dark).clamp(1, len(score_N))
             return score_N.sort().values[light - 1]
-        return score_N.kthvalue(max(light, 1)).values if not score_N.is_cuda else score_N.sort().values[max(light, 1) - 1]
+        return (
+            score_N.kthvalue(max(light, 1)).values if not score_N.is_cuda else score_N.sort().values[max(light, 1) - 1]
+        )
 
     def past(self, name: str, values: Tensor, reach: int, missing: float = 0) -> Tensor:
         """Of (B, T, …) values, those of the `reach` real tokens before each token, the nearest last: (B, T, reach, …),

@@ -55,7 +55,9 @@ class DarkStack(nn.Module):
         super().__init__()
         kind, D, inner = config.router_kind, config.hidden_size, config.inner_size
         number = config.routed_layers.index(first)
-        self.share = (config.layer_fractions() or [kind.fraction(config) if kind.fraction else 1.0] * (number + 1))[number]
+        self.share = (config.layer_fractions() or [kind.fraction(config) if kind.fraction else 1.0] * (number + 1))[
+            number
+        ]
         self.room, self.follows = kind.room, config.follows_quantile
         self.gap = config.temporal_window - 1 if config.temporal_everywhere else 0
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
@@ -222,7 +224,9 @@ class Together(Layout):
     batch is meant to have, times what its router may need. Should there be more, some, evenly spread, are light in this
     pass, and `dropped` tells how many. A pass that is not for training never drops any."""
 
-    def __init__(self, dark_BT: Tensor, context: TokenContext, stack: DarkStack, room: int | None, in_rows: bool = False):
+    def __init__(
+        self, dark_BT: Tensor, context: TokenContext, stack: DarkStack, room: int | None, in_rows: bool = False
+    ):
         (B, T), device = dark_BT.shape, dark_BT.device
         self.shape, numbers_N = (B, T), torch.arange(B * T, device=device)
         self.dropped = torch.zeros((), dtype=torch.long, device=device)

@@ -70,7 +70,9 @@ class RoutingTrace:
     def routed_layers(self) -> list[int]:
         """Where tokens were routed: a dark stack counts once, as its first layer."""
         kinds = [layer.kind for layer in self.layers]
-        return [i for i, kind in enumerate(kinds) if kind == "routed" or (kind == "dark" and kinds[:i][-1:] != ["dark"])]
+        return [
+            i for i, kind in enumerate(kinds) if kind == "routed" or (kind == "dark" and kinds[:i][-1:] != ["dark"])
+        ]
 
     def operator_use(self, layer: int) -> dict[str, float]:
         """The fraction of real tokens each operator of `layer` gets."""
