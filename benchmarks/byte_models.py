@@ -5,8 +5,8 @@
 
 In turns, in one process: `dense`, attention in all layers; `v5`, which routes itself (in training f is exact); `equal`,
 as many plain layers as come closest to v5's counted FLOPs; `rows`, v5 with tokens packed in rows of one length; `blt`,
-transformers' BltForCausalLM with as many layers around and inside, its patches given, 1/f bytes each. Weights are random,
-bytes are of the standard library's sources. Layers are compiled, steps of training recorded as CUDA graphs.
+transformers' BltForCausalLM with as many layers around and inside, its patches given, 1/f bytes each. Weights are
+random, bytes are of the standard library's sources. Layers are compiled, steps of training recorded as CUDA graphs.
 """
 
 import argparse
@@ -72,8 +72,7 @@ class BytesModel(nn.Module):
         if targets_BT is None:
             return head(decoded.last_hidden_state[:, -1]), None
         loss = linear_cross_entropy(decoded.last_hidden_state.flatten(0, 1), head.weight, targets_BT.flatten())
-        early = model.early_loss(decoded, targets_BT, head)
-        return loss if early is None else loss + early, None
+        return loss + model.early_loss(decoded, targets_BT, head), None
 
     def compile_parts(self) -> None:
         for layer in self.language.model.layers:
@@ -104,7 +103,7 @@ class BltModel(nn.Module):
     def forward(self, ids_BT: Tensor, targets_BT: Tensor | None, routes: Any = None) -> tuple[Tensor, None]:
         (B, T), patch = ids_BT.shape, self.patch
         lengths = [1, *[patch] * ((T - 1) // patch)]
-        lengths += [T - sum(lengths)] if T > sum(lengths) else []
+        lengths += [T - sum(lengths)] if sum(lengths) < T else []
         patches = torch.tensor(lengths, device=ids_BT.device).expand(B, -1)
         logits = self.model(ids_BT, patch_lengths=patches, use_cache=False).logits
         if targets_BT is None:

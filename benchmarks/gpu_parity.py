@@ -102,8 +102,8 @@ def run(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, forced: Any) -
 
 
 def packed(changes: dict[str, Any], compile: bool) -> tuple[float, float]:
-    """Relative differences of a training pass in bf16, dark tokens packed, from its definition, with the same routes: of
-    logits, and of the gradient that differs most."""
+    """Relative differences of a training pass in bf16, dark tokens packed, from its definition, with the same routes:
+    of logits, and of the gradient that differs most."""
     torch.manual_seed(0)
     found = {}
     model = ChiarForCausalLM(presets.get("v5-16m", num_hidden_layers=6, **changes)).cuda().train()

@@ -1,5 +1,5 @@
-"""What a sequence said last: y_t = v_last(t), where last(t) is the latest marked token at or before t; or a running mean
-of what it said. Each beside its definition."""
+"""What a sequence said last: y_t = v_last(t), where last(t) is the latest marked token at or before t; or a running
+mean of what it said. Each beside its definition."""
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ def spread_gradient(grad_ND: Tensor, token_P: Tensor, used_P: Tensor, said_N: Te
     saved=lambda inputs, outputs: inputs[1:],
 )  # fmt: skip
 def spread(values_PD: Tensor, token_P: Tensor, used_P: Tensor, said_N: Tensor, last_N: Tensor) -> Tensor:
-    """Of packed values, which belong to tokens `token_P` where `used_P`, the one at `last_N` for every token, and 0 where
-    nothing was `said` yet. Packed tokens stand in the order of the text."""
+    """Of packed values, which belong to tokens `token_P` where `used_P`, the one at `last_N` for every token, and 0
+    where nothing was `said` yet. Packed tokens stand in the order of the text."""
     return torch.where(said_N[:, None], values_PD[last_N], 0)
 
 

@@ -89,7 +89,7 @@ class DarkStack(nn.Module):
         return y_BTD, StackOutput(route, entropy_BT, seen_BTD, laid.dropped)
 
     def entropy(self, x_BTD: Tensor, seen_BTD: Tensor, context: TokenContext) -> Maybe:
-        if self.early is not None and (self.reads_prediction or context.keep_entropy and not self.reads_entropy):
+        if self.early is not None and (self.reads_prediction or (context.keep_entropy and not self.reads_entropy)):
             with torch.no_grad():
                 return predictive_entropy(self.early(seen_BTD))
         if not self.reads_entropy:
@@ -219,10 +219,10 @@ class Everywhere(Layout):
 
 
 class Together(Layout):
-    """Dark tokens packed, each row's in order: in rows of `room` places, or one behind the other in `room` places, with a
-    gap behind each row that filters along time look back on. Where the host may not look, `room` is None: as many as a
-    batch is meant to have, times what its router may need. Should there be more, some, evenly spread, are light in this
-    pass, and `dropped` tells how many. A pass that is not for training never drops any."""
+    """Dark tokens packed, each row's in order: in rows of `room` places, or one behind the other in `room` places, with
+    a gap behind each row that filters along time look back on. Where the host may not look, `room` is None: as many as
+    a batch is meant to have, times what its router may need. Should there be more, some, evenly spread, are light in
+    this pass, and `dropped` tells how many. A pass that is not for training never drops any."""
 
     def __init__(
         self, dark_BT: Tensor, context: TokenContext, stack: DarkStack, room: int | None, in_rows: bool = False

@@ -271,18 +271,22 @@ class ChiarModel(ChiarPreTrainedModel):
         return x_BTD, done, dids
 
     def _routing_loss(self, routes: list[Route], stacks: list[StackOutput], real_BT: Maybe) -> Maybe:
-        losses = [stack.ratio_loss(done, real_BT) for stack, done in zip(self.stacks.values(), stacks, strict=True)]
+        losses = [stack.ratio_loss(done, real_BT) for stack, done in zip(self.dark_stacks, stacks, strict=True)]
         losses.append(collapse_loss(routes, real_BT, self.config.collapse_regulariser))
         there = [loss for loss in losses if loss is not None]
         return torch.stack(there).sum() if there else None
 
-    def early_loss(self, decoded: ChiarModelOutput, targets_BT: Tensor, head: nn.Linear) -> Maybe:
+    def early_loss(self, decoded: ChiarModelOutput, targets_BT: Tensor, head: nn.Linear) -> Tensor:
         """What stacks learn from the next tokens, beside the loss of the model: −100 where there is none."""
-        done, final_BTD = decoded.stacks, decoded.last_hidden_state
-        if not done or final_BTD is None:
-            return None
-        stacks = zip(self.stacks.values(), done, strict=True)
-        return torch.stack([stack.loss(did, targets_BT, final_BTD, head) for stack, did in stacks]).sum()
+        final_BTD, total = decoded.last_hidden_state, targets_BT.new_zeros((), dtype=torch.float32)
+        assert final_BTD is not None
+        for stack, did in zip(self.dark_stacks, decoded.stacks or (), strict=True):
+            total = total + stack.loss(did, targets_BT, final_BTD, head)
+        return total
+
+    @property
+    def dark_stacks(self) -> list[DarkStack]:
+        return [stack for stack in self.stacks.values() if isinstance(stack, DarkStack)]
 
     def _run_gated(self, *arguments: Any) -> tuple[Summands, LayerOutput]:
         """Layer 1 under the MetaRouter. A method, so that who compiles layer by layer can compile both as one."""
