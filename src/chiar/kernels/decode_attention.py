@@ -20,8 +20,9 @@ def decode_attention(
     takes_part_B: Tensor, implementation: str = "auto", window: int = 0,
 ) -> Tensor:  # fmt: skip
     """softmax(q Kᵀ/√d) V, (B, H, d), over the first `length_B` entries of each row and the new one, or the last
-    `window` of these. Rows that take part store k and v at entry `length_B`, which rises by one and must stay below L; the others give 0. What lies behind a
-    row's entries is arbitrary, on a CPU finite. Scores and sums are fp32 (float64 for float64)."""
+    `window` of these. Rows that take part store k and v at entry `length_B`, which rises by one and must stay below L;
+    the others give 0. What lies behind a row's entries is arbitrary, on a CPU finite. Scores and sums are fp32 (float64
+    for float64)."""
     tensors = q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B
     B, H, L, d = key_BHLd.shape
     wanted = [(B, H, d)] * 3 + [(B, H, L, d)] * 2 + [(B,)] * 2
