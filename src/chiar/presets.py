@@ -55,9 +55,9 @@ V5_SIZES: dict[str, dict[str, Any]] = {
     "tiny": {},
     "16m": {"num_hidden_layers": 16, "max_position_embeddings": 1024},
     "50m": {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 16, "max_position_embeddings": 1024},
-    "400m": {"window": 1024, "max_position_embeddings": 2048},
+    "400m": {"max_position_embeddings": 2048},
 }
-OUTER = {"tiny": 1, "16m": 2, "50m": 2, "400m": 4}  # layers before the stack, and behind it
+OUTER = {"tiny": 1, "16m": 2, "50m": 2, "400m": 3}  # layers before the stack, and behind it
 FAMILIES: dict[str, dict[str, Any]] = {
     "baseline": {},
     "v1": {"operators": ["spectral", "rbf", "attention"], "positions": "learned", "router": "learned"},
