@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from chiar import ChiarForCausalLM, RoutingTrace
 from chiar.cli import app, main
+from chiar.console import guarded
 from chiar.routing.tables import COLUMNS
 from commands import run
 
@@ -83,6 +85,23 @@ def test_operating_system_errors_are_sentences_too(monkeypatch, capsys, tmp_path
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"), [(2**60, "a tensor of 1,152,921,504.6 GB did not fit"), (0, "a tensor did")]
+)
+def test_failed_allocations_are_sentences_too(asked, what, capsys):
+    def allocates():
+        if not asked:
+            raise MemoryError
+        torch.empty(asked, dtype=torch.uint8)
+
+    with pytest.raises(SystemExit) as stopped:
+        guarded(allocates)
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.startswith(f"error: {what}") and said.count("\n") == 1 and "--batch" in said
+    with pytest.raises(RuntimeError, match="another"):
+        guarded(Mock(side_effect=RuntimeError("another")))
 
 
 def test_a_terminal_without_unicode_is_served():
