@@ -70,6 +70,8 @@ def test_options_of_one_meaning_have_one_spelling_and_one_default():
     assert {options["--split"].default for options in told.values() if "--split" in options} == {"valid"}
     other = {"--output", "--text", "--batch-size", "--file"}
     assert not any(options.keys() & other for options in told.values())
+    names = [option.opts for options in told.values() for option in options.values()]
+    assert all(len(spellings) == 1 for spellings in names)
 
 
 def walk(group, *before):
