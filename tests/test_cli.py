@@ -74,6 +74,17 @@ def test_options_of_one_meaning_have_one_spelling_and_one_default():
     assert all(len(spellings) == 1 for spellings in names)
 
 
+def test_help_shows_every_default():
+    """Flags are off, and what an option asks for in addition is not done."""
+    asked = "json csv out beside prompt evaluation tokenizer tokenizer-path like name text-file data limit-minutes"
+    asked += " api-key top-k top-p harness harness-path help"
+    for name, command in walk(typer.main.get_command(app)):
+        options = [option for option in command.params if option.opts[0].startswith("--") and not option.required]
+        silent = {option.opts[0][2:] for option in options if option.default in (None, "")} - {*asked.split()}
+        told = {option.opts[0][2:] for option in options if "[default: " in (option.help or "")}
+        assert silent <= told, name
+
+
 def walk(group, *before):
     for name, command in group.commands.items():
         yield from (
