@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chiar.errors import InputError
+from chiar.errors import InputError, failed_allocation, gigabytes
 from chiar.files import write_new
 from chiar.registry import load_plugins
 
@@ -87,4 +87,11 @@ def guarded(command: Callable[[], Any]) -> None:
             said = f"{error.strerror} ({error.filename})" if error.filename else error.strerror
         if system or os.environ.get("RANK", "0") == "0":  # of several processes that refuse one speaks
             typer.echo(f"error: {said}", err=True)
+        sys.exit(2)
+    except (RuntimeError, MemoryError) as error:
+        if (size := failed_allocation(error)) is None:
+            raise
+        what = f"a tensor of {gigabytes(size)}" if size else "a tensor"
+        way = "give it less at a time, a smaller --batch or --length, or a shorter --prompt"
+        typer.echo(f"error: {what} did not fit into memory any more: {way}.", err=True)
         sys.exit(2)

@@ -200,8 +200,9 @@ class Run(Trainer):
         """Where the results lie and what to do with them."""
         path, corpus, best = (shlex.quote(str(p)) for p in (self.folder.path, self.corpora[0].folder, self.folder.best))
         found = f", validation loss {self.best['loss']:.4f} at step {self.best['step']}" if self.best else ""
-        ways = [f"chiar eval {path} --data {corpus}", f"chiar explore {path}"]
-        ways += [f'chiar generate {path} --prompt "…"'] if self.heads[0] is None else []
+        ways = [f"chiar eval {path} --data {corpus}"]
+        if self.heads[0] is None:  # the others are for language models
+            ways += [f"chiar explore {path}", f'chiar generate {path} --prompt "…"']
         return [
             f"done: the best model is {best}{found}; the last one {self.folder.final}",
             "next: " + "\n      ".join(ways),
