@@ -6,6 +6,8 @@ from torch import Tensor
 
 from chiar.kernels.packing import accumulation_dtype, operator
 
+AT_ONCE = 128  # tokens of a block of a running mean
+
 
 def last_marked(values_BTD: Tensor, marked_BT: Tensor, before_B1D: Tensor | None = None) -> Tensor:
     """The definition. Before the first marked token: `before`, or 0."""
@@ -38,7 +40,7 @@ def spread(values_PD: Tensor, token_P: Tensor, used_P: Tensor, said_N: Tensor, l
     return torch.where(said_N[:, None], values_PD[last_N], 0)
 
 
-def smoothed(values_BTD: Tensor, weight_BT: Tensor, before_B1D: Tensor | None = None, block: int = 128) -> Tensor:
+def smoothed(values_BTD: Tensor, weight_BT: Tensor, before_B1D: Tensor | None = None, block: int = AT_ONCE) -> Tensor:
     """The running mean m_t = w_t v_t + (1 − w_t) m_{t−1}, in blocks of tokens: inside one it is a triangular product of
     decays, which never exceed 1. A token of weight 0 repeats the mean."""
     B, T, D = values_BTD.shape
