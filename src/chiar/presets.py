@@ -43,6 +43,7 @@ V5: dict[str, Any] = {
     "embedding_norm": True,
     "temporal_everywhere": True,
     "temporal_window": 4,
+    "tie_word_embeddings": False,
     "router": "predictive",
     "target_fraction": 0.2,
     "keys": "routed",
