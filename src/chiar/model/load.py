@@ -54,7 +54,8 @@ def resolve_model(name: str) -> tuple[str, str | None]:
 
 
 def load_config(name: str) -> ChiarConfig:
-    """A preset's configuration or a folder's."""
+    """A preset's configuration, a folder's or a run's."""
+    name = resolve_model(name)[0]
     path = Path(name) / "config.json"
     if path.is_file():
         with errors_as(f"{path} is damaged", ValueError, AttributeError):
@@ -68,9 +69,10 @@ def load_config(name: str) -> ChiarConfig:
 
 
 def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
-    """A language model and its folder; a preset gives random weights and no folder."""
+    """A language model and its folder, of a run that of its best; a preset gives random weights and no folder."""
     from chiar.model.modeling import ChiarForCausalLM
 
+    name = resolve_model(name)[0]
     config = load_config(name)
     if Path(name).is_dir():
         if config.architectures == ["ChiarForSequenceClassification"]:
