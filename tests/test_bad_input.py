@@ -61,6 +61,7 @@ CASES = {
     "another folder as run": ([*TRAIN, "--data", "corpus", "--out", "corpus"], "exists already"),
     "resuming what is no run": ([*TRAIN, "--data", "corpus", "--out", "nothing", "--resume"], "no run.json"),
     "resuming otherwise": ([*TRAIN, "--data", "corpus", "--out", "run", "--resume", "--seed", "1"], "seed = 0, not 1"),
+    "extending a new run": ([*TRAIN, "--data", "corpus", "--out", "new", "--extend"], "add --resume"),
     "nowhere to write": ([*TRAIN, "--data", "corpus"], "--out RUN, a new folder"),
     "nothing to read": ([*TRAIN, "--out", "new"], "no data: name at least one prepared corpus with --data"),
     "resuming by name what is no run": (["train", "--resume", "nothing"], "no run.json"),
@@ -72,7 +73,14 @@ CASES = {
     "a batch that does not divide": ([*TRAIN, "--data", "corpus", "--out", "new", "--batch", "5"], "does not divide"),
     "a batch of none": ([*TRAIN, "--data", "corpus", "--out", "new", "--batch", "0"], "batch must lie between 1 and"),
     "a negative micro-batch": ([*TRAIN, "--data", "corpus", "--out", "new", "--micro-batch", "-2"], "between 1 and"),
-    "rows longer than the corpus": ([*TRAIN, "--data", "corpus", "--out", "new", "--length", "99999"], "too few"),
+    "rows longer than the corpus": (
+        [*TRAIN, "--data", "corpus", "--out", "new", "--length", "99999"],
+        "tokens in train: too few",
+    ),
+    "rows longer than its smallest split": (
+        [*TRAIN, "--data", "corpus", "--out", "new", "--length", "200"],
+        "in valid: too",
+    ),
     "validation rows": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "evaluate_rows=-1"], "between 0 and"),
     "no decay": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "beta2=2.0"], "between 0 and 0.999999, got 2.0"),
     "no such data": ([*TRAIN, "--data", "none", "--out", "new"], "there is no folder none"),
