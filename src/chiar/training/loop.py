@@ -127,6 +127,9 @@ def check_length(folder: RunFolder, settings: TrainSettings, extend: bool) -> li
     _, begun = folder.begun()
     if settings.steps == begun.steps:
         return []
+    done = max((path.name for path in checkpoint.steps(folder.checkpoints)), default="")
+    passed = done > checkpoint.step_name(settings.steps)
+    require(not passed, f"{folder.path} has {done} already: it cannot be made {settings.steps} steps long.")
     at = min(begun.steps, settings.steps)
     rates = f"the rate at step {at} is {learning_rate(settings, at):.3g} ({learning_rate(begun, at):.3g} as begun)"
     course = f"with {settings.steps} steps instead of {begun.steps} the cosine has another course: {rates}"
