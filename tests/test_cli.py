@@ -219,6 +219,8 @@ def test_damaged_model_folders_are_named(tmp_path):
     weights.write_bytes(whole)
     assert "tokenizer in" in refused(*trace)
     tensors = load_file(weights)
+    save_file({**tensors, "model.norm.weight": torch.ones(31)}, weights, metadata={"format": "pt"})
+    assert refused(*trace).endswith("model.norm.weight is (31,), and the configuration wants (32,).")
     del tensors["model.norm.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
     assert "no weights for model.norm.weight" in refused(*trace)

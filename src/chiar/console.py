@@ -17,7 +17,9 @@ from chiar.registry import load_plugins
 if TYPE_CHECKING:
     from rich.table import Table
 
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
+ModelName = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model folder, a run (its best), or a preset (random weights).")
+]
 Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers as JSON to a file, - to print.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what this command wrote there before.")]
 SplitName = Annotated[str, typer.Option(metavar="train|valid|test", help="Split of the corpus.")]

@@ -527,7 +527,7 @@ KINDS: "dict[str, tuple[str, Callable[..., Figure], tuple[str, ...]]]" = {
         ("data", "over"),
     ),
     "pareto": ("a study's folder or results.json: loss against FLOPs and step time", draw_study, ()),
-    "model": ("a preset or model folder: its architecture", draw_model, ()),
+    "model": ("a preset, model folder or run: its architecture", draw_model, ()),
     "routing": ("a model: the route of each token of a text", draw_routes, ("prompt", "tokenizer", "seed")),
 }
 

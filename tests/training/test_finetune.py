@@ -47,6 +47,7 @@ def finished(tmp_path_factory):
         out = tmp_path_factory.mktemp("finished") / "run"
         code, output = run(command, "v3-tiny", "--out", out, *options, *SMALL, *CAUSAL)
         assert code == 0 and (command == "train" or "accuracy(sst-2) " in output), output
+        assert all((f"chiar {way} {out}" in output) == (command == "train") for way in ("explore", "generate"))
         return out
 
     return make
