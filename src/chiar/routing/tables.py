@@ -83,19 +83,30 @@ def flop_tables(name: str, config: ChiarConfig, records: list[dict[str, Any]]) -
     return [parts, lengths]
 
 
-def calibration_table(found: "Calibration", name: str) -> Table:
+def layer_name(config: ChiarConfig, layer: int) -> str:
+    """A layer counts from 1; the first of a dark stack stands for all of it."""
+    stack = config.stacks.get(layer, (layer,))
+    return str(layer + 1) if len(stack) == 1 else f"{layer + 1}–{stack[-1] + 1}"
+
+
+def calibration_table(found: "Calibration", name: str, config: ChiarConfig) -> Table:
+    noise, noise_columns = "", list[str]()
+    if found.noise_mean is not None:
+        noise = f"; white noise of this width {found.noise_mean:.4f} ± {found.noise_deviation:.4f}"
+        noise_columns = ["KS from noise", "shift (σ of noise)"]
     table = titled(
-        f"{name}: spectral entropy by rule '{found.rule}', read {found.passes} time(s); "
-        f"white noise of this width {found.noise_mean:.4f} ± {found.noise_deviation:.4f}",
+        f"{name}: {found.score} by rule '{found.rule}', read {found.passes} time(s){noise}",
         *("layer", "tokens", *(f"p{p}" for p in found.layers[0].percentiles)),
-        *("τ", "split (light … dark)", "KS from noise", "shift (σ of noise)"),
+        *("τ", "split (light … dark)", *noise_columns),
     )
     for row in found.layers:
-        layer = "embedding" if row.layer is None else str(row.layer + 1)
+        layer = "embedding" if row.layer is None else layer_name(config, row.layer)
         percentiles = [f"{value:.4f}" for value in row.percentiles.values()]
         cuts, split = ", ".join(f"{t:.4f}" for t in row.thresholds), " / ".join(f"{share:.1%}" for share in row.split)
-        noise = f"{row.distance_from_noise:.3f}", f"{row.shift_from_noise:+.2f}"
-        table.add_row(layer, f"{row.tokens:,}", *percentiles, cuts, split, *noise)
+        apart = (
+            [] if row.shift_from_noise is None else [f"{row.distance_from_noise:.3f}", f"{row.shift_from_noise:+.2f}"]
+        )
+        table.add_row(layer, f"{row.tokens:,}", *percentiles, cuts, split, *apart)
     return table
 
 
