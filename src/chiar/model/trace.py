@@ -76,10 +76,24 @@ class RoutingTrace:
     @property
     def routed_layers(self) -> list[int]:
         """Where tokens were routed: a dark stack counts once, as its first layer."""
-        kinds = [layer.kind for layer in self.layers]
-        return [
-            i for i, kind in enumerate(kinds) if kind == "routed" or (kind == "dark" and kinds[:i][-1:] != ["dark"])
-        ]
+        return [part[0] for part in self.parts if self.layers[part[0]].kind in ("routed", "dark")]
+
+    @property
+    def parts(self) -> list[list[int]]:
+        """Layers that route as one: a dark stack, and every other by itself."""
+        found: list[list[int]] = []
+        for layer in self.layers:
+            if layer.kind == "dark" and found and self.layers[found[-1][0]].kind == "dark":
+                found[-1].append(layer.index)
+            else:
+                found.append([layer.index])
+        return found
+
+    @property
+    def coloured_by(self) -> LayerTrace | None:
+        """Whose H a text is shown by: the first dark stack's, where that is known."""
+        known = (layer for layer in self.layers if layer.kind == "dark" and layer.entropy_BT is not None)
+        return next(known, None)
 
     def operator_use(self, layer: int) -> dict[str, float]:
         """The fraction of real tokens each operator of `layer` gets."""

@@ -35,6 +35,8 @@ def flops(
     except ValueError:
         raise InputError(f"--length takes whole numbers separated by commas, got {length!r}.") from None
     config = load_config(resolve_model(model)[0])
+    own = keys is None and light_ffn is None
+    require(own or not config.stacks, "light tokens do not enter a dark stack: leave --keys and --light-ffn out.")
     config.keys, config.light_ffn = keys or config.keys, config.light_ffn if light_ffn is None else light_ffn
     check(config)
     records = flop_records(config, lengths, fraction)
