@@ -18,14 +18,14 @@ def models() -> None:
     from chiar.config_checks import LIGHT_LAYERS
     from chiar.model.load import count_parameters
 
-    columns = ("layers: light + routed + dark", "beside attention")
+    columns = ("layers: light + routed + dark + attention", "beside attention")
     table = Table("preset", "parameters", "D", "heads", *columns, "router", "positions", "gate", box=None)
     for name in presets.NAMES:
         config = presets.get(name)
         kinds, sizes = config.layer_types or [], (config.hidden_size, config.num_attention_heads)
-        light, routed = sum(map(kinds.count, LIGHT_LAYERS)), kinds.count("routed")
-        layers = f"{light} + {routed} + {len(kinds) - light - routed}"
-        chosen = ("+".join((config.operators or [])[:-1]), f"{config.router}") if routed else ("–", "–")
+        counts = sum(map(kinds.count, LIGHT_LAYERS)), *map(kinds.count, ("routed", "dark", "attention"))
+        layers, routes = "+".join(map(str, counts)), bool(config.routed_layers)
+        chosen = ("+".join((config.operators or [])[:-1]), f"{config.router}") if routes else ("–", "–")
         gate = config.gate_pool if config.meta_router else "–"
         table.add_row(name, f"{count_parameters(config):,}", *map(str, sizes), layers, *chosen, config.positions, gate)
     show(table)

@@ -296,7 +296,7 @@ class ChiarModel(ChiarPreTrainedModel):
         first, layers = contexts[0], zip(self.layers, outputs, contexts, strict=True)
         traces = [trace_layer(i, *layer) for i, layer in enumerate(layers)]
         for at, stack in self.config.stacks.items():
-            whole = trace_stack(traces[at], outputs[at], contexts[at])
+            whole = trace_stack(traces[at], outputs[at], contexts[at], self.config.router_kind)
             for i in stack:
                 traces[i] = replace(whole, index=i)
         real_BT = torch.ones_like(first.positions_BT, dtype=torch.bool) if first.real_BT is None else first.real_BT

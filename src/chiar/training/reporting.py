@@ -120,8 +120,8 @@ def known_peak(name: str) -> float | None:
 
 def training_flops(config: ChiarConfig, length: int, shares: Shares | None = None) -> float:
     """FLOPs of a token's forward and backward pass as MFU counts them: dense, or with `shares` what each operator got;
-    layers computed twice count once. A backward pass costs two forward ones; a router without a gradient has none. Early
-    heads learn beside the model; where a router reads them, their forward pass is counted as its."""
+    layers computed twice count once. A backward pass costs two forward ones; a router without a gradient has none.
+    Early heads learn beside the model; where a router reads them, their forward pass is counted as its."""
     count = count_dense_execution(config, length) if shares is None else count_flops(config, length, shares)
     kind = config.router_kind
     early = len(config.stacks) * early_head_cost(config) if config.early_weight > 0 or kind.reads_prediction else 0.0
