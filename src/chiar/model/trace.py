@@ -52,7 +52,8 @@ def trace_stack(trace: LayerTrace, output: LayerOutput, context: TokenContext) -
     route = output.route
     assert route is not None
     p_BTK = None if route.probabilities_BTK is None else route.probabilities_BTK.detach()
-    cuts = None if context.threshold is None or output.entropy_BT is None else [float(context.threshold)]
+    cuts_entropy = output.entropy_BT is not None and route.score_BT is output.entropy_BT
+    cuts = [float(context.threshold)] if cuts_entropy and context.threshold is not None else None
     chosen = list(STACK_OPERATORS), route.choice_BT, route.weights_BTK.detach()
     return LayerTrace(trace.index, trace.kind, *chosen, output.entropy_BT, p_BTK, None, cuts)
 
