@@ -255,7 +255,8 @@ class ChiarModel(ChiarPreTrainedModel):
         self, first: int, x_BTD: Tensor, context: TokenContext, cache: ChiarCache | None, forced_BT: Maybe
     ) -> tuple[Tensor, StackOutput, list[LayerOutput]]:
         """The dark layers from `first` on, with what stands around them. The first one's output has the route."""
-        layers, dids = self.config.stacks[first], list[LayerOutput]()
+        layers = self.config.stacks[first]
+        dids: list[LayerOutput] = []
 
         def through(z_BTD: Tensor, inner: TokenContext) -> Tensor:
             for i in layers:
