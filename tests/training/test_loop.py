@@ -316,7 +316,7 @@ def test_impossible_settings(changes, message, config, go, tmp_path, monkeypatch
 DAMAGES = {
     "cut off": (lambda text: text[:-20], "line 8 dropped, 7 records kept"),
     "foreign bytes": (lambda text: text.replace(b'"step": 3', b"\xff\xfe\x00", 1), "line 3 dropped, 7 records kept"),
-    "another program's": (lambda text: b'[1]\n{"a": 1}\n' + text, "line 1, 2 dropped, 8 records kept"),
+    "another program's": (lambda text: b'[1]\n{"a": 1}\n' + text, "lines 1, 2 dropped, 8 records kept"),
     "gone": (lambda text: b"", None),
 }
 

@@ -72,9 +72,9 @@ def generate(
         console.print(Text.assemble("light ", *steps, " dark: share of the routed layers that chose attention"))
     row, read = Row(codec, replace(sampling, max_new_tokens=room), opened.device), writer.read_prompt(ids)
     dark += darkness(writer.trace) if writer.trace else []
+    writer.begin(read, [row])  # where it fails, no half a line is left before the sentence
     for token in ids:
         show(*characters.add(token))
-    writer.begin(read, [row])
     for written in writer.follow(row):
         dark += darkness(writer.trace) if writer.trace else []
         show(*characters.add(written.id))

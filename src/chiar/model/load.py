@@ -84,7 +84,9 @@ def open_weights(kind: Any, folder: str, **options: Any) -> Any:
     """A model of class `kind` with all weights from a folder, finite ones, none left over but a classifier's head. They
     are read, not mapped: mapped weights would end the process where the file shrinks, even long after."""
     logging.disable_progress_bar()
-    with errors_as(f"the weights in {folder} cannot be loaded", SafetensorError, RuntimeError, OSError):
+    damaged = f"the weights in {folder} are damaged, restore them or take another model"
+    wrong = f"the weights in {folder} cannot be loaded"
+    with errors_as(wrong, RuntimeError, OSError), errors_as(damaged, SafetensorError):
         model, info = kind.from_pretrained(folder, output_loading_info=True, disable_mmap=True, **options)
     if info["missing_keys"]:
         raise InputError(f"{folder} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
