@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -126,7 +127,7 @@ def test_pareto_has_a_frontier_and_far_marks_at_its_edge():
 
 def test_pareto_marks_and_numbers_cover_nothing():
     rows = [variant(f"v{n}", 5 + n % 3 / 1000, 4 + n % 2 / 1000) for n in range(12)]
-    figure = plots.draw_pareto(pareto(*rows, variant("wide", 9, 4.5)))
+    figure = plots.draw_pareto(pareto(*rows, variant("wide", 9, 3.5)))
     axes, places = figure.axes[0], []
     figure.draw_without_rendering()
     for mark in axes.lines[2 : 2 * 13 + 1 : 2]:
@@ -134,6 +135,10 @@ def test_pareto_marks_and_numbers_cover_nothing():
         places.append((x - 6, y - 6, x + 6, y + 6))  # in pixels, of which a point has 1.4
     places += [Text.get_window_extent(note).padded(-1).extents for note in axes.texts if note.get_text()]
     assert len(places) == 26
+    frontier = axes.transData.transform(axes.lines[0].get_xydata())
+    for begin, end in pairwise(frontier):
+        dots = [begin + (end - begin) * n / 99 for n in range(100)]
+        assert not any(a < x < c and b < y < d for x, y in dots for a, b, c, d in places[13:])
     for n, (left, low, right, high) in enumerate(places):
         assert not any(left < c and a < right and low < d and b < high for a, b, c, d in places[:n])
 
@@ -145,13 +150,15 @@ def test_pareto_marks_are_made_of_what_the_models_are_made_of():
         "routed": ({}, (dark, "left", False)),
         "by layer": ({"router": "static"}, (dark, "bottom", False)),
         "no attention": ({"layer_types": ["spectral"] * 4}, (light, "full", False)),
+        "along time": ({"operators": ["temporal", "attention"]}, (dark, "left", False)),
         "filtered": ({"layer_types": ["attention"] * 4, "temporal_everywhere": True}, (dark, "full", True)),
     }
     rows = [variant(name, n, 4.0) for n, name in enumerate(made, 1)]
     axes = plots.draw_pareto(pareto(*rows, **{name: config for name, (config, _) in made.items()})).axes[0]
-    marks = [(m.get_markerfacecolor(), m.get_fillstyle(), m.get_markeredgecolor() == time) for m in axes.lines[2:11:2]]
+    marks = [(m.get_markerfacecolor(), m.get_fillstyle(), m.get_markeredgecolor() == time) for m in axes.lines[2:13:2]]
     assert marks == [look for _, look in made.values()]
     names = {"dark: attention alone", "light or dark by token", "light and dark layers", "light layers only"}
+    names |= {"light or dark by token, light along time"}
     assert names | {"rim: filter along time"} <= set(axes.get_legend_handles_labels()[1])
 
 

@@ -66,6 +66,7 @@ def draw_flips(report: NullTest) -> "Figure":
         axes.set_xticks(range(1, report.bins + 1))
         errors = [found.error or 0.0 for found in worth.benefit if found.mean is not None]
         axes.errorbar(*zip(*benefit_points(worth), strict=True), errors, fmt="none", ecolor=COLOURS[0], capsize=3)
+        axes.autoscale(axis="y")  # to the ends of the errors
     return figure
 
 

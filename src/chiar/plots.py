@@ -168,6 +168,7 @@ def variant_look(declared: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         tokens = routed and not (router and router.decides_by_layer)
         name, side = ("light or dark by token", "left") if tokens else ("light and dark layers", "bottom")
         made = {"markerfacecolor": dark, "markerfacecoloralt": pale, "fillstyle": side}
+    name += ", light along time" if light == ["temporal"] else ""
     return name, MARK | made | (RIM if config.get("temporal_everywhere") else {})
 
 
@@ -231,7 +232,7 @@ def draw_pareto(results: dict[str, Any]) -> "Figure":
 
 def set_apart(axes: "Axes", numbers: list[str]) -> None:
     """Moves a mark that would cover another one aside, a thin line leads back to its place; and writes each mark's
-    number where it covers no mark, number or line between seeds. Boxes are in points."""
+    number where it covers no mark, number or line. Boxes are in points."""
     from matplotlib.transforms import offset_copy
 
     figure: Any = axes.get_figure(root=True)
@@ -254,10 +255,11 @@ def set_apart(axes: "Axes", numbers: list[str]) -> None:
     spreads, marks = (known[first : 2 * len(numbers) + 1 : 2] for first in (1, 2))
     places = [axes.transData.transform(mark.get_xydata()[0]) * points for mark in marks]
     shifts = [free(place, 6, 6, range(0, 60, 2)) for place in places]
-    for spread in spreads:
-        ends = axes.transData.transform(spread.get_xydata()) * points
-        (x, bottom), (_, top) = ends.min(0), ends.max(0)
-        taken.append((x - 1, bottom, x + 1, top))
+    for line in (known[0], *spreads):  # the frontier too
+        for begin, end in pairwise(axes.transData.transform(line.get_xydata()) * points):
+            steps = 1 + int(math.hypot(*(end - begin)) / 2)
+            dots = (begin + (end - begin) * step / steps for step in range(steps + 1))
+            taken += [(x - 1, y - 1, x + 1, y + 1) for x, y in dots]
     look: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": 7.5, "zorder": 2}
     lead: dict[str, Any] = {"arrowstyle": "-", "color": "#777777", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0}
     for mark, place, shift, number in zip(marks, places, shifts, numbers, strict=True):

@@ -74,7 +74,11 @@ def test_the_command_writes_numbers_and_pictures_that_read_back(tmp_path, save, 
     assert {path.stem for path in (tmp_path / "out").glob("*.svg")} == {"entropy", "flips"}
     again = read_report(tmp_path / "out")
     assert json.loads(again.to_json()) == report
-    assert len(draw_flips(again).axes) == 3
+    drawn = draw_flips(again).axes
+    assert len(drawn) == 3
+    for axes in drawn:  # errors are seen to their ends
+        ends = [y for bars in axes.collections for segment in bars.get_segments() for y in segment[:, 1]]
+        assert ends and axes.get_ylim()[0] <= min(ends) and max(ends) <= axes.get_ylim()[1]
     for option, path in (("--json", "null.json"), ("--out", "out")):
         assert "exists already" in command(*arguments, option, tmp_path / path)[1]
     for damage in ("{", "7", *map(json.dumps, ({**report, "format": "other"}, {**report, "layers": [7]}))):
