@@ -43,7 +43,9 @@ def test_texts(lengths):
     """Each by itself: some are empty, and several of these may stand behind the last."""
     q, k, v = inputs = drawn(2, sum(lengths), 4)
     rows = torch.tensor([0, *torch.tensor(lengths).cumsum(0), sum(lengths)], dtype=torch.int32)
-    parts = [F.scaled_dot_product_attention(*each, is_causal=True) for each in zip(*split(inputs, lengths), strict=True)]
+    parts = [
+        F.scaled_dot_product_attention(*each, is_causal=True) for each in zip(*split(inputs, lengths), strict=True)
+    ]
     assert_same(text_attention(q, k, v, rows, max(lengths)), torch.cat(parts, 1), inputs)
 
 

@@ -89,7 +89,7 @@ class DarkStack(nn.Module):
         return y_BTD, StackOutput(route, entropy_BT, seen_BTD, laid.dropped)
 
     def entropy(self, x_BTD: Tensor, seen_BTD: Tensor, context: TokenContext) -> Maybe:
-        if self.early is not None and (self.reads_prediction or context.keep_entropy and not self.reads_entropy):
+        if self.early is not None and (self.reads_prediction or (context.keep_entropy and not self.reads_entropy)):
             with torch.no_grad():
                 return predictive_entropy(self.early(seen_BTD))
         if not self.reads_entropy:
@@ -158,7 +158,8 @@ class DarkStack(nn.Module):
             with torch.no_grad():
                 entropy_BT = predictive_entropy(head(final_BTD))
             off_BT = (done.route.score_BT - entropy_BT).square()
-            total = total + torch.where(targets_BT != -100, off_BT, 0).mean()
+            there_BT = targets_BT != -100
+            total = total + torch.where(there_BT, off_BT, 0).sum() / there_BT.sum().clamp_min(1)
         return total
 
     def ratio_loss(self, done: StackOutput, real_BT: Maybe) -> Maybe:
@@ -234,8 +235,8 @@ class Together(Layout):
             room = min(B * T, int(stack.room * stack.share * B * T) + 1) if stack.training else B * T
             dark_BT, self.dropped = thinned(dark_BT, room)
         self.dark_BT, rank_BT, count_B = dark_BT, dark_BT.cumsum(1) - 1, dark_BT.sum(1)
+        room = max(room, 1)  # weights without a gradient would make processes wait for each other
         if in_rows:
-            room = max(room, 1)  # weights without a gradient would make processes wait for each other
             places, start_B = B * room, torch.arange(0, B * room, room, device=device)
         else:
             places = -(-(room + B * stack.gap) // BLOCK) * BLOCK
