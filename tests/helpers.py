@@ -112,6 +112,16 @@ def routed_model(**changes) -> ChiarForCausalLM:
     return random_model(small_config(**{"keys": "routed", "meta_router": False, **changes}))
 
 
+def dark_model(**changes) -> ChiarForCausalLM:
+    """A small v5 whose stacks take about half of random tokens."""
+    model = random_model(small_config("v5-tiny", **changes))
+    if model.config.follows_quantile:
+        with torch.no_grad():
+            scores = [route.score_BT for route in model.model(token_ids(4, 50), output_routes=True).routes]
+        model.model.set_thresholds([float(score_BT.median()) for score_BT in scores])
+    return model
+
+
 def token_ids(rows: int = 2, tokens: int = 8, seed: int = 0, vocabulary: int = VOCABULARY) -> torch.Tensor:
     return torch.randint(0, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 

@@ -89,6 +89,21 @@ def test_routes_are_those_of_the_whole_text(folder):
     assert shown.startswith("".join(mark + letter for mark, letter in zip(marks, PROMPT, strict=False)))
 
 
+def test_a_dark_stack_shows_how_uncertain_each_byte_was(tmp_path, monkeypatch):
+    folder = make(tmp_path / "model", preset="v5-tiny")
+    arguments = [folder, "--prompt", PROMPT, "--max-new-tokens", 1, "--routes"]
+    legend, shown = generate(*arguments)[1].split("\n", 1)
+    assert "H from 0 to 1, predictive entropy, τ half-way" in legend and "passed layers 2–3" in legend
+    model, out, _ = expected(folder, max_new_tokens=1)
+    with torch.no_grad():
+        layer = model(out[None], output_routing=True).routing.layers[1]
+    dark = (layer.entropy_BT[0] > layer.thresholds[0]).tolist()
+    assert [mark in SHADES[2:] for mark in shown[: 2 * len(PROMPT) : 2]] == dark[: len(PROMPT)]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert any(dark) == ("\x1b[1;4;" in generate(*arguments)[1])
+
+
 def test_colour_where_there_is_colour_but_a_prompt_commands_no_terminal(folder, monkeypatch):
     _, output, _ = generate(folder, "--prompt", "\x1b[31mred\x07", "--max-new-tokens", 8)
     assert "\x1b" not in output and output.startswith("\\x1b[31mred\\x07")

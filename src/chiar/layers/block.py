@@ -130,7 +130,7 @@ class Block(nn.Module):
 
         self.operators = nn.ModuleDict({name: registry.OPERATORS[name].make(name, config) for name in self.names})
         if self.kind == "attention":
-            self.operators["attention"].window = config.window
+            self.operators["attention"].window = config.window  # type: ignore[assignment]
         normed = [name for name in self.names if not (self.equation and is_light(name))]
         self.norms = nn.ModuleDict({name: make_norm(config, name) for name in normed})
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)
@@ -165,6 +165,8 @@ class Block(nn.Module):
     def begin(self, memory: LayerMemory, rows: int) -> None:
         for name in self.names:
             self.run(name).begin(memory, rows)
+        if self.everywhere is not None:
+            self.everywhere.filter.begin(memory, rows)
 
     def run(self, name: str) -> Any:
         """An operator as an `Operator`, looked up when it is used: a module may have been replaced."""

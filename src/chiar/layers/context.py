@@ -64,8 +64,7 @@ class TokenContext:
         if self.real_BT is not None:  # padding is lighter than any token
             score_N = score_N.masked_fill(~self.real_BT.flatten(), -torch.inf)
             dark = (self.real_BT.sum() * self.share).long()
-            light = (len(score_N) - dark).clamp(1, len(score_N))
-            return score_N.sort().values[light - 1]
+            return score_N.sort().values[(len(score_N) - dark).clamp(1, len(score_N)) - 1]
         return (
             score_N.kthvalue(max(light, 1)).values if not score_N.is_cuda else score_N.sort().values[max(light, 1) - 1]
         )
@@ -121,8 +120,8 @@ def put_back(y_BTC: Tensor, real_BT: Maybe) -> Tensor:
 
 
 def visible_keys(key_BS: Tensor, queries: int, window: int | None = None) -> Tensor:
-    """Which keys the last `queries` tokens see, (B, 1, T, S): marked keys up to themselves, or the last `window` of these,
-    and always themselves."""
+    """Which keys the last `queries` tokens see, (B, 1, T, S): marked keys up to themselves, or the last `window` of
+    these, and always themselves."""
     keys = key_BS.shape[1]
     query_T1 = torch.arange(keys - queries, keys, device=key_BS.device)[:, None]
     key_S = torch.arange(keys, device=key_BS.device)
