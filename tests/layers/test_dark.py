@@ -144,7 +144,8 @@ def test_all_dark_it_is_a_plain_decoder():
     model = build(window=4)
     torch.nn.init.zeros_(model.model.stacks["1"].carry.weight)
     changes = {"layer_types": ["attention"] * 4, "norm": "rmsnorm", "norm_position": "pre", "embedding_norm": True}
-    plain = random_model(small_config("baseline-tiny", temporal_everywhere=True, temporal_window=4, **changes))
+    changes |= {"temporal_everywhere": True, "temporal_window": 4, "tie_word_embeddings": False}
+    plain = random_model(small_config("baseline-tiny", **changes))
     missing, extra = plain.load_state_dict(model.state_dict(), strict=False)
     assert not missing and all(".stacks." in name or "router_state" in name for name in extra)
     for layer in (0, 3):
@@ -159,20 +160,19 @@ def test_all_dark_it_is_a_plain_decoder():
 @pytest.mark.parametrize("carry", ["linear", "smoothed", "none"])
 @pytest.mark.parametrize("execution", ["dense", "sparse"])
 def test_no_dark_token(carry, execution, layout, monkeypatch):
-    """The state passes as it is; without gradients no layer runs, with them every parameter has one, of 0."""
+    """The state passes as it is. In decoding no layer runs; with gradients every parameter has one, of 0."""
     model = build(carry=carry, execution=execution, inner_size=24, early_weight=0.0)
     ids, light = tokens(model), forced(model, 0.0)
     inner = model.model.layers[1]
     run = Mock(side_effect=inner.forward)
     monkeypatch.setattr(inner, "forward", run)
+    logits, _ = fed_logits(model, ids, [5, 1, 6], None, light)
+    assert not run.called
     with torch.no_grad():
         states = model.model(ids, forced_routes=light, output_hidden_states=True).hidden_states
-        assert torch.equal(states[1], states[2])
-        states, cache = fed_logits(model, ids, [5, 1, 6], None, light)
-    assert not run.called
-    torch.testing.assert_close(states, model.train()(ids, forced_routes=light).logits, **ROUNDING)
+    assert torch.equal(states[1], states[2]) and run.called, "processes that share weights all need them"
+    torch.testing.assert_close(logits, model.train()(ids, forced_routes=light).logits, **ROUNDING)
     model(ids, labels=ids, forced_routes=light).loss.backward()
-    assert run.called
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert "layers.1." not in name or not parameter.grad.any(), name

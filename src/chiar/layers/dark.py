@@ -119,10 +119,11 @@ class DarkStack(nn.Module):
         return route
 
     def lay_out(self, x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory) -> "Layout":
-        """How the stack sees its tokens. Where the host may look and none is dark, nothing runs."""
+        """How the stack sees its tokens. In decoding nothing runs where none is dark; elsewhere processes that share
+        the layers' weights would wait for each other."""
         inner = replace(context, keep_entropy=False, threshold=None, share=None)
         looks = not (context.room_is_made or torch.compiler.is_compiling()) and host_looks(x_BTD, self.training)
-        if looks and not torch.is_grad_enabled() and not bool(dark_BT.any()):
+        if memory is not None and looks and not torch.is_grad_enabled() and not bool(dark_BT.any()):
             return Everywhere(dark_BT, inner, is_empty=True)
         if context.sparse and has_flash(x_BTD) and memory is None:
             return Together(dark_BT, inner, self, int(dark_BT.sum()) if looks else None)
