@@ -311,6 +311,12 @@ def test_what_there_is_no_room_for_is_spread_evenly(marked, room):
     assert not len(numbers) or int(numbers.max() - numbers.min()) <= 1
 
 
+def test_room_is_made_for_the_fraction_that_a_field_says():
+    model = build(router="random", target_fraction=0.2, random_fraction=0.6)
+    assert model.model.stacks["1"].share == 0.6
+    assert build(**TWO_STACKS, target_fraction=[0.2, 0.7]).model.stacks["3"].share == 0.7
+
+
 @pytest.mark.parametrize("carry", ["linear", "smoothed", "none"])
 def test_too_many_dark_tokens(carry, monkeypatch):
     """In training what there is no room for is light, and counted; evaluation leaves none out."""

@@ -63,7 +63,7 @@ class DarkStack(nn.Module):
         kind, D, inner = config.router_kind, config.hidden_size, config.inner_size
         number = config.routed_layers.index(first)
         fractions = config.layer_fractions()
-        self.share = fractions[number] if fractions else kind.fraction(config) if kind.fraction else 1.0
+        self.share = kind.fraction(config) if kind.fraction else fractions[number] if fractions else 1.0
         self.room, self.follows = kind.room, config.follows_quantile
         self.gap = config.temporal_window - 1 if config.temporal_everywhere else 0
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
