@@ -89,6 +89,9 @@ class BytesModel(nn.Module):
     def compile_parts(self) -> None:
         for layer in self.language.model.layers:
             layer.compile(dynamic=False)
+        for stack in self.language.model.dark_stacks:
+            for part in ("decide", "tell"):
+                setattr(stack, part, torch.compile(getattr(stack, part), dynamic=False))
 
     def flops(self, length: int) -> float:
         return count_flops(self.config, length).total
@@ -206,6 +209,7 @@ def prepare(name: str, options: argparse.Namespace, ids_BT: Tensor) -> Timed:
             model.zero_grad(set_to_none=True)
     if not (options.graphs and device == "cuda") or stops:
         return Timed(name, model, plain, peak, "launched from Python", stops)
+    torch.cuda.empty_cache()  # a recording has memory of its own
     recorder = GraphedPasses(run, model.parameters() if trains else ())
 
     def recorded() -> None:

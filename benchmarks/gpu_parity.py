@@ -127,8 +127,8 @@ def packed(changes: dict[str, Any], compile: bool) -> tuple[float, float]:
 
 def captured(name: str, changes: dict[str, Any], compile: bool) -> float:
     """Largest difference of 200 tokens fed one by one, captured (and compiled), from the whole pass, over the largest
-    logit. Stores grow twice. A step that is ready to be replayed must not wait for the device, unless to learn whether a
-    dark stack is needed: there routes are forced, and every third step is light in all rows."""
+    logit. Stores grow twice. A step that is ready to be replayed must not wait for the device, unless to learn
+    whether a dark stack is needed: there routes are forced, and every third step is light in all rows."""
     torch.manual_seed(0)
     model = ChiarForCausalLM(presets.get(name, dropout=0.0, **changes)).eval().cuda()
     for parameter in model.parameters():

@@ -214,7 +214,7 @@ def test_damaged_model_folders_are_named(tmp_path):
     weights, trace = folder / "model.safetensors", ["trace", folder, "--prompt", "a"]
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    assert "cannot be loaded" in refused(*trace)
+    assert "are damaged, restore them or take another model" in refused(*trace)
     (folder / "tokenizer.json").write_text("{broken")
     weights.write_bytes(whole)
     assert "tokenizer in" in refused(*trace)

@@ -85,9 +85,9 @@ def generate(
             meaning = f"H from 0 to 1, {layer.entropy_name}" + (", τ half-way" if layer.thresholds else "")
         passed = f"; underlined: passed layers {stacks}" if stacks else ""
         console.print(Text.assemble("light ", *steps, f" dark: {meaning}{passed}"))
+    writer.begin(read, [row])  # where it fails, no half a line is left before the sentence
     for token in ids:
         show(*characters.add(token))
-    writer.begin(read, [row])
     for written in writer.follow(row):
         note_routes()
         show(*characters.add(written.id))

@@ -269,7 +269,7 @@ class ChiarModel(ChiarPreTrainedModel):
         x_BTD, done = self.stacks[str(first)](x_BTD, context, memory, forced_BT, through)
         if cache is not None and not dids and not cache.seen:  # a prompt without a dark token leaves all as it begins
             for i in layers:
-                self.layers[i].begin(cache.layers[i], len(x_BTD))  # type: ignore[operator]
+                self.layers[i].begin(cache.layers[i], len(x_BTD))
         dids = dids or [LayerOutput() for _ in layers]
         dids[0] = replace(dids[0], route=done.route, entropy_BT=done.entropy_BT)
         return x_BTD, done, dids

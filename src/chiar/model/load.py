@@ -90,7 +90,8 @@ def open_weights(kind: Any, folder: str, **options: Any) -> Any:
     verbosity, unfit = logging.get_verbosity(), f"the weights in {folder} cannot be loaded"
     logging.set_verbosity_error()  # of a table of what does not fit: a sentence below says it
     try:
-        with errors_as(unfit, SafetensorError, RuntimeError, OSError):
+        damaged = f"the weights in {folder} are damaged, restore them or take another model"
+        with errors_as(unfit, RuntimeError, OSError), errors_as(damaged, SafetensorError):
             model, info = kind.from_pretrained(folder, **options)
     finally:
         logging.set_verbosity(verbosity)
