@@ -117,7 +117,7 @@ def test_the_same_numbers(case):
     padding, forced = fields.pop("padding"), fields.pop("forced")
     config, ids = small_config(**fields), token_ids(ROWS, TOKENS)
     # With this seed every operator is used in every case; the assertion below watches over that.
-    model = random_model(config, seed=3)
+    model = random_model(config, seed=5)
     mask = None if padding is None else padding_mask(padding, ROWS, TOKENS)
     if model.model.router_state is not None:
         model.train()(token_ids(16, 16, seed=5))  # so that thresholds lie among the scores

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from chiar import ChiarForCausalLM, presets
-from helpers import router_options, small_config, token_ids
+from chiar.layers import dark
+from helpers import STACK_ROUTERS, router_options, small_config, stack_config, stack_model, token_ids
 
 CASES = {
     "baseline": {"preset": "baseline-tiny"},
@@ -19,6 +20,8 @@ CASES = {
     "v3 selected": {"routing": "hard", "hard_estimator": "selected", "collapse_regulariser": 0.1},
     "v3 random": {"router": "random"},
     "temporal": {"operators": ["temporal", "attention"], "temporal_everywhere": True},
+    "v5": {"preset": "v5-tiny", "window": 5},
+    "v5 boundary, smoothed": {"preset": "v5-tiny", "router": "boundary", "carry": "smoothed", "inner_size": 24},
 }
 
 
@@ -83,6 +86,38 @@ def test_one_graph_serves_all_training_steps(option, compiled_once):
         torch.testing.assert_close(*losses)
     for name, value in plain.model.router_state.state_dict().items():
         torch.testing.assert_close(model.model.router_state.state_dict()[name], value, msg=name)
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """Dark tokens one text behind the other, as on a GPU; attention of these is then its definition."""
+    monkeypatch.setattr(dark, "has_flash", lambda x: True)
+
+
+@pytest.mark.parametrize("router", STACK_ROUTERS)
+def test_one_graph_of_a_dark_stack_serves_all_training_steps(router, packed, compiled_once):
+    torch.manual_seed(0)
+    model = ChiarForCausalLM(stack_config(router=router)).train()
+    plain, compiled = copy.deepcopy(model), compiled_once(model)
+    plain.config.execution = "dense"
+    for step in range(3):
+        ids = token_ids(4, 16, seed=step, vocabulary=model.config.vocab_size)
+        forced = {1: (torch.rand(4, 16) < 0.1 * step).long()}  # few enough to have room
+        losses = [each(ids, labels=ids, forced_routes=forced).loss for each in (compiled, plain)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_a_compiled_evaluation_leaves_no_dark_token_out(packed, compiled_once):
+    model, ids = stack_model(), token_ids(4, 16)
+    model.config.execution = "sparse"
+    forced = {1: torch.ones_like(ids)}
+    with torch.no_grad():
+        found = compiled_once(model)(ids, forced_routes=forced).logits
+        torch.testing.assert_close(found, model(ids, forced_routes=forced).logits)
 
 
 def test_a_compiled_backward_pass_reads_the_state_of_its_forward_pass():

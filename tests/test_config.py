@@ -9,6 +9,7 @@ import helpers
 from chiar import ChiarConfig, ChiarForCausalLM, ChiarForSequenceClassification, presets
 from chiar.config_checks import CHOICES, LAST_COMMIT, REMOVED, REMOVED_OPERATORS
 from chiar.kernels.white_noise import white_noise_entropy
+from chiar.registry import ROUTERS
 
 THREE = ["spectral", "rbf", "attention"]
 NAN = float("nan")
@@ -88,6 +89,10 @@ class TestDefaults:
         assert ChiarConfig(dropout=0, entropy_dc_weight=2).dropout == 0, "whole numbers are numbers"
         assert ChiarConfig(hidden_size=12, num_attention_heads=4, positions="learned").head_size == 3
         assert ChiarConfig(trained_by="someone").trained_by == "someone", "a folder may carry notes of other tools"
+        dark = ChiarConfig(layer_types=["attention", "dark", "dark", "attention", "dark"], norm_position="pre")
+        assert dark.stacks == {1: range(1, 3), 4: range(4, 5)} and dark.routed_layers == [1, 4]
+        assert (dark.router, dark.routing, dark.target_fraction) == ("predictive", "threshold", 0.2)
+        assert dark.operators == ["carry", "attention"] and dark.layer_fractions() == [0.2, 0.2]
         temporal = {"layer_types": ["temporal", "routed", "routed"], "operators": ["temporal", "attention"]}
         config = ChiarConfig(router="static", **temporal)
         assert config.meta_router and config.static_operators == ["attention", "temporal"]
@@ -99,6 +104,8 @@ class TestDefaults:
         assert presets.get("v3-tiny", layer_types=["spectral", "attention"]).num_hidden_layers == 2
         assert presets.get("v1-tiny", routing="soft").router == "learned"
         assert presets.get("v1-tiny", routing="threshold").router == "entropy"
+        assert presets.get("v5-tiny", num_hidden_layers=5).layer_types == ["attention", *["dark"] * 3, "attention"]
+        assert presets.get("v5-tiny", router="random").target_fraction == 0.2
         assert presets.get("v3-tiny", attn_implementation="eager")._attn_implementation == "eager"
         assert presets.get("v3-tiny", num_labels=5).num_labels == 5
 
@@ -220,6 +227,8 @@ THRESHOLDS_OF_THREE = [
 UNMATCHED = [("entropy", "hard"), ("entropy", "soft"), ("learned", "threshold"), ("random", "hard"), ("static", "soft")]
 OPERATOR_SETS = [[], ["spectral"], ["attention"], ["attention", "spectral"], ["spectral", "rbf"]]
 OPERATOR_SETS += [["spectral", "spectral"], ["temporal", "spectral", "attention"]]
+DARK = {"layer_types": ["attention", "dark", "dark"], "norm_position": "pre"}
+STACKS = [name for name, kind in ROUTERS.items() if not kind.of_layers]
 EQUATION, STATIC = {"spectral_form": "equation"}, {"router": "static"}
 COMBINATIONS = [
     *[(f"routing='{b}' does not go with router='{a}': it takes ", {"router": a, "routing": b}) for a, b in UNMATCHED],
@@ -237,6 +246,23 @@ COMBINATIONS = [
     ("target_fraction moves the thresholds", {"target_fraction": 0.5, "thresholds": 0.9}),
     ("target_fraction has 3 entries for 2", {"target_fraction": [0.5] * 3}),
     *[("target_fraction must lie strictly between", {"target_fraction": value}) for value in (0.0, 1.0)],
+    ("the operator carry belongs to dark layers", {"operators": ["carry", "attention"]}),
+    *[(f"router='{name}' chooses for a dark stack: routed layers take entropy", {"router": name}) for name in STACKS],
+    *[
+        (f"router='{n}' chooses for routed layers: a dark stack take", {**DARK, "router": n})
+        for n in ("entropy", "static")
+    ],
+    ("is not supported around dark layers: use", {**DARK, "operators": ["spectral", "attention"]}),
+    ("routed layers or a dark stack, not both", {**DARK, "layer_types": ["dark", "routed"]}),
+    ("soft routing runs everything", {**DARK, "router": "learned", "routing": "soft"}),
+    ("dark layers need norm_position='pre'", {"layer_types": ["dark"]}),
+    ("router='space' reads bytes, 255 ids are fewer", {**DARK, "router": "space", "vocab_size": 255}),
+    *[(f"inner_size={n} must be a multiple of the head size 64", {**DARK, "inner_size": n}) for n in (0, -64, 100)],
+    ("target_fraction has 2 entries for 1", {**DARK, "target_fraction": [0.2, 0.3]}),
+    ("target_fraction must lie strictly between", {**DARK, "target_fraction": 1.0}),
+    ("target_fraction moves the thresholds", {**DARK, "thresholds": 0.5}),
+    *[(f"window must be a positive whole number, got {n}", {"window": n}) for n in (0, -1)],
+    ("early_weight must not be negative, got", {**DARK, "early_weight": -0.1}),
 ]
 
 
@@ -256,6 +282,7 @@ def test_values_that_cannot_be(match, fields):
 
 def test_presets_that_cannot_be():
     refused("num_hidden_layers=1 is too few for v4", presets.get, "v4-tiny", num_hidden_layers=1)
+    refused("num_hidden_layers=2 is too few for v5-tiny: 2 stand around", presets.get, "v5-tiny", num_hidden_layers=2)
     config = presets.get("v3-tiny", num_labels=3, problem_type="multi_label_classification")
     refused("one label", ChiarForSequenceClassification, config)
 

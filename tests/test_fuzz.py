@@ -10,8 +10,8 @@ import torch
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
-from chiar.layers import sparse
-from helpers import fed_logits, feed, gradients, random_model
+from chiar.layers import dark, sparse
+from helpers import STACK_ROUTERS, fed_logits, feed, gradients, random_model
 
 VOCABULARY = 13
 # Sums run in another order: 2e-14 is the most seen in 200 trials. RBF mixing and the gate are computed in fp32: 5e-7.
@@ -47,13 +47,29 @@ CHOICES = {
     "gate_skip_below": [None, 0.5],
     "tie_word_embeddings": [True, False],
 }
+STACK_LAYERS = ["dark", "dark", "dark", "spectral", "temporal", "attention"]
+# Of models with dark stacks, in the place of some of those above.
+STACK_CHOICES = {
+    "operators": [None],
+    "router": STACK_ROUTERS,
+    "routing": [None],
+    "router_scale": ["one"],
+    "target_fraction": [None, 0.3, 0.6],
+    "norm_position": ["pre"],
+    "spectral_form": ["sublayer"],
+    "window": [None, None, 1, 2, 5],
+    "inner_size": [None, None, 8, 24],
+    "carry": ["linear", "linear", "smoothed", "none"],
+    "early_weight": [0.2, 0.0],
+}
 
 
 def draw(r: random.Random) -> ChiarConfig:
-    """Any configuration that there may be."""
+    """Any configuration that there may be; in every third a dark stack."""
+    choices, kinds = (CHOICES | STACK_CHOICES, STACK_LAYERS) if r.random() < 1 / 3 else (CHOICES, LAYERS)
     while True:
-        heads, fields = r.choice([1, 2, 3]), {name: r.choice(values) for name, values in CHOICES.items()}
-        layers = [r.choice(LAYERS) for _ in range(r.randint(1, 4))]
+        heads, fields = r.choice([1, 2, 3]), {name: r.choice(values) for name, values in choices.items()}
+        layers = [r.choice(kinds) for _ in range(r.randint(1, 4))]
         sizes = {"vocab_size": VOCABULARY, "num_attention_heads": heads, "hidden_size": heads * r.choice([2, 4, 8])}
         try:
             return ChiarConfig(layer_types=layers, dropout=0.0, max_position_embeddings=32, **sizes, **fields)
@@ -69,6 +85,7 @@ def form(name):
             patch.setattr(sparse, "host_sees_routes", lambda device: False)
         if name == "long":
             patch.setattr(sparse, "LONG", 1)
+            patch.setattr(dark, "has_flash", lambda x: True)
         torch.use_deterministic_algorithms(True)
         try:
             yield

@@ -122,7 +122,9 @@ def check_sizes(config: "ChiarConfig") -> None:
         raise InputError(f"temporal_window must be at least 2, got {window}: 1 is no look back.")
     if config.temporal_coefficients > window:
         raise InputError(f"temporal_coefficients={config.temporal_coefficients} is more than temporal_window={window}.")
-    require((config.window or 1) >= 1, f"window must be a positive whole number, got {config.window!r}.")
+    require(
+        config.window is None or config.window >= 1, f"window must be a positive whole number, got {config.window!r}."
+    )
     require(layers := config.layer_types or [], "layer_types is empty: a model needs at least one layer.")
     if (count := config.num_hidden_layers) != len(layers):
         raise InputError(f"num_hidden_layers={count} but layer_types has {len(layers)} entries: give one.")
@@ -160,9 +162,9 @@ def check_stacks(config: "ChiarConfig") -> None:
     """Which routers choose for layers, which for dark stacks, and what those need."""
     kind, dark = config.router_kind, bool(config.stacks)
     if config.routed_layers and not (kind.of_stacks if dark else kind.of_layers):
-        where, other = ("a dark stack", "routed layers") if dark else ("routed layers", "a dark stack")
+        takes, other = ("a dark stack takes", "routed layers") if dark else ("routed layers take", "a dark stack")
         known = [name for name, one in registry.ROUTERS.items() if (one.of_stacks if dark else one.of_layers)]
-        raise InputError(f"router={config.router!r} chooses for {other}: {where} take {', '.join(known)}.")
+        raise InputError(f"router={config.router!r} chooses for {other}: {takes} {', '.join(known)}.")
     if not dark:
         require("carry" not in (config.operators or []), "the operator carry belongs to dark layers: there are none.")
         return

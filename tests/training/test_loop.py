@@ -35,13 +35,16 @@ RESUMED = {
     "recalibrated": ({}, {"recalibrate_every": 3}),
     "checkpointing": ({"dropout": 0.1}, {"gradient_checkpointing": True}),
     "finetuned": ({}, {"initial": "before/best", "recalibrate_every": 5}),
+    "dark": ({"name": "v5-tiny", "target_fraction": 0.3}, {}),
+    "dark checkpointing": ({"name": "v5-tiny", "target_fraction": 0.3}, {"gradient_checkpointing": True}),
+    "dark finetuned": ({"name": "v5-tiny", "target_fraction": 0.3}, {"initial": "before/best"}),
 }
 
 
 @pytest.mark.parametrize(("fields", "changes"), RESUMED.values(), ids=RESUMED)
 def test_a_resumed_run_is_the_same_run(fields, changes, config, go, labelled, tmp_path, monkeypatch):
     if "initial" in changes:
-        go("before", steps=1)
+        go("before", config(**fields), steps=1)
         changes = {**changes, "initial": str(tmp_path / "before" / "best"), "data": [str(labelled)]}
     go("straight", config(**fields), ema=0.9, **changes)
     with monkeypatch.context() as patch, pytest.raises(interrupted(patch, 7)):

@@ -88,6 +88,39 @@ def test_sparse_execution_leaves_no_parameter_out(parallel, corpus, tmp_path):
     assert [record["use"] for record in metrics(tmp_path / "run")] == [[[1.0, 0.0], [1.0, 0.0]]] * 2
 
 
+def of_dark_layers(arguments):
+    return ["v5-tiny" if word == "v3-tiny" else word for word in arguments]
+
+
+@pytest.mark.parametrize(("parallel", "count"), [("ddp", 2), ("fsdp", 2)])
+def test_dark_stacks_in_two_processes(parallel, count, corpus, tmp_path):
+    """By a rule: at the beginning so many entropies are alike that rounding decides which of them are dark."""
+    rule = ("routing=threshold", "router=space", "early_weight=0.5")
+    for name, kind, number in (("alone", "ddp", 1), ("together", parallel, count)):
+        given = arguments(corpus, tmp_path / name, kind, "--steps", "3", *sets(*rule))
+        run(of_dark_layers(given), tmp_path / "log", number)
+    assert_close(tmp_path / "alone", tmp_path / "together")
+    for record in metrics(tmp_path / "together"):
+        assert 0.1 < record["use"][0][1] < 0.5 and record["dropped"] == 0.0
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_stack_without_tokens_leaves_no_parameter_out(parallel, corpus, labelled, tmp_path):
+    """Whether for want of dark tokens or, in a batch of labelled documents, of a next token to learn from. Evaluation
+    needs every process too."""
+    light = ("routing=threshold", "router=random", "random_fraction=0.0", "execution=sparse", "sample=")
+    mixed = ("--data", str(labelled), *sets("mixing=added", "added_share=0.5", "length=32"), "--steps", "2")
+    run(of_dark_layers(arguments(corpus, tmp_path / "run", parallel, *mixed, *sets(*light))), tmp_path / "log", 2)
+    assert [record["use"] for record in metrics(tmp_path / "run")] == [[[1.0, 0.0]]] * 2
+
+
+def test_forecasts_without_an_early_head_leave_no_parameter_out(corpus, tmp_path):
+    changes = ("routing=threshold", "router=forecast", "early_weight=0.0", "sample=")
+    run(
+        of_dark_layers(arguments(corpus, tmp_path / "run", "ddp", "--steps", "2", *sets(*changes))), tmp_path / "log", 2
+    )
+
+
 def test_thresholds_are_those_of_all_processes(corpus, tmp_path):
     """Each process sees half of the tokens; the mean of their thresholds goes on in both, or the routes would differ
     from a single process's."""

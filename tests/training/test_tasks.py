@@ -1,11 +1,15 @@
 """Settings behind both commands, batches as a pure function of (seed, step, slot), and the loss of each task."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from chiar.data.shards import Corpus
+from chiar.layers import dark
+from chiar.registry import ROUTERS
 from chiar.training.cli import parse
 from chiar.training.settings import TrainSettings, train_arguments
 from chiar.training.tasks import Rows, Schedule, materialise, outline, read_ahead
@@ -88,3 +92,58 @@ def test_validation_is_without_the_regulariser(config):
     assert torch.allclose(model.eval()(ids, ids + 1, None, None).loss, expected)
     assert torch.allclose(model.train()(ids, ids + 1, None, None).loss, expected + output.routing_loss)
     assert output.routing_loss < 0
+
+
+def dark_model(config, **changes):
+    model = materialise(outline(config("v5-tiny", **changes), {"words": 3}), seed=0)
+    return randomise_all(model), torch.arange(24).view(2, 12)
+
+
+def randomise_all(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def test_the_early_loss_is_learned_from_and_not_reported(config):
+    model, ids = dark_model(config, router="stride", early_weight=0.7)
+    expected = F.cross_entropy(model.language(ids).logits.flatten(0, 1), ids.flatten() + 1)
+    assert torch.allclose(model.eval()(ids, ids + 1, None, None).loss, expected)
+    result = model.train()(ids, ids + 1, None, None)
+    assert torch.allclose(result.loss, expected)
+    result.loss.backward()
+    found = model.language.model.embed_tokens.weight.grad.clone()
+    model.zero_grad()
+    decoded = model.language.model(ids, output_routes=True)
+    early = model.language.model.stacks["1"].early(decoded.stacks[0].seen_BTD)
+    logits = model.language.lm_head(decoded.last_hidden_state)
+    whole = sum(w * F.cross_entropy(x.flatten(0, 1), ids.flatten() + 1) for w, x in ((1.0, logits), (0.7, early)))
+    whole.backward()
+    torch.testing.assert_close(found, model.language.model.embed_tokens.weight.grad)
+
+
+@pytest.mark.parametrize("head", [None, "words"])
+@pytest.mark.parametrize("early_weight", [0.0, 0.2])
+@pytest.mark.parametrize("router", [name for name, kind in ROUTERS.items() if kind.of_stacks])
+def test_no_parameter_is_left_out(router, early_weight, head, config):
+    """DDP waits for every gradient: a classifier has no use for an early head."""
+    model, ids = dark_model(config, router=router, early_weight=early_weight)
+    targets = ids + 1 if head is None else torch.tensor([0, 2])
+    model.train()(ids, targets, torch.ones_like(ids), head).loss.backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_what_a_stack_had_no_room_for_is_told(config, go, tmp_path, monkeypatch, capsys):
+    """Only a GPU has so little room; a run says so once."""
+    monkeypatch.setattr(dark, "has_flash", lambda x: True)
+    monkeypatch.setattr(dark, "host_looks", lambda x, training: not training)
+    model, ids = dark_model(config, router="stride", target_fraction=0.7)  # every token is dark
+    model.train()
+    assert model(ids, ids + 1, None, None).dropped.item() == pytest.approx(1 - 22 / 24)  # 1.25 × 0.7 × 24, and one
+    assert model.eval()(ids, ids + 1, None, None).dropped.item() == 0.0
+    changes = {"router": "stride", "target_fraction": 0.7}
+    go("run", config("v5-tiny", **changes), steps=3, quiet=False)
+    dropped = [json.loads(line)["dropped"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert dropped == [pytest.approx(1 - 29 / 32)] * 3
+    assert capsys.readouterr().out.count("9.4% of dark tokens found no room in step 1") == 1

@@ -63,7 +63,7 @@ class DarkStack(nn.Module):
         kind, D, inner = config.router_kind, config.hidden_size, config.inner_size
         number = config.routed_layers.index(first)
         fractions = config.layer_fractions()
-        self.share = fractions[number] if fractions else kind.fraction(config) if kind.fraction else 1.0
+        self.share = kind.fraction(config) if kind.fraction else fractions[number] if fractions else 1.0
         self.room, self.follows = kind.room, config.follows_quantile
         self.gap = config.temporal_window - 1 if config.temporal_everywhere else 0
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
@@ -119,10 +119,11 @@ class DarkStack(nn.Module):
         return route
 
     def lay_out(self, x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory) -> "Layout":
-        """How the stack sees its tokens. Where the host may look and none is dark, nothing runs."""
+        """How the stack sees its tokens. In decoding nothing runs where none is dark; elsewhere processes that share
+        the layers' weights would wait for each other."""
         inner = replace(context, keep_entropy=False, threshold=None, share=None)
         looks = not (context.room_is_made or torch.compiler.is_compiling()) and host_looks(x_BTD, self.training)
-        if looks and not torch.is_grad_enabled() and not bool(dark_BT.any()):
+        if memory is not None and looks and not torch.is_grad_enabled() and not bool(dark_BT.any()):
             return Everywhere(dark_BT, inner, is_empty=True)
         if context.sparse and has_flash(x_BTD) and memory is None:
             return Together(dark_BT, inner, self, int(dark_BT.sum()) if looks else None)
@@ -177,7 +178,8 @@ class DarkStack(nn.Module):
             with torch.no_grad():
                 entropy_BT = predictive_entropy(head(final_BTD))
             off_BT = (done.route.score_BT - entropy_BT).square()
-            total = total + torch.where(targets_BT != -100, off_BT, 0).mean()
+            there_BT = targets_BT != -100
+            total = total + torch.where(there_BT, off_BT, 0).sum() / there_BT.sum().clamp_min(1)
         return total
 
     def ratio_loss(self, done: StackOutput, real_BT: Maybe) -> Maybe:
@@ -253,8 +255,8 @@ class Together(Layout):
             room = min(B * T, int(stack.room * stack.share * B * T) + 1) if stack.training else B * T
             dark_BT, self.left_out = thinned(dark_BT, room)
         self.dark_BT, rank_BT, count_B = dark_BT, dark_BT.cumsum(1) - 1, dark_BT.sum(1)
+        room = max(room, 1)  # weights without a gradient would make processes wait for each other
         if in_rows:
-            room = max(room, 1)  # weights without a gradient would make processes wait for each other
             places, start_B = B * room, torch.arange(0, B * room, room, device=device)
         else:
             places = -(-(room + B * stack.gap) // BLOCK) * BLOCK

@@ -37,18 +37,22 @@ class ForecastRouter(nn.Module):
         return Route(choice_BT, one_hot(choice_BT, 2), score_BT=score_BT)
 
 
+class FirstIdentity(nn.Linear):
+    """A map that begins as none."""
+
+    sets_own_weights = True
+
+    def reset_parameters(self) -> None:
+        init.copy_(self.weight, torch.eye(len(self.weight), device=self.weight.device))
+
+
 class BoundaryRouter(nn.Module):
     """H-Net's boundaries (arXiv 2507.07955): p_t = (1 − cos(W_q x_t, W_k x_{t−1})) / 2, dark above ½, the first token
     with p = 1. The weights are 1, with the gradient of p where dark and of 1 − p where light. `ratio_loss` holds f."""
 
     def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__()
-        self.q, self.k = (nn.Linear(config.hidden_size, config.hidden_size, bias=False) for _ in range(2))
-        self.sets_own_weights = True
-
-    def reset_parameters(self) -> None:
-        for linear in (self.q, self.k):
-            init.copy_(linear.weight, torch.eye(len(linear.weight), device=linear.weight.device))
+        self.q, self.k = (FirstIdentity(config.hidden_size, config.hidden_size, bias=False) for _ in range(2))
 
     def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
         dtype = stored_in(x_BTD.dtype)
@@ -58,7 +62,7 @@ class BoundaryRouter(nn.Module):
         p_BT = torch.where(context.positions_BT == 0, 1.0, p_BT)
         choice_BT = (p_BT > 0.5).long() if forced_BT is None else forced_BT
         p_BTK = torch.stack([1 - p_BT, p_BT], -1)
-        weights_BTK = one_hot(choice_BT, 2) * (1 + p_BTK - p_BTK.detach())
+        weights_BTK = one_hot(choice_BT, 2) * (1 + (p_BTK - p_BTK.detach()))
         return Route(choice_BT, weights_BTK, p_BTK)
 
 

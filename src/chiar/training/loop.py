@@ -87,6 +87,9 @@ def train(
         raise sentence from error
 
 
+MANY_DROPPED = 0.01  # of dark tokens: then a run says that its stacks have too little room
+
+
 def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus]) -> list[str]:
     """InputError where the run cannot be; otherwise what a reader of its figures must know."""
     first, names = corpora[0], [corpus.name for corpus in corpora]
@@ -227,6 +230,12 @@ class Run(Trainer):
             evaluates = self.step % settings.evaluate_every == 0 or last
             if logs := self.step % settings.log_every == 0 or evaluates or self.step == 1:
                 record = self.measure(measured)
+                if record.get("dropped", 0.0) > MANY_DROPPED and "room" not in warned:
+                    much = (
+                        f"{record['dropped']:.1%} of dark tokens found no room in step {self.step} and were light there"
+                    )
+                    self.display.say(f"warning: {much}: a larger target_fraction makes room for more")
+                    warned.add("room")
                 if evaluates:
                     self.validate(record)
                 if self.metrics is not None:
@@ -256,6 +265,9 @@ class Run(Trainer):
         record = {"step": self.step, "loss": loss, "rate": measured["rate"], "gradient_norm": float(measured["norm"])}
         record |= {"use": use} | ({"loss_by_corpus": losses} if len(self.corpora) > 1 else {})
         record |= {"gate": gates} if self.config.meta_router else {}
+        if self.config.stacks:
+            dropped = torch.stack([result.dropped for _, result, _ in measured["done"]]).mean()
+            record["dropped"] = round(float(self.processes.total(dropped)) / self.processes.count, 6)
         now, tokens = time.perf_counter(), self.processes.all(self.tokens)
         record["tokens_per_second"] = round(sum(tokens) / (now - self.marked_time), 1)
         self.tokens, self.marked_time = 0, now

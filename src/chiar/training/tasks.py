@@ -128,6 +128,7 @@ class TaskResult(NamedTuple):
     use_LK: Tensor  # fraction of tokens each operator of each routed layer got
     gate: Tensor  # mean g (0 without a MetaRouter)
     correct: Tensor  # how many rows were given their class (0 for language)
+    dropped: Tensor  # share of dark tokens for which a stack had no room
 
 
 class TaskModel(nn.Module):
@@ -159,13 +160,19 @@ class TaskModel(nn.Module):
         use_LK = torch.stack(use) if use else loss.new_zeros(0, len(config.operators))
         g_BT1 = decoded.gate_BT1
         gate = loss.new_zeros(()) if g_BT1 is None else mean_over_tokens(g_BT1.detach(), real_BT)[0]
-        if self.heads:
-            # Zero times the parameters this task does not use, so that every process reduces every gradient.
-            unused = [p for name, module in self.heads.items() if name != head for p in module.parameters()]
-            if head is not None and not config.tie_word_embeddings:
-                unused += list(self.language.lm_head.parameters())
+        dropped = loss.new_zeros(())
+        if stacks := decoded.stacks:
+            dark = torch.stack([stack.dark_BT.sum() for stack in stacks]).sum()
+            dropped = torch.stack([stack.dropped for stack in stacks]).sum() / dark.clamp_min(1)
+        # Zero times the parameters this task does not use, so that every process reduces every gradient.
+        unused = [p for name, module in self.heads.items() if name != head for p in module.parameters()]
+        if head is not None and not config.tie_word_embeddings:
+            unused += list(self.language.lm_head.parameters())
+        if head is not None or config.early_weight == 0:  # early heads, and norms that forecasts alone read
+            unused += list(self.language.model.stacks.parameters())
+        if unused:
             loss = loss + 0.0 * sum((p.sum() for p in unused), loss.new_zeros(()))
-        return TaskResult(loss, use_LK, gate, correct)
+        return TaskResult(loss, use_LK, gate, correct, dropped)
 
 
 def outline(config: ChiarConfig, labels: dict[str, int]) -> TaskModel:
