@@ -4,7 +4,7 @@
     python benchmarks/byte_models.py --device cpu --size tiny --lengths 256 --tokens 2048
 
 In turns, in one process: `dense`, attention in all layers; `v5`, which routes itself (in training f is exact); `equal`,
-as many plain layers as come closest to v5's counted FLOPs; `rows`, v5 with tokens packed in rows of one length; `blt`,
+as many plain layers as come closest to v5's counted FLOPs; `rows`, v5 packed in rows of 1.3 f T places; `blt`,
 transformers' BltForCausalLM with as many layers around and inside, its patches given, 1/f bytes each. Weights are
 random, bytes are of the standard library's sources. Layers are compiled, steps of training recorded as CUDA graphs.
 """
@@ -14,17 +14,18 @@ import csv
 import gc
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import chiar.layers.dark as dark
 from chiar import presets
 from chiar.config import ChiarConfig
 from chiar.kernels.linear_cross_entropy import linear_cross_entropy
+from chiar.layers.context import Memory, TokenContext
+from chiar.layers.dark import DarkStack, Layout, Together
 from chiar.model.modeling import ChiarForCausalLM
 from chiar.routing.flops import count_flops
 from chiar.training.compiling import GraphedPasses
@@ -59,6 +60,17 @@ def equal_layers(config: ChiarConfig, length: int) -> int:
     return min(costs, key=lambda n: abs(costs[n] - wanted))
 
 
+def pack_in_rows(stack: DarkStack) -> None:
+    """Rows of 1.3 times the share that is meant to be dark; what is beyond that in a row is light."""
+
+    def lay_out(x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory) -> Layout:
+        room = min(x_BTD.shape[1], -(-int(1.3 * stack.share * x_BTD.shape[1]) // 16) * 16)
+        inner = replace(context, keep_entropy=False, threshold=None, share=None)
+        return Together(dark_BT & (dark_BT.cumsum(1) <= room), inner, stack, room, in_rows=True)
+
+    stack.lay_out = lay_out  # type: ignore[method-assign]
+
+
 class BytesModel(nn.Module):
     """One call for training (the loss, an early head's included) and for prompts (the last byte's logits)."""
 
@@ -77,6 +89,9 @@ class BytesModel(nn.Module):
     def compile_parts(self) -> None:
         for layer in self.language.model.layers:
             layer.compile(dynamic=False)
+        for stack in self.language.model.dark_stacks:
+            for part in ("decide", "tell"):
+                setattr(stack, part, torch.compile(getattr(stack, part), dynamic=False))
 
     def flops(self, length: int) -> float:
         return count_flops(self.config, length).total
@@ -151,6 +166,9 @@ def prepare(name: str, options: argparse.Namespace, ids_BT: Tensor) -> Timed:
         with torch.no_grad(), autocast(device):
             model.language.model(ids_BT)
     model.train(trains)
+    if name == "rows":
+        for stack in model.language.model.dark_stacks:
+            pack_in_rows(stack)
     if options.compile:
         model.compile_parts()
     targets_BT = ids_BT.roll(-1, 1)
@@ -191,6 +209,7 @@ def prepare(name: str, options: argparse.Namespace, ids_BT: Tensor) -> Timed:
             model.zero_grad(set_to_none=True)
     if not (options.graphs and device == "cuda") or stops:
         return Timed(name, model, plain, peak, "launched from Python", stops)
+    torch.cuda.empty_cache()  # a recording has memory of its own
     recorder = GraphedPasses(run, model.parameters() if trains else ())
 
     def recorded() -> None:
@@ -209,8 +228,6 @@ def measure(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]
         ids_BT = source_bytes(rows, length).to(options.device)
         ready: list[Timed] = []
         for name in options.only:
-            before = dark.has_flash
-            dark.has_flash = (lambda x: False) if name == "rows" else before  # type: ignore[assignment]
             try:
                 ready.append(prepare(name, options, ids_BT))
                 say(f"{name}, T {length}: ready, {ready[-1].how}")
@@ -218,8 +235,6 @@ def measure(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]
                 say(f"{name}, T {length}: FAILED, {type(error).__name__}: {str(error)[:300]}")
                 if options.strict:
                     raise
-            finally:
-                dark.has_flash = before
         times = interleave([timed.step for timed in ready], options.device, options.turns, options.steps)
         found = {timed.name: time for timed, time in zip(ready, times, strict=True)}
         counted = {timed.name: timed.model.flops(length) for timed in ready}

@@ -10,8 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from chiar.errors import InputError
 from chiar.layers.ragged import ROOM
-from chiar.model.decoding import FastDecoder, Inputs
-from helpers import ALONG_TIME, ROWS, TOKENS, fed_logits, feed, mixed_routes, routed_model, token_ids
+from chiar.model.decoding import FastDecoder, Inputs, Step
+from helpers import ALONG_TIME, ROWS, TOKENS, dark_model, fed_logits, feed, mixed_routes, routed_model, token_ids
 
 NEW = 8
 DESIGNS = {
@@ -22,6 +22,7 @@ DESIGNS = {
     "hard-gate": {"gate_skip_below": 0.5},
     "soft": {"router": "learned", "routing": "soft"},
     "temporal-all": ALONG_TIME["temporal-all"],
+    "dark": {"preset": "v5-tiny", "window": 5},
 }
 # Float64 models whose sums run in another order.
 ROUNDING = 1e-9
@@ -77,7 +78,7 @@ def addresses(cache):
     return [tensor.data_ptr() for tensor in tensors]
 
 
-@pytest.mark.parametrize("design", ["baseline", "v3-routed-keys", "temporal-all"])
+@pytest.mark.parametrize("design", ["baseline", "v3-routed-keys", "temporal-all", "dark"])
 def test_a_step_leaves_everything_in_its_place(fast, ids, left_mask, design):
     """As a captured graph needs it: addresses change only when the cache says so, and rows may change places."""
     model = fast(design)
@@ -112,26 +113,37 @@ class NoLooking(torch.overrides.TorchFunctionMode):
         return function(*arguments, **(options or {}))
 
 
+def every_stack_runs(monkeypatch):
+    """As in the step that warms up for a captured one."""
+    run = FastDecoder.run
+    monkeypatch.setattr(FastDecoder, "run", lambda *given: run(*given, whole=True))
+
+
 @pytest.mark.parametrize("design", DESIGNS)
 def test_the_step_itself_reads_no_values(fast, ids, design, monkeypatch):
-    """Of what runs between the inputs and the logits; a CPU alone looks whether anything is dark at all."""
+    """Of what runs between the inputs and the logits; a CPU alone looks whether anything is dark at all, and the host
+    whether a stack is needed."""
     monkeypatch.setattr("chiar.layers.attention.surely_none", lambda key_BT: False)
     model = fast(design)
     _, cache = feed(model, ids, [TOKENS])
-    run = FastDecoder.run
 
-    def watched(decoder, language, inputs, cache):
-        with NoLooking():
-            return run(decoder, language, inputs, cache)
+    def watched(part):
+        def run(*given):
+            with NoLooking():
+                part(*given)
 
-    monkeypatch.setattr(FastDecoder, "run", watched)
+        return run
+
+    monkeypatch.setattr(Step, "pass_all", watched(Step.pass_all))
+    monkeypatch.setattr(Step, "pass_stack", watched(Step.pass_stack))
+    every_stack_runs(monkeypatch)
     feed_one(model, ids, cache)
     assert model.fast_decoder.steps == 1
     with pytest.raises(LookedAt), NoLooking():
         bool(ids.any())
 
 
-@pytest.mark.parametrize("design", ["v3-routed-keys", "routed", "temporal-all"])
+@pytest.mark.parametrize("design", ["v3-routed-keys", "routed", "temporal-all", "dark"])
 def test_a_compiled_step_has_a_graph_for_each_kind_of_layer(fast, ids, left_mask, design, monkeypatch):
     """Six layers, rows of several lengths and stores that grow: traced once for each kind, whole, and never again."""
     model, new = fast(design, num_hidden_layers=6), ROOM + 16
@@ -145,7 +157,93 @@ def test_a_compiled_step_has_a_graph_for_each_kind_of_layer(fast, ids, left_mask
     for _ in range(2):
         assert torch.equal(generate(model, ids, new, attention_mask=left_mask), expected)
     assert decoder.steps == 2 * (new - 1)
-    assert counter.frame_count == len(set(model.config.layer_types)) + 2  # and the embedding and the logits
+    # And the embedding and the logits. Around a stack: who is dark (the compiler begins this twice), what others are
+    # told, and once more a dark layer, because the first reads a state that is no sum of two.
+    around = 6 if model.config.stacks else 2
+    assert counter.frame_count == len(set(model.config.layer_types)) + around
+
+
+LONG = 110  # long enough for stores to grow, and to slide
+STACKS = {
+    "one": {},
+    "narrow window": {"window": 5},
+    "wide window": {"window": 80},
+    "several": {"layer_types": ["attention", "dark", "dark", "attention", "dark", "attention"]},
+    "nothing around": {"layer_types": ["dark", "dark"], "window": 7},
+    "wider": {"inner_size": 32},
+    "smoothed": {"router": "boundary", "carry": "smoothed"},
+    "no carry": {"router": "stride", "carry": "none", "temporal_everywhere": False},
+}
+
+
+def stack_routes(model, how):
+    """One row all light, one all dark, but for their last tokens; or all rows."""
+    routes = mixed_routes(model.config, ROWS, LONG)
+    for choice_BT in routes.values():
+        if how == "mixed":
+            choice_BT[1, :-5], choice_BT[2, :-5] = 0, 1
+        else:
+            choice_BT[:] = ["light", "dark"].index(how)
+    return None if how == "own" else routes
+
+
+@pytest.mark.parametrize("how", ["own", "mixed", "light", "dark"])
+@pytest.mark.parametrize("design", STACKS.values(), ids=STACKS)
+def test_rows_pass_stacks_separately(design, how):
+    """Fixed steps, plain ones and chunks give the whole pass's logits; padding stands in front and in between."""
+    model, ids, mask = dark_model(**design), token_ids(ROWS, LONG), torch.ones(ROWS, LONG, dtype=torch.long)
+    mask[0, :12], mask[1, 50:53] = 0, 0
+    routes = None if how == "own" else stack_routes(model, how)
+    with torch.no_grad():
+        expected = model(ids, mask, forced_routes=routes)
+    inner = {i for layers in model.config.stacks.values() for i in layers}
+    for fast in (False, True):
+        if fast:
+            model.enable_fast_decoding()
+        found, cache = fed_logits(model, ids, [20, *[1] * 25, 5, *[1] * (LONG - 50)], mask, routes)
+        assert (found - expected.logits)[mask.bool()].abs().max() < ROUNDING
+        for i, layer in enumerate(cache.layers):
+            store = layer.stores["attention"]
+            if how in ("light", "dark") and i in inner:
+                assert store.length_B.tolist() == (mask.sum(1) * (how == "dark")).tolist()
+            if i not in inner and model.config.window == 5:
+                assert store.capacity <= 5 + ROOM + 31
+    assert model.fast_decoder.steps == LONG - 25
+
+
+@pytest.mark.parametrize("design", ["one", "several"])
+def test_a_light_step_leaves_the_stack_alone(design, monkeypatch):
+    """At one row; and where a stack runs for nothing, as before a capture, it leaves no trace."""
+    model, ids = dark_model(**STACKS[design]), token_ids(1, 40)
+    routes, passed, pass_stack = mixed_routes(model.config, 1, 40), [], Step.pass_stack
+    monkeypatch.setattr(Step, "pass_stack", lambda *given: passed.append(1) or pass_stack(*given))
+    model.enable_fast_decoding()
+    expected, _ = fed_logits(model, ids, [10, *[1] * 30], None, routes)
+    assert len(passed) == sum(int(choice_BT[:, 10:].sum()) for choice_BT in routes.values())
+    every_stack_runs(monkeypatch)
+    found, _ = fed_logits(model, ids, [10, *[1] * 30], None, routes)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["plain", "fast"])
+def test_beams_and_rows_that_join_behind_prompts_without_a_dark_token(fast):
+    model, ids = dark_model(window=7), token_ids(ROWS, 30)
+    with torch.no_grad():
+        plainly = generate(model, ids, num_beams=3, use_cache=False)
+    routes = {i: choice_BT.clone() for i, choice_BT in mixed_routes(model.config, ROWS, 30).items()}
+    for choice_BT in routes.values():
+        choice_BT[1, :12] = 0
+    with torch.no_grad():
+        expected = model(ids, forced_routes=routes).logits
+    if fast:
+        model.enable_fast_decoding()
+    assert torch.equal(generate(model, ids, num_beams=3), plainly)
+    rows = [{i: choice_BT[row : row + 1] for i, choice_BT in routes.items()} for row in range(ROWS)]
+    cache = feed(model, ids[:1], [12], None, rows[0])[1]
+    for row in (1, 2):
+        cache.join(feed(model, ids[row : row + 1], [12], None, rows[row])[1], row, 1)
+    found, _ = fed_logits(model, ids, [1] * 18, None, routes, cache, 12)
+    assert (found - expected[:, 12:]).abs().max() < ROUNDING
 
 
 def test_what_is_no_step_runs_as_before_and_wrong_input_is_found_in_a_step_too(fast, ids):

@@ -148,6 +148,13 @@ def test_bad_input_a_run_stands_for_its_best_model_and_a_baseline_has_no_routes(
     assert "no routed layers" in generate(tmp_path, "--prompt", "a", "--routes")[2]
 
 
+def test_logits_that_are_not_finite_are_one_sentence(tmp_path):
+    model = tiny_model()
+    model.lm_head.weight.data.fill_(3e38)  # finite, so that it opens
+    code, output, said = generate(save(model, tmp_path, Tokenizer.of_bytes()), "--prompt", PROMPT)
+    assert code != 0 and "logits are not finite" in said and not output
+
+
 def write(data, stops=()):
     """The pieces of a text that a model writes byte by byte, until it is stopped."""
     pieces = []

@@ -16,6 +16,8 @@ SHAPES = {
     "odd-head": ([3, 30], [1], 32, 3, 5),
     "last-entry": ([127, 159], [], 160, 1, 48),
     "widest-head": ([40, 15], [1], 64, 1, 256),
+    "one-row": ([40], [], 64, 2, 8),
+    "one-light": ([40], [0], 64, 2, 8),
 }
 
 
@@ -33,19 +35,22 @@ def example(lengths, light, capacity, heads, d, dtype=DTYPE, unused=torch.nan):
 
 
 @implementations("torch", "cpu", "auto")
+@pytest.mark.parametrize("window", [0, 1, 7, 70])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_row_sees_its_entries_and_itself(shape, implementation):
+def test_a_row_sees_its_entries_and_itself(shape, window, implementation):
+    """Or the last of them."""
     unused = torch.nan if implementation in ("torch", "triton") else 1e6
     (q, k, v), stored, length_B, takes_part_B = example(*shape, unused=unused)
     before = [part.clone() for part in stored]
-    out = decode_attention(q, k, v, *stored, length_B, takes_part_B, implementation)
+    out = decode_attention(q, k, v, *stored, length_B, takes_part_B, implementation, window=window)
     assert torch.equal(length_B, torch.tensor(shape[0]) + takes_part_B)
     for row, length in enumerate(shape[0]):
         if not takes_part_B[row]:
             assert (out[row] == 0).all()
             continue
         before[0][row, :, length], before[1][row, :, length] = k[row], v[row]
-        keys, values = (part[row, :, : length + 1] for part in before)
+        first = max(0, length + 1 - window) if window else 0
+        keys, values = (part[row, :, first : length + 1] for part in before)
         agree([out[row]], [F.scaled_dot_product_attention(q[row, :, None], keys, values)[:, 0]])
     assert all(torch.equal(part.nan_to_num(), old.nan_to_num()) for part, old in zip(stored, before, strict=True))
 

@@ -251,7 +251,7 @@ def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
                 found[f"tokens of layer {numbers}"] = shares
         if training:
             for corpus, loss in training.validation.items():
-                found[f"validation loss on {corpus}"] = f"{loss:.4f}"
+                found[f"last validation loss on {corpus}"] = f"{loss:.4f}"
                 found[f"… gap, {corpus}"] = shown(loss - losses[corpus] if corpus in losses else None, "+.4f")
             found["train tokens/s"] = shown(training.tokens_per_second, ",.0f")
         if training and first.training and not shared:

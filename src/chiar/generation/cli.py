@@ -7,7 +7,7 @@ import typer
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a training run (its best model).")]
 Gate = Annotated[str, typer.Option(metavar="prefill|refuse", help="A gate that sees later tokens: freeze it, or stop.")]
-Fast = Annotated[bool | None, typer.Option("--fast/--no-fast", help="Decode by a fixed step. Default: on a GPU.")]
+Fast = Annotated[bool | None, typer.Option("--fast/--no-fast", help="Decode by a fixed step. [default: on a GPU]")]
 Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")]
 
@@ -22,8 +22,8 @@ def generate(
     model: Model,
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Sample at this temperature.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Sample at it. [default: greedy]")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens. [default: all]")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the likeliest of this share.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
     routes: Annotated[bool, typer.Option("--routes", help="Show how light or dark each token was routed.")] = False,
@@ -87,9 +87,9 @@ def generate(
             meaning = f"H from 0 to 1, {layer.entropy_name}" + (", τ half-way" if layer.thresholds else "")
         passed = f"; underlined: passed layers {stacks}" if stacks else ""
         console.print(Text.assemble("light ", *steps, f" dark: {meaning}{passed}"))
+    writer.begin(read, [row])  # where it fails, no half a line is left before the sentence
     for token in ids:
         show(*characters.add(token))
-    writer.begin(read, [row])
     for written in writer.follow(row):
         note_routes()
         show(*characters.add(written.id))

@@ -165,6 +165,8 @@ class Block(nn.Module):
     def begin(self, memory: LayerMemory, rows: int) -> None:
         for name in self.names:
             self.run(name).begin(memory, rows)
+        if self.everywhere is not None:
+            self.everywhere.filter.begin(memory, rows)
 
     def run(self, name: str) -> Any:
         """An operator as an `Operator`, looked up when it is used: a module may have been replaced."""

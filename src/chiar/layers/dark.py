@@ -41,12 +41,19 @@ class Carry(nn.Linear):
 
 
 @dataclass
-class StackOutput:
-    """What a stack did to its tokens."""
+class Decision:
+    """Which tokens pass a stack."""
 
     route: Route
     entropy_BT: Maybe  # H that was cut, where the router reads one
     seen_BTD: Tensor  # what the early head and the router read
+    dark_BT: Tensor  # real ones, as they were chosen
+
+
+@dataclass
+class StackOutput(Decision):
+    """What a stack did to its tokens."""
+
     dropped: Tensor  # dark tokens there was no room for
 
 
@@ -55,9 +62,8 @@ class DarkStack(nn.Module):
         super().__init__()
         kind, D, inner = config.router_kind, config.hidden_size, config.inner_size
         number = config.routed_layers.index(first)
-        self.share = (config.layer_fractions() or [kind.fraction(config) if kind.fraction else 1.0] * (number + 1))[
-            number
-        ]
+        fractions = config.layer_fractions()
+        self.share = fractions[number] if fractions else kind.fraction(config) if kind.fraction else 1.0
         self.room, self.follows = kind.room, config.follows_quantile
         self.gap = config.temporal_window - 1 if config.temporal_everywhere else 0
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
@@ -76,6 +82,16 @@ class DarkStack(nn.Module):
     def forward(
         self, x_BTD: Tensor, context: TokenContext, memory: Memory, forced_BT: Maybe, through: Through
     ) -> tuple[Tensor, StackOutput]:
+        decided = self.decide(x_BTD, context, memory, forced_BT)
+        laid = self.lay_out(x_BTD, decided.dark_BT, context, memory)
+        change = None
+        if not laid.is_empty:
+            z_in = self.entered(laid, x_BTD)
+            change = self.changed(laid, z_in, through(z_in, laid.context), decided.route)
+        y_BTD = self.tell(laid, x_BTD, change, decided.route, memory)
+        return y_BTD, StackOutput(**vars(decided), dropped=laid.dropped)
+
+    def decide(self, x_BTD: Tensor, context: TokenContext, memory: Memory, forced_BT: Maybe) -> Decision:
         seen_BTD = x_BTD if self.shares_state or not self.reads_prediction else x_BTD.detach()
         seen_BTD = seen_BTD if self.norm is None else self.norm(seen_BTD)
         entropy_BT = self.entropy(x_BTD, seen_BTD, context)
@@ -83,10 +99,7 @@ class DarkStack(nn.Module):
         dark_BT = route.choice_BT == DARK
         if context.real_BT is not None:
             dark_BT = dark_BT & context.real_BT
-        laid = self.lay_out(x_BTD, dark_BT, context, memory)
-        change = laid.without_tokens(x_BTD) if laid.is_empty else self.change(laid, x_BTD, route, through)
-        y_BTD = self.tell(laid, x_BTD, change, route, memory)
-        return y_BTD, StackOutput(route, entropy_BT, seen_BTD, laid.dropped)
+        return Decision(route, entropy_BT, seen_BTD, dark_BT)
 
     def entropy(self, x_BTD: Tensor, seen_BTD: Tensor, context: TokenContext) -> Maybe:
         if self.early is not None and (self.reads_prediction or (context.keep_entropy and not self.reads_entropy)):
@@ -108,42 +121,48 @@ class DarkStack(nn.Module):
     def lay_out(self, x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory) -> "Layout":
         """How the stack sees its tokens. Where the host may look and none is dark, nothing runs."""
         inner = replace(context, keep_entropy=False, threshold=None, share=None)
-        looks = not (context.room_is_made or torch.compiler.is_compiling() or (x_BTD.is_cuda and self.training))
+        looks = not (context.room_is_made or torch.compiler.is_compiling()) and host_looks(x_BTD, self.training)
         if looks and not torch.is_grad_enabled() and not bool(dark_BT.any()):
             return Everywhere(dark_BT, inner, is_empty=True)
         if context.sparse and has_flash(x_BTD) and memory is None:
             return Together(dark_BT, inner, self, int(dark_BT.sum()) if looks else None)
-        if context.sparse and (looks or not x_BTD.is_cuda):
+        if context.sparse and looks:
             return Together(dark_BT, inner, self, int(dark_BT.sum(1).max()), in_rows=True)
         return Everywhere(dark_BT, inner)
 
-    def change(self, laid: "Layout", x_BTD: Tensor, route: Route, through: Through) -> Tensor:
-        """δ of the tokens as they are laid out, 0 at places that hold none."""
+    def entered(self, laid: "Layout", x_BTD: Tensor) -> Tensor:
+        """What the first layer reads."""
         z_in = laid.taken(x_BTD)
-        if self.widen is not None:
-            z_in = self.widen(z_in)
-        change = through(z_in, laid.context) - z_in
+        return z_in if self.widen is None else self.widen(z_in)
+
+    def changed(self, laid: "Layout", z_in: Tensor, z_out: Tensor, route: Route) -> Tensor:
+        """δ of the tokens as they are laid out, 0 at places that hold none."""
+        change = z_out - z_in
         if self.narrow is not None:
             change = self.narrow(change)
         if not self.smooth:
             change = change * laid.taken(route.weights_BTK[..., DARK:].to(change.dtype))
         return laid.clean(change)
 
-    def tell(self, laid: "Layout", x_BTD: Tensor, change: Tensor, route: Route, memory: Memory) -> Tensor:
-        """x and what it gets of the stack. A cache keeps what was told last."""
+    def tell(self, laid: "Layout", x_BTD: Tensor, change: Maybe, route: Route, memory: Memory) -> Tensor:
+        """x and what it gets of the stack; None where that did nothing. A cache keeps what was told last."""
         told_B1D = None if memory is None else memory.get("stack")
         if self.smooth:
             weight_BT = laid.dark_BT.to(x_BTD.dtype)
             if route.probabilities_BTK is not None:
                 weight_BT = weight_BT * route.probabilities_BTK[..., DARK].to(x_BTD.dtype).clamp(1e-4, 1 - 1e-4)
-            mean_BTD = smoothed(laid.everywhere(change), weight_BT, told_B1D)
-            y_BTD, last_BTD = x_BTD + mean_BTD * route.weights_BTK.sum(-1, keepdim=True).to(x_BTD.dtype), mean_BTD
+            new_BTD = torch.zeros_like(x_BTD) if change is None else laid.everywhere(change)
+            last_BTD = smoothed(new_BTD, weight_BT, told_B1D)
+            y_BTD = x_BTD + last_BTD * route.weights_BTK.sum(-1, keepdim=True).to(x_BTD.dtype)
         elif self.carry is None:
-            return x_BTD + laid.everywhere(change)
+            return x_BTD if change is None else x_BTD + laid.everywhere(change)
+        elif change is None:
+            last_BTD = torch.zeros_like(x_BTD[:, :1]) if told_B1D is None else told_B1D
+            y_BTD = x_BTD + last_BTD
         else:
             last_BTD = laid.told(self.carry(change), told_B1D)
             y_BTD = x_BTD + laid.everywhere(change) + last_BTD
-        if memory is not None:
+        if memory is not None and (change is not None or told_B1D is None or self.smooth):
             memory.put("stack", laid.last_real(last_BTD, told_B1D))
         return y_BTD
 
@@ -171,11 +190,12 @@ class Layout:
 
     context: TokenContext  # as its layers see it
     dark_BT: Tensor
-    dropped: Tensor
     is_empty = False  # surely no token is dark, and nothing needs to run
 
-    def without_tokens(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.new_zeros(x_BTD.shape)
+    @property
+    def dropped(self) -> Tensor:
+        """How many dark tokens there was no room for."""
+        return torch.zeros((), dtype=torch.long, device=self.dark_BT.device)
 
     def taken(self, x_BTD: Tensor) -> Tensor:
         raise NotImplementedError
@@ -203,7 +223,6 @@ class Everywhere(Layout):
     def __init__(self, dark_BT: Tensor, context: TokenContext, is_empty: bool = False) -> None:
         self.dark_BT, self.is_empty = dark_BT, is_empty
         self.context = replace(context, real_BT=dark_BT, sparse=False)
-        self.dropped = torch.zeros((), dtype=torch.long, device=dark_BT.device)
 
     def taken(self, x_BTD: Tensor) -> Tensor:
         return x_BTD
@@ -229,10 +248,10 @@ class Together(Layout):
     ):
         (B, T), device = dark_BT.shape, dark_BT.device
         self.shape, numbers_N = (B, T), torch.arange(B * T, device=device)
-        self.dropped = torch.zeros((), dtype=torch.long, device=device)
+        self.left_out: Maybe = None
         if room is None:
-            room = min(B * T, int(stack.room * stack.share * B * T) + 1)
-            dark_BT, self.dropped = thinned(dark_BT, room)
+            room = min(B * T, int(stack.room * stack.share * B * T) + 1) if stack.training else B * T
+            dark_BT, self.left_out = thinned(dark_BT, room)
         self.dark_BT, rank_BT, count_B = dark_BT, dark_BT.cumsum(1) - 1, dark_BT.sum(1)
         if in_rows:
             room = max(room, 1)  # weights without a gradient would make processes wait for each other
@@ -267,6 +286,10 @@ class Together(Layout):
             self.context.rows = torch.cat([start_B, rest.clamp(max=places)]).int()
             self.context.longest, self.context.used_BT = max(T + stack.gap, 1), used_P.view(shape)
 
+    @property
+    def dropped(self) -> Tensor:
+        return super().dropped if self.left_out is None else self.left_out
+
     def taken(self, x_BTD: Tensor) -> Tensor:
         x_PD = torch.where(self.used_P[:, None], pack(x_BTD.flatten(0, 1), self.packing), 0)
         return x_PD.view(*self.places, -1)
@@ -281,6 +304,11 @@ class Together(Layout):
         assert before_B1D is None
         packed = self.packing.token_P, self.used_P, self.said_N, self.last_N
         return spread(change.flatten(0, 1), *packed).view(*self.shape, -1)
+
+
+def host_looks(x_BTD: Tensor, training: bool) -> bool:
+    """Whether the number of dark tokens may be read: a GPU would have to be waited for in every training step."""
+    return not (x_BTD.is_cuda and training)
 
 
 def thinned(dark_BT: Tensor, room: int) -> tuple[Tensor, Tensor]:

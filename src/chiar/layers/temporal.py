@@ -6,7 +6,7 @@ from transformers import initialization as init
 
 from chiar.config import ChiarConfig
 from chiar.kernels.temporal_filter import temporal_basis, temporal_filter
-from chiar.layers.context import DerivedBuffers, Maybe, Memory, TokenContext, put_back, with_past
+from chiar.layers.context import DerivedBuffers, LayerMemory, Maybe, Memory, TokenContext, put_back, with_past
 from chiar.layers.operator import Operator
 from chiar.registry import Work
 
@@ -46,6 +46,11 @@ class TemporalFilter(DerivedBuffers, Operator):
         dtype = self.basis_WK.dtype
         taps_WD = (self.basis_WK[..., None] * self.coefficients_KD.to(dtype)).sum(1)
         return torch.cat([taps_WD[:1] + self.now_D.to(dtype), taps_WD[1:]])
+
+    def begin(self, memory: LayerMemory, rows: int) -> None:
+        """Before the first token there is nothing."""
+        if memory.get(self.name) is None:
+            memory.put(self.name, self.now_D.new_zeros(rows, self.window - 1, len(self.now_D)))
 
     def forward(self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, /) -> Tensor:
         device = x_BTD.device.type

@@ -34,10 +34,10 @@ def models() -> None:
 def convert(
     source: Annotated[str, Argument(metavar="SOURCE", help="A model folder, or the author's .pt file (never run).")],
     out: Annotated[Path, Option(metavar="FOLDER", help="New model folder.")],
-    coordinates: Annotated[str | None, Option(metavar="spectral|features", help="Of a folder's stream.")] = None,
-    tau: Annotated[float | None, Option(help="Of a file: its threshold (0.8954 at width 1024).")] = None,
-    routing: Annotated[str | None, Option(help="Of a file: soft or hard, where it does not say.")] = None,
-    pool: Annotated[str | None, Option(help="Of a file: last or mean, how a classifier pools tokens.")] = None,
+    coordinates: Annotated[str | None, Option(help="Of a folder: spectral or features. [default: spectral]")] = None,
+    tau: Annotated[float | None, Option(help="Of a file: its threshold. [default: the published one]")] = None,
+    routing: Annotated[str | None, Option(help="Of a file: soft or hard. [default: what it says]")] = None,
+    pool: Annotated[str | None, Option(help="Of a file: last or mean, a classifier's pool. [default: last]")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Import a checkpoint of the author's code, or fold a model's basis into its weights (pre-norm RMSNorm models: the

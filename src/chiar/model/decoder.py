@@ -255,7 +255,8 @@ class ChiarModel(ChiarPreTrainedModel):
         self, first: int, x_BTD: Tensor, context: TokenContext, cache: ChiarCache | None, forced_BT: Maybe
     ) -> tuple[Tensor, StackOutput, list[LayerOutput]]:
         """The dark layers from `first` on, with what stands around them. The first one's output has the route."""
-        layers, dids = self.config.stacks[first], list[LayerOutput]()
+        layers = self.config.stacks[first]
+        dids: list[LayerOutput] = []
 
         def through(z_BTD: Tensor, inner: TokenContext) -> Tensor:
             for i in layers:
@@ -266,6 +267,9 @@ class ChiarModel(ChiarPreTrainedModel):
 
         memory = None if cache is None else cache.layers[first]
         x_BTD, done = self.stacks[str(first)](x_BTD, context, memory, forced_BT, through)
+        if cache is not None and not dids and not cache.seen:  # a prompt without a dark token leaves all as it begins
+            for i in layers:
+                self.layers[i].begin(cache.layers[i], len(x_BTD))
         dids = dids or [LayerOutput() for _ in layers]
         dids[0] = replace(dids[0], route=done.route, entropy_BT=done.entropy_BT)
         return x_BTD, done, dids

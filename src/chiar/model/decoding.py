@@ -1,11 +1,15 @@
 """One token for every row, as a step that is the same each time: fixed shapes, fixed addresses, no look at values.
 
 Such a step can be compiled layer by layer and, on a GPU, captured as one CUDA graph and replayed: the host's part of a
-step is then a few copies. On a CPU the same step runs plainly."""
+step is then a few copies. On a CPU the same step runs plainly. Before a dark stack the host looks whether any row is
+dark, so such a step has several graphs, and those of stacks run only where they are needed."""
 
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +19,8 @@ from transformers.utils import logging
 from chiar.errors import first_line
 from chiar.layers.attention import compute_rotary_tables
 from chiar.layers.context import Maybe, Memory, TokenContext
+from chiar.layers.dark import DarkStack
+from chiar.layers.routers import Route
 from chiar.model.cache import ChiarCache, LayerState
 from chiar.model.decoder import ChiarModel, MaybeGate, run_layer
 from chiar.model.inputs import Routes, check_routes, check_tokens, place_tokens
@@ -47,13 +53,26 @@ class Inputs:
             torch._foreach_copy_(list(self.forced.values()), [routes[layer] for layer in self.forced])
 
 
+class Handed:
+    """What parts of a step hand to each other: captured ones always find it in the same place."""
+
+    contexts: list[TokenContext]
+    x_B1D: Tensor
+    more_B1D: Maybe = None  # x may be a sum of two
+    route: Route  # of the stack at hand
+    dark_B1: Tensor
+    any_dark: Tensor
+    change_B1D: Tensor  # what the stack did: 0 until it has run
+    logits_B1V: Tensor
+
+
 @dataclass
 class Captured:
-    """A step as a CUDA graph, good while its cache keeps all tensors where they were."""
+    """A step as CUDA graphs, good while its cache keeps all tensors where they were."""
 
     fits: tuple[weakref.ref[ChiarCache], int, set[int]]  # the cache, its moves, the layers with forced routes
-    graph: torch.cuda.CUDAGraph | None = None
-    logits_B1V: Tensor | None = None
+    graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    handed: list[Handed] = field(default_factory=list)  # by each of them
 
 
 class FastDecoder:
@@ -64,6 +83,7 @@ class FastDecoder:
         self.compile, self.graph = compile, graph
         compiled = torch.compile(dynamic=False) if compile else lambda function: function
         self.enter, self.step_layer, self.leave = compiled(enter), compiled(step_layer), compiled(leave)
+        self.decide, self.tell = compiled(decide), compiled(tell)
         self.inputs: Inputs | None = None
         self.captured: Captured | None = None
         self.prepared: tuple[Any, ...] | None = None  # the cache, and its state, last seen to be fit for writing
@@ -126,42 +146,98 @@ class FastDecoder:
         captured = self.captured
         if captured is None or captured.fits != (weakref.ref(cache), cache.shelf.moves, set(inputs.forced)):
             self.captured = None
-            logits_B1V = self.run(language, inputs, cache)
+            logits_B1V = self.run(language, inputs, cache, whole=True)
             self.captured = Captured((weakref.ref(cache), cache.shelf.moves, set(inputs.forced)))
             return logits_B1V
-        if captured.graph is None and not self.capture(captured, language, inputs, cache):
+        if not captured.graphs and not self.capture(captured, language, inputs, cache):
             return self.run(language, inputs, cache)
-        assert captured.graph is not None and captured.logits_B1V is not None
-        captured.graph.replay()
-        return captured.logits_B1V.clone()  # the next replay writes into the same place
+        for number, graph in enumerate(captured.graphs):
+            if number % 2 == 0 or bool(captured.handed[number - 1].any_dark):
+                graph.replay()
+        return captured.handed[-1].logits_B1V.clone()  # the next replay writes into the same place
 
     def capture(self, captured: Captured, language: "ChiarForCausalLM", inputs: Inputs, cache: ChiarCache) -> bool:
         """Record the step, which runs nothing. Where that fails, steps run plainly from here on."""
-        graph = torch.cuda.CUDAGraph()
+        handed = Handed()
         try:
-            # Other threads, a server's or a streamer's, may use the device meanwhile.
-            with torch.cuda.device(inputs.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                captured.logits_B1V = self.run(language, inputs, cache)
-            captured.graph = graph
+            for part in Step(self, language, inputs, cache).parts:
+                graph = torch.cuda.CUDAGraph()
+                # Other threads, a server's or a streamer's, may use the device meanwhile.
+                with torch.cuda.device(inputs.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    part(handed)
+                captured.graphs.append(graph)
+                captured.handed.append(copy(handed))
         except RuntimeError as error:
             self.graph, self.captured = False, None
             logger.warning(f"decoding cannot be captured as a CUDA graph and runs plainly: {first_line(error)}")
-        return captured.graph is not None
+        return self.captured is not None
 
-    def run(self, language: "ChiarForCausalLM", inputs: Inputs, cache: ChiarCache) -> Tensor:
-        """All of a step on the device."""
-        model = language.model
-        x_B1D, rope = self.enter(model, inputs.ids_B1, inputs.positions_B1)
-        tokens = inputs.positions_B1, inputs.real_B1, inputs.ids_B1
-        contexts = model.layer_contexts(TokenContext(model.basis.transform(), *tokens, rope, room_is_made=True))
-        more_B1D: Maybe = None
-        with many_graphs() if self.compile else nullcontext():
-            for i, (layer, memory) in enumerate(zip(model.layers, cache.layers, strict=True)):
-                if self.compile:
+    def run(self, language: "ChiarForCausalLM", inputs: Inputs, cache: ChiarCache, whole: bool = False) -> Tensor:
+        """All of a step on the device; `whole`: stacks too that nothing passes, where it leaves no trace."""
+        handed = Handed()
+        for number, part in enumerate(Step(self, language, inputs, cache).parts):
+            if number % 2 == 0 or whole or bool(handed.any_dark):
+                part(handed)
+        return handed.logits_B1V
+
+
+class Step:
+    """Its parts are in turns what every token passes and a stack, which may be left out where no row is dark."""
+
+    def __init__(self, decoder: FastDecoder, language: "ChiarForCausalLM", inputs: Inputs, cache: ChiarCache) -> None:
+        self.decoder, self.language, self.inputs, self.memories = decoder, language, inputs, cache.layers
+        self.model: Any = language.model
+        self.parts: list[Callable[[Handed], None]] = []
+        stacks, layers = self.model.config.stacks, len(self.model.layers)
+        behind = range(0)
+        for stack in stacks.values():
+            self.parts += [partial(self.pass_all, behind, stack), partial(self.pass_stack, stack)]
+            behind = stack
+        self.parts.append(partial(self.pass_all, behind, range(layers, layers)))
+
+    def pass_all(self, behind: range, before: range, handed: Handed) -> None:
+        """Embeddings, or what a stack tells; the layers up to the next stack; and who is dark there, or logits."""
+        decoder, model, inputs = self.decoder, self.model, self.inputs
+        if not behind:
+            handed.x_B1D, rope = decoder.enter(model, inputs.ids_B1, inputs.positions_B1)
+            tokens = inputs.positions_B1, inputs.real_B1, inputs.ids_B1
+            context = TokenContext(model.basis.transform(), *tokens, rope, room_is_made=True)
+            handed.contexts = model.layer_contexts(context)
+        else:
+            made = handed.x_B1D, handed.dark_B1, handed.change_B1D
+            handed.x_B1D = decoder.tell(*self.stack(behind, handed), *made, handed.route)
+            handed.more_B1D = None
+        handed.x_B1D, handed.more_B1D = self.run(
+            range(behind.stop, before.start), handed.x_B1D, handed.more_B1D, handed.contexts
+        )
+        x = handed.x_B1D, handed.more_B1D
+        if not before:
+            handed.logits_B1V = decoder.leave(model.norm, self.language.lm_head, *x)
+            return
+        decided = decoder.decide(*self.stack(before, handed), *x, inputs.forced.get(before.start))
+        handed.x_B1D, handed.route, handed.dark_B1, handed.any_dark, handed.change_B1D, _ = decided
+
+    def pass_stack(self, layers: range, handed: Handed) -> None:
+        stack, context, memory = self.stack(layers, handed)
+        laid = stack.lay_out(handed.x_B1D, handed.dark_B1, context, memory)
+        z_in = stack.entered(laid, handed.x_B1D)
+        z_out = add(*self.run(layers, z_in, None, [laid.context] * layers.stop))
+        handed.change_B1D.copy_(stack.changed(laid, z_in, z_out, handed.route))
+
+    def stack(self, layers: range, handed: Handed) -> tuple[DarkStack, TokenContext, LayerState]:
+        first = layers.start
+        return self.model.stacks[str(first)], handed.contexts[first], self.memories[first]
+
+    def run(self, layers: range, x: Tensor, more: Maybe, contexts: list[TokenContext]) -> tuple[Tensor, Maybe]:
+        decoder, model = self.decoder, self.model
+        with many_graphs() if decoder.compile else nullcontext():
+            for i in layers:
+                memory, gate = self.memories[i], model.meta_router if i == 0 else None
+                if decoder.compile:
                     expect_growth(memory)
-                gate, given = model.meta_router if i == 0 else None, (contexts[i], memory, inputs.forced.get(i))
-                x_B1D, more_B1D, _ = self.step_layer(layer, gate, x_B1D, more_B1D, *given)
-        return self.leave(model.norm, language.lm_head, x_B1D, more_B1D)
+                given = contexts[i], memory, self.inputs.forced.get(i)
+                x, more, _ = decoder.step_layer(model.layers[i], gate, x, more, *given)
+        return x, more
 
 
 def many_graphs() -> Any:
@@ -198,6 +274,22 @@ def step_layer(
     if not torch.compiler.is_compiling():
         y_B1D, rest_B1D = add(y_B1D, rest_B1D), None
     return y_B1D, rest_B1D, done.entropy_BT
+
+
+def decide(
+    stack: DarkStack, context: TokenContext, memory: Memory, x: Tensor, more: Maybe, forced: Maybe
+) -> tuple[Tensor, Route, Tensor, Tensor, Tensor, Maybe]:
+    """x, which rows are dark, whether any is, a place for what the stack will change, and H as above."""
+    x_B1D = add(x, more)
+    done = stack.decide(x_B1D, context, memory, forced)
+    return x_B1D, done.route, done.dark_BT, done.dark_BT.any(), torch.zeros_like(x_B1D), done.entropy_BT
+
+
+def tell(
+    stack: DarkStack, context: TokenContext, memory: Memory, x_B1D: Tensor, dark_B1: Tensor, change_B1D: Tensor,
+    route: Route,
+) -> Tensor:  # fmt: skip
+    return stack.tell(stack.lay_out(x_B1D, dark_B1, context, memory), x_B1D, change_B1D, route, memory)
 
 
 def add(x_B1D: Tensor, more_B1D: Maybe) -> Tensor:

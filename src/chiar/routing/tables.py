@@ -130,9 +130,9 @@ class RoutedText:
 
 def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> RoutedText:
     from chiar.data.tokens import encode
-    from chiar.model.load import load_model, resolve_model
+    from chiar.model.load import load_model
 
-    model, folder = load_model(resolve_model(name)[0], seed)
+    model, folder = load_model(name, seed)
     ids, pieces = encode(text, model.config, folder, tokenizer)
     require(ids, "the text is empty: there is nothing to route.")
     with torch.no_grad():
