@@ -14,6 +14,7 @@ from matplotlib.text import Text
 from chiar import plots, presets
 from chiar.errors import InputError
 from chiar.plots import KINDS, draw_model, draw_routing
+from chiar.registry import ROUTERS, built_in
 from commands import run
 from small_corpora import language_corpus
 
@@ -66,6 +67,9 @@ def test_every_measurement_of_every_run_is_a_line(tmp_path):
     deep = make_run(tmp_path / "deep", use=[[0.4, 0.6]] * 5, run={"config": config})
     lines = panels_of(plots.draw_curves([deep]))["share of tokens sent to attention"]
     assert lines[0][0] == "deep: mean of 5 layers (thin: each)" and len(lines) == 6
+    stack = make_run(tmp_path / "v5", "v5-tiny", use=[[0.8, 0.2]], gate={})
+    lines = panels_of(plots.draw_curves([stack]))["share of tokens sent to attention"]
+    assert lines == [("v5: layer 2–3", [[s, 0.2] for s in (1, 2, 3, 4)])]
     folder = make_run(tmp_path / "run", tokens_per_second=(1.0, 64.0, 32.0, 16.0))
     # The first step compiles and is not counted.
     for over, places in (("tokens", [32, 64, 96, 128]), ("time", [0, 0.5, 1.5, 3.5])):
@@ -151,6 +155,7 @@ def test_pareto_marks_are_made_of_what_the_models_are_made_of():
         "by layer": ({"router": "static"}, (dark, "bottom", False)),
         "no attention": ({"layer_types": ["spectral"] * 4}, (light, "full", False)),
         "along time": ({"operators": ["temporal", "attention"]}, (dark, "left", False)),
+        "stack": ({"layer_types": ["attention", "dark", "dark", "attention"]}, (dark, "left", False)),
         "filtered": ({"layer_types": ["attention"] * 4, "temporal_everywhere": True}, (dark, "full", True)),
     }
     rows = [variant(name, n, 4.0) for n, name in enumerate(made, 1)]
@@ -170,9 +175,22 @@ def test_a_diagram_shows_what_the_configuration_says(tmp_path):
         ("v4-400m", {}, "layers 1, 3, … 27 (×14)"),
         ("v3-16m", {"router": "random"}, "hash of the token, f = 0.5"),
         ("v3-16m", {"temporal_everywhere": True}, "every token, over the last 16"),
+        ("v5-400m", {}, "dark: the last 1,024 tokens"),
+        ("v5-16m", {"router": "space"}, "the first space behind a word"),
+        ("v5-16m", {"router": "stride", "target_fraction": 0.25}, "every so many tokens, f = 0.25"),
+        ("v5-16m", {"inner_size": 512, "carry": "smoothed"}, "512 → 2048 → 512, GELU"),
     ):
         presets.get(name, **changes).save_pretrained(tmp_path)
         assert expected in words(draw_model([str(tmp_path)]))
+
+
+def test_a_diagram_packs_the_stack_between_router_and_carry():
+    found = words(draw_model(["v5-16m"]))
+    order = ["layers 1–2 (×2)", "early head", "predictive router", "light tokens", "pack dark tokens", "H > τ, f = 0.2"]
+    order += ["layers 3–14 (×12)", "dark: among dark tokens", "carry", "layers 15–16 (×2)", "output"]
+    assert [word for word in found if word in order] == order
+    for name, kind in ROUTERS.items():
+        assert not built_in(kind) or name in plots.RULES
 
 
 @pytest.mark.parametrize(("light_ffn", "columns"), [(True, [0.46, 0.74]), (False, [0.74])])
@@ -200,6 +218,28 @@ def test_routing_colours_are_routes_and_tokens_are_text(lively):
             operator = seen.operators[int(seen.choice_BT[0, token])]
             luminance = float(parts[token // 19][row, token % 19] @ [0.2126, 0.7152, 0.0722])
             assert (luminance < 0.7) == (operator == "attention")
+
+
+def test_bytes_are_coloured_by_the_entropy_that_was_cut(lively):
+    pieces = ["</text><script>", "\x1b", *"bytes, light and dark"]
+    with torch.no_grad():
+        trace = lively({"preset": "v5-tiny"})(torch.arange(len(pieces))[None] % 20, output_routing=True).routing
+    layer = trace.layers[1]
+    layer.entropy_BT[0], layer.thresholds = torch.linspace(0.1, 0.7, len(pieces)), [0.3]
+    layer.choice_BT[0] = (layer.entropy_BT[0] > 0.3).long()
+    figure = draw_routing(trace, pieces, HOSTILE)
+    (axes,), dark = figure.axes, int(layer.choice_BT.sum())
+    assert "<script" not in plots.svg_text(figure) and "dashed: τ = 0.300" in words(figure)
+    heights = [bar.get_height() for bar in axes.patches[: len(pieces)]]
+    assert heights == pytest.approx(layer.entropy_BT[0].tolist())
+    assert [luminance(bar.get_facecolor()[:3]) < 0.7 for bar in axes.patches[: len(pieces)]] == [
+        bool(choice) for choice in layer.choice_BT[0]
+    ]
+    assert len(axes.lines) == dark + 1, "a line below each dark byte, and the threshold"
+
+
+def luminance(colour):
+    return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), colour, strict=True))
 
 
 def test_text_is_safe_and_pictures_are_deterministic(tmp_path):

@@ -25,8 +25,14 @@ def operator_colour(operator: str, strength: float = 1.0) -> str:
 
 
 def route_colour(dark: float) -> str:
-    """Of a token that this share of the layers sent to attention, or that is uncertain so far."""
+    """Of a token that this share of the layers sent to attention."""
     return between(LIGHT[1], RAMPS["attention"][1], dark)
+
+
+def entropy_colours(share: float) -> tuple[str, str]:
+    """Background and letter of a token so uncertain: the light ramp, at ½ palest, then the dark one."""
+    back = between(*LIGHT, 1 - 2 * share) if share <= 0.5 else between(*RAMPS["attention"], 2 * share - 1)
+    return back, "black" if share < 0.7 else "white"
 
 
 def uncertainty(entropy: float, cut: float | None, low: float = 0.0, high: float = 1.0) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chiar.colours import NAMES, operator_colour
+from chiar.colours import NAMES, entropy_colours, layer_numbers, operator_colour, uncertainty
 from chiar.errors import InputError, optional_module, require, unknown_name
 from chiar.files import check_file, check_new
 from chiar.visible import visible
@@ -159,7 +159,7 @@ def variant_look(declared: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
     config = {**presets.get(declared["preset"]).to_dict(), **declared["config"]}
     kinds, dark = dict.fromkeys(config["layer_types"]), operator_colour("attention")
-    routed, router = "routed" in kinds, ROUTERS.get(config["router"])
+    routed, router = "routed" in kinds or "dark" in kinds, ROUTERS.get(config["router"])
     light = [config["operators"][0]] if routed else [kind for kind in kinds if kind in LIGHT_LAYERS]
     pale = operator_colour(light[0]) if light else dark
     if not light or (len(kinds) == len(light) and not routed):
@@ -296,7 +296,11 @@ class Run:
         stored, self.records = RunFolder(path).read(), RunFolder(path).read_metrics()
         require(self.records, f"{path} has no measurements yet: let it train a few steps.")
         config, settings = stored.get("config", {}), stored.get("settings", {})
-        self.routed = [layer for layer, kind in enumerate(config.get("layer_types") or []) if kind == "routed"]
+        kinds = groupby(enumerate(config.get("layer_types") or []), lambda pair: pair[1])
+        runs = [(kind, [layer for layer, _ in own]) for kind, own in kinds]
+        """Where tokens are routed: layers, and dark stacks."""
+        self.routed = [[n] for kind, own in runs if kind == "routed" for n in own]
+        self.routed += [own for kind, own in runs if kind == "dark"]
         self.operators: list[str] = config.get("operators") or []
         self.places = [float(record["step"]) for record in self.records]
         if over == "steps":
@@ -334,7 +338,7 @@ class Run:
         def course(rows: slice) -> Points:
             return self.points(mean(share[rows]) if share else None for share in shares)
 
-        layers = {f"layer {layer + 1}": course(slice(row, row + 1)) for row, layer in enumerate(self.routed)}
+        layers = {f"layer {layer_numbers(own)}": course(slice(n, n + 1)) for n, own in enumerate(self.routed)}
         if len(layers) <= len(DASHES):
             return self.lines(layers)
         thin = [Line(points, color=self.colour, linewidth=0.5, alpha=0.6) for points in layers.values()]
@@ -391,6 +395,8 @@ def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: s
 @style()
 def draw_routing(trace: "RoutingTrace", pieces: list[str], heading: str, most: int = 32) -> "Figure":
     """The first row of a batch: tokens across, up to `most` a line; layers down; the stronger, the farther H from τ."""
+    if trace.coloured_by is not None:
+        return draw_uncertainty(trace, pieces, heading)
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
@@ -431,9 +437,52 @@ def draw_routing(trace: "RoutingTrace", pieces: list[str], heading: str, most: i
     return figure
 
 
+def draw_uncertainty(trace: "RoutingTrace", pieces: list[str], heading: str, most: int = 72) -> "Figure":
+    """Before a dark stack: how uncertain each token is, H as a bar and as the colour of the token; dark ones are
+    underlined."""
+    from matplotlib.patches import Patch
+
+    layer, lines = trace.coloured_by, -(-len(pieces) // most)
+    assert layer is not None and layer.entropy_BT is not None
+    own = next(part for part in trace.parts if layer.index in part)
+    entropies, cut = layer.entropy_BT[0].tolist(), layer.thresholds[0] if layer.thresholds else None
+    low, high = (0.0, max(*entropies, cut or 0.0)) if min(entropies) >= 0 else (min(entropies), max(entropies))
+    shares = [uncertainty(entropy, cut, min(entropies), max(entropies)) for entropy in entropies]
+    step, most = (high - low) / 4 or 1.0, -(-len(pieces) // lines)
+    figure = new_figure(f"{layer.entropy_name.capitalize()} of a text by {heading}", 10.0, 1.15 * lines + 1.0)
+    for line, (axes,) in enumerate(figure.subplots(lines, squeeze=False)):
+        part = slice(line * most, (line + 1) * most)
+        colours, places = [entropy_colours(share)[0] for share in shares[part]], range(len(shares[part]))
+        axes.bar(places, [entropy - low for entropy in entropies[part]], 0.9, low, color=colours, edgecolor="#777777")
+        axes.bar(places, [-1.5 * step] * len(places), 1.0, low, color=colours)
+        for place, piece, share, dark in zip(
+            places, pieces[part], shares[part], layer.choice_BT[0, part].tolist(), strict=True
+        ):
+            look: dict[str, Any] = {"family": "DejaVu Sans Mono", "ha": "center", "va": "center", "fontsize": 9}
+            shown = shorten(visible(piece.replace("\n", "⏎"), keep=""), 4)
+            axes.text(place, low - 0.75 * step, shown, color=entropy_colours(share)[1], **look)
+            if dark:
+                axes.plot([place - 0.42, place + 0.42], [low - 1.7 * step] * 2, color=ROUTER, linewidth=2.5)
+        if cut is not None:
+            axes.axhline(cut, color="#444444", dashes=(2, 4), linewidth=1)
+        axes.set(xlim=(-0.6, most - 0.4), ylim=(low - 2 * step, high * 1.03), xticks=[], ylabel="H")
+        axes.set_yticks([low, high], [f"{low:.1f}", f"{high:.2f}"])
+        axes.grid(False)
+    dark = f"{trace.attention_fraction(layer.index):.0%}"
+    ends = {0.0: "sure of the next token", 0.5: "at τ", 1.0: "most uncertain"}
+    patches = [Patch(color=entropy_colours(end)[0], label=label) for end, label in ends.items() if cut or end != 0.5]
+    patches.append(Patch(color="none", label=f"underlined: {dark} pass layers {layer_numbers(own)}"))
+    patches += [Patch(color="none", label=f"dashed: τ = {cut:.3f}")] if cut is not None else []
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), handlelength=1)
+    return figure
+
+
 # By router, in the configuration's words; and where each operator's tokens lie.
 RULES = {"entropy": "spectral entropy H(x), cut at τ", "random": "hash of the {random_key}, f = {random_fraction:g}"}
 RULES |= {"learned": "linear map of x, {routing}", "static": "one operator a layer"}
+RULES |= {"predictive": "predictive entropy H, cut at τ", "forecast": "forecast of the final entropy, cut at τ"}
+RULES |= {"spectral": RULES["entropy"], "boundary": "neighbours that differ: cosine below 0"}
+RULES |= {"space": "the first space behind a word", "stride": "every so many tokens, f = {target_fraction}"}
 CUTS = {("entropy", 2): ("H ≤ τ", "H > τ"), ("entropy", 3): ("H ≤ τ_low", "τ_low < H ≤ τ_high", "H > τ_high")}
 
 
@@ -443,7 +492,8 @@ def draw_model(sources: Sequence[str]) -> "Figure":
     from chiar.model.load import load_config
 
     config = load_config(sources[0])
-    norm, keys = config.norm.replace("norm", " norm"), f", keys {config.keys}" if config.routed_layers else ""
+    layered = config.routed_layers and not config.stacks
+    norm, keys = config.norm.replace("norm", " norm"), f", keys {config.keys}" if layered else ""
     shape = f"D {config.hidden_size}, {config.num_hidden_layers} layers, {config.num_attention_heads} heads"
     note = "learned positions added" if config.positions == "learned" else "RoPE turns queries and keys instead"
     note += "; then RMS norm" if config.embedding_norm else ""
@@ -457,7 +507,7 @@ def draw_model(sources: Sequence[str]) -> "Figure":
         between = f"{first}–{last}" if last - first == count - 1 else f"{first}, {numbers[1]}, … {last}"
         boxes = layer_rows(config, kind, gated)
         names = [f"layer {first}" if count == 1 else f"layers {between} (×{count})"] + [""] * (len(boxes) - 1)
-        rows += zip(names, boxes, strict=True)
+        rows += around_stack(config, names, boxes) if kind == "dark" else zip(names, boxes, strict=True)
     tied = "tied to the embedding" if config.tie_word_embeddings else "weights of its own"
     rows.append(("output", [("final norm, output projection", tied, PLAIN)]))
     figure = new_figure(Path(sources[0]).name, 8.6, 0.75 * len(rows) + 0.6)
@@ -490,6 +540,8 @@ def layer_rows(config: "ChiarConfig", kind: str, gated: bool) -> list[list[Box]]
     from chiar.registry import is_light
 
     routed, operators = kind == "routed", list(config.operators or []) if kind == "routed" else [kind]
+    if kind == "dark":
+        return stack_rows(config)
     cuts = CUTS.get((config.router or "", len(operators)), ("",) * len(operators)) if routed else ("",)
     hidden = "4D" if config.intermediate_size == 4 * config.hidden_size else str(config.intermediate_size)
     rows: list[list[Box]] = []
@@ -502,6 +554,7 @@ def layer_rows(config: "ChiarConfig", kind: str, gated: bool) -> list[list[Box]]
     side: list[Box] = []
     for operator, cut in zip(operators, cuts, strict=True):
         shade, _, name = NAMES.get(operator, f"light: {operator}").partition(": ")
+        cut = cut or (f"the last {config.window:,} tokens" if kind == "attention" and config.window else "")
         side.append((name, f"{shade}: {cut}" if cut else shade, operator_colour(operator)))
     network = ("feed-forward", f"D → {hidden} → D, GELU", PLAIN)
     past = ("", "", "")
@@ -511,6 +564,45 @@ def layer_rows(config: "ChiarConfig", kind: str, gated: bool) -> list[list[Box]]
         before = ("MetaRouter", f"g = σ(w·x̄ + b), x̄ the mean ({config.gate_pool})", GATE)
         rows = [[before], *rows, [("MetaRouter", "g × the layer + (1 − g) × its input", GATE)]]
     return rows
+
+
+PAST = ("", "", "")  # a line beside boxes
+# What light tokens get behind a dark stack, and dark ones.
+CARRIES = {
+    "linear": ("W · what the stack changed last", "and the carry"),
+    "smoothed": ("running mean of its changes", "in the same mean"),
+    "none": ("nothing", "their own"),
+}
+
+
+def stack_rows(config: "ChiarConfig") -> list[list[Box]]:
+    """A layer of a dark stack, beside which light tokens pass."""
+    inner, hidden = config.inner_size, config.of_layer(config.routed_layers[0]).intermediate_size
+    wide, much = ("D", "4D") if not inner and hidden == 4 * config.hidden_size else (str(inner or "D"), str(hidden))
+    boxes: list[Box] = [("attention", "dark: among dark tokens", operator_colour("attention"))]
+    boxes.append(("feed-forward", f"{wide} → {much} → {wide}, GELU", PLAIN))
+    if config.temporal_everywhere:
+        over = f"the last {config.temporal_window} dark tokens"
+        boxes.insert(0, ("filter along time", over, operator_colour("temporal")))
+    return [[PAST, box] for box in boxes]
+
+
+def around_stack(config: "ChiarConfig", names: list[str], rows: list[list[Box]]) -> list[tuple[str, list[Box]]]:
+    """What stands before and behind the layers of a dark stack."""
+    kind, light, dark = config.router_kind, operator_colour("carry"), operator_colour("attention")
+    rule = RULES.get(config.router or "", "a router of your own").format(**config.to_dict())
+    below, above = ("H ≤ τ", "H > τ") if kind.score else ("pass by", "")
+    if kind.can_follow or kind.has_gradient:
+        above += f"{', ' if above else ''}f = {', '.join(f'{f:g}' for f in config.layer_fractions() or [])}"
+    width = f" to width {config.inner_size}" if config.inner_size else ""
+    before: list[list[Box]] = [[(f"{config.router} router", rule, ROUTER)]]
+    before.append([("light tokens", below, light), (f"pack dark tokens{width}", above or "in order", dark)])
+    if kind.reads_prediction:
+        before.insert(0, [("early head", "predicts the next token, H is that prediction's entropy", PLAIN)])
+    told, kept = CARRIES[config.carry]
+    behind: list[Box] = [("carry", told, light), ("change", kept, dark)]
+    starts = ["before the stack", *[""] * (len(before) - 1)]
+    return [*zip(starts, before, strict=True), *zip(names, rows, strict=True), ("behind the stack", behind)]
 
 
 def draw_routes(sources: Sequence[str], prompt: str = "", tokenizer: Path | None = None, seed: int = 0) -> "Figure":

@@ -105,6 +105,24 @@ def test_the_slider_reroutes_with_loss_and_flops(page):
     until(page, "!document.querySelector('.figures em')")
 
 
+def test_bytes_are_coloured_by_entropy_or_by_route_and_the_stack_is_shown_once(watched, tmp_path):
+    with serving([str(save_model(tmp_path / "v5", "v5-tiny"))]) as server:
+        page = watched.open(server.url)
+        type_text(page, "light and dark bytes")
+
+        def colours():
+            return panel(page).locator(".token").evaluate_all("nodes => nodes.map(n => n.style.backgroundColor)")
+
+        by_entropy = colours()
+        assert "predictive entropy" in panel(page).locator(".legend").first.inner_text()
+        page.locator(".compare select").select_option("route")
+        assert set(colours()) <= {"rgb(250, 205, 50)", "rgb(8, 40, 100)"} and len(set(by_entropy)) > 3
+        assert panel(page).locator("tbody tr td:first-child").all_text_contents() == ["1", "2–3", "4"]
+        assert panel(page).locator(".histograms figure").count() == 1 and panel(page).locator(".null").count() == 0
+        drag(page, 1.0)
+        assert figure(page, "Sent to attention") == "100%" and set(colours()) == {"rgb(8, 40, 100)"}
+
+
 def test_two_models_stand_side_by_side(page, folders):
     assert page.locator("article.panel h2").all_text_contents() == folders
     boxes = [panel(page, n).bounding_box() for n in (0, 1)]

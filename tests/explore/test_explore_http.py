@@ -71,6 +71,26 @@ def test_models_are_described_and_a_view_is_what_trace_says_and_its_loss_the_mod
     assert histogram["low"] < histogram["null_mean"] < histogram["high"]
 
 
+def test_a_dark_stack_is_shown_once_by_the_entropy_it_cuts(tmp_path):
+    with serving([str(save_model(tmp_path / "v5", "v5-tiny"))]) as server:
+        view = server.post("/api/route", {"text": TEXT}).json()
+        (about,) = server.get("/api/models").json()["models"]
+        few, many = (
+            server.post("/api/route", {"text": TEXT, "steer": {"kind": "share", "value": f}}).json() for f in (0.1, 0.9)
+        )
+    outer, stack, _ = view["layers"]
+    assert [layer["number"] for layer in view["layers"]] == ["1", "2–3", "4"]
+    assert stack["entropy_name"] == "predictive entropy" and "predictive entropy H" in about["router"]
+    assert outer["entropy"] is None, "another H than that of the stack"
+    assert [h > stack["thresholds"][0] for h in stack["entropy"]] == [bool(choice) for choice in stack["choice"]]
+    histogram = view["histogram"]
+    assert histogram["null"] is None and [layer["layer"] for layer in histogram["layers"]] == [1]
+    shares = [moved["layers"][1]["use"]["attention"] for moved in (few, many)]
+    assert shares == pytest.approx([0.1, 0.9], abs=1 / len(TEXT))
+    assert few["layers"][1]["thresholds"] > many["layers"][1]["thresholds"]
+    assert few["flops"]["model"] < many["flops"]["model"] and few["flops"]["baseline"] == view["flops"]["baseline"]
+
+
 def test_steering_moves_routes_loss_and_flops(served):
     steers = [{"kind": "share", "value": share} for share in (0.0, 1.0)]
     light, dark = (served.post("/api/route", {"text": TEXT, "steer": steer}).json() for steer in steers)
@@ -250,6 +270,7 @@ KINDS = {
     **{preset: {"preset": preset} for preset in ("v1-tiny", "v2-tiny")},
     **{"target": {"target_fraction": 0.3}, "batch-gate": {"gate_pool": "batch"}},
     "temporal": {"operators": ["temporal", "attention"], "layer_types": ["temporal", "routed", "attention"]},
+    **{f"v5-{router}": {"preset": "v5-tiny", "router": router} for router in ("predictive", "space", "random")},
     "sparse": {"norm_position": "pre", "keys": "routed", "execution": "sparse"},
 }
 

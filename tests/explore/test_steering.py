@@ -21,6 +21,8 @@ SCORED = {
 }
 SCALED = {"router": "learned", "routing": "hard", "hard_estimator": "selected", "norm_position": "pre"}
 SCORED["scaled"] = {**SCALED, "router_scale": "probability"}
+STACKS = {"preset": "v5-tiny", "layer_types": ["attention", "dark", "dark", "attention", "dark", "attention"]}
+SCORED |= {router: {**STACKS, "router": router} for router in ("predictive", "forecast", "spectral", "learned")}
 scored = pytest.mark.parametrize("option", SCORED.values(), ids=SCORED.keys())
 
 
@@ -42,7 +44,7 @@ def test_a_share_is_what_attention_gets_a_higher_cut_means_less_and_the_model_is
     for share in (0.0, 0.25, 0.5, 1.0):
         # A learned router's cut goes through a fp32 bias: a token beside it may fall on either side.
         assert fractions(run(model, Steering("share", share)).routing) == pytest.approx([share] * 2, abs=1 / 24)
-    reach = 0.05 if model.config.router == "entropy" else 1.0
+    reach = 1e3 if model.config.stacks else 0.05 if model.config.router == "entropy" else 1.0  # stacks have no τ yet
     low, high = (fractions(run(model, Steering("shift", way * reach)).routing)[0] for way in (-1, 1))
     assert low > high
     assert (run(model, Steering("share", 0.9)).logits - before).abs().max() > 0.01
@@ -65,12 +67,27 @@ def test_a_shift_is_a_model_with_other_thresholds_or_another_bias(lively):
     assert torch.equal(moved, run(model).logits)
 
 
+def test_a_moved_stack_is_one_with_another_threshold_and_its_trace_says_so(lively):
+    model = lively({**STACKS, "target_fraction": 0.4})
+    moved = run(model, Steering("shift", 0.02))
+    before = model.model.router_state.threshold_L.tolist()
+    model.model.set_thresholds([threshold + 0.02 for threshold in before])
+    expected = run(model)
+    assert torch.equal(moved.logits, expected.logits)
+    told = [[trace.layers[i].thresholds for i in (1, 2, 4)] for trace in (moved.routing, expected.routing)]
+    assert told[0] == told[1] and told[0][0] == pytest.approx([before[0] + 0.02], abs=1e-6)
+
+
 def test_a_random_router_takes_a_share_and_what_has_no_cut_says_so(lively):
     model = lively({"router": "random"})
     shares = [sum(fractions(run(model, Steering("share", share)).routing)) for share in (0.0, 0.5, 1.0)]
     assert shares[0] == 0.0 < shares[1] < shares[2] == 2.0
     refused("way to steer", run, model, Steering("shift", 0.1))
-    for option in ({"preset": "baseline-tiny"}, {"router": "static"}):
+    stack = lively({**STACKS, "router": "random"})
+    shares = [sum(fractions(run(stack, Steering("share", share)).routing)) for share in (0.0, 0.5, 1.0)]
+    assert shares[0] == 0.0 < shares[1] < shares[2] == 2.0
+    rules = [{**STACKS, "router": name, "vocab_size": 257} for name in ("space", "stride", "boundary")]
+    for option in ({"preset": "baseline-tiny"}, {"router": "static"}, *rules):
         model = lively(option)
         assert ways_to_steer(model.config) == []
         refused(re.escape(why_not(model.config)), run, model, Steering("share", 0.5))

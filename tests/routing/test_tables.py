@@ -3,7 +3,7 @@
 import torch
 
 from chiar import presets
-from chiar.colours import route_colour, uncertainty
+from chiar.colours import entropy_colours, operator_colour, uncertainty
 from chiar.routing.tables import entropy_styles, route_text, routing_views
 from commands import run
 
@@ -15,13 +15,20 @@ def test_the_threshold_is_half_way_between_light_and_dark():
     assert uncertainty(0.5, 0.5, 0.5, 0.5) == 0, "a text of one H"
 
 
+def test_colours_of_entropy_are_those_of_light_and_dark_routes():
+    for strength in (0.0, 0.5, 1.0):
+        assert entropy_colours(0.5 - strength / 2)[0] == operator_colour("carry", strength)
+        assert entropy_colours(0.5 + max(strength, 1e-6) / 2)[0] == operator_colour("attention", strength)
+
+
 def test_a_text_is_coloured_by_predictive_entropy_and_dark_bytes_are_underlined():
     routed = route_text("v5-tiny", "light and dark bytes", None, 0)
     layer = routed.trace.coloured_by
     layer.entropy_BT[0], layer.thresholds = torch.linspace(0, 1, 20), [0.5]
     layer.choice_BT[0] = (layer.entropy_BT[0] > 0.5).long()
     styles = entropy_styles(routed.trace)
-    assert styles[0] == f"black on {route_colour(0.0)}" and styles[-1] == f"bold underline white on {route_colour(1.0)}"
+    light, dark = operator_colour("carry"), operator_colour("attention")
+    assert styles[0] == f"black on {light}" and styles[-1] == f"bold underline white on {dark}"
     assert ["underline" in style for style in styles] == [False] * 10 + [True] * 10
     heading, _, legend, text, stack, table = routing_views(routed)
     assert "random weights" in heading.plain and "predictive entropy, τ = 0.50" in legend.plain

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
 from chiar.layers.routers import EntropyRouter, RandomRouter
+from chiar.registry import built_in
 
 SHIFT, SHARE = KINDS = ("shift", "share")
 FAR = (-1e4, 1e4)  # no lead of a logit is beyond
@@ -31,6 +31,8 @@ def why_not(config: ChiarConfig) -> str | None:
         return "No layer of this model routes: every token takes the same path, so there is nothing to move."
     if config.router_kind.decides_by_layer:
         return "A static router: whole layers decide, whatever the token, so there is no threshold to move."
+    if built_in(config.router_kind) and not ways_to_steer(config):
+        return f"The {config.router} router compares nothing with a threshold, so there is nothing to move."
     if not ways_to_steer(config):
         return f"{config.router}, a router of your own: the page knows no number of it that could be moved."
     return None
@@ -59,11 +61,13 @@ def move_cut(stack: ExitStack, steering: Steering, layer: int, router: Any, give
     shifts, by_entropy = steering.kind == SHIFT, isinstance(router, EntropyRouter)
     own = [float(context.threshold)] if router.follows else router.values if by_entropy else [0.0]
     if not shifts and layer not in steering.cuts:
-        score_BT, ends = (entropy_BT, (0.0, 1.0)) if by_entropy else (lead(router.scores(x_BTD, entropy_BT)), FAR)
-        steering.cuts[layer] = cut_at(score_BT, steering.value, ends)
+        scores = entropy_BT if by_entropy else router.scores(x_BTD, entropy_BT)
+        score_BT = scores if scores.ndim == 2 else lead(scores)
+        steering.cuts[layer] = cut_at(score_BT, steering.value, (0.0, 1.0) if by_entropy else FAR)
     cut = own[-1] + steering.value if shifts else steering.cuts[layer]
-    if router.follows:
-        change(context, "threshold", torch.full_like(context.threshold, cut))
+    if router.follows:  # in its place, where a trace reads it
+        stack.callback(context.threshold.copy_, context.threshold.clone())
+        context.threshold.fill_(cut)
     elif by_entropy:  # a shift moves both of two cuts, a share only pushes the other
         values = (*(t + steering.value if shifts else min(t, cut) for t in own[:-1]), cut)
         change(router, "values", values)
@@ -96,6 +100,6 @@ def steered(decoder: Any, steering: Steering | None) -> Iterator[None]:
             if steering.kind == SHARE and not 0.0 <= steering.value <= 1.0:
                 raise InputError(f"a share lies between 0 and 1, got {steering.value:g}.")
             for index in decoder.config.routed_layers:
-                router = decoder.layers[index].router
+                router = (decoder.stacks[str(index)] if decoder.config.stacks else decoder.layers[index]).router
                 stack.enter_context(router.register_forward_pre_hook(partial(move_cut, stack, steering, index)))
         yield

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chiar.colours import layer_numbers
 from chiar.errors import InputError, require
 from chiar.explore.steering import Steering, lead, steered, ways_to_steer, why_not
 from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind, score_prompt
@@ -109,11 +110,15 @@ def describe_tokens(pieces: list[str], trace: RoutingTrace, nats: list[Any]) -> 
 
 
 def describe_layers(trace: RoutingTrace) -> list[dict[str, Any]]:
-    layers = []
-    for layer in trace.layers:
-        found: dict[str, Any] = {"number": layer.index + 1, "kind": layer.kind, "operators": layer.operators}
+    """A dark stack as one; around it there is only its H to look at."""
+    layers, stacks = [], any(layer.kind == "dark" for layer in trace.layers)
+    for part in trace.parts:
+        layer = trace.layers[part[0]]
+        entropy_BT = layer.entropy_BT if layer.kind == "dark" or not stacks else None
+        found: dict[str, Any] = {"number": layer_numbers(part), "kind": layer.kind, "operators": layer.operators}
         found |= {"choice": layer.choice_BT[0].tolist(), "use": trace.operator_use(layer.index)}
-        found |= {"entropy": plain(layer.entropy_BT), "thresholds": layer.thresholds, "gate": plain(layer.gate_BT)}
+        found |= {"entropy": plain(entropy_BT), "entropy_name": layer.entropy_name, "thresholds": layer.thresholds}
+        found["gate"] = plain(layer.gate_BT)
         p_BTK = layer.probabilities_BTK
         layers.append({**found, "probability": plain(None if p_BTK is None else p_BTK[..., -1])})
     return layers
@@ -128,20 +133,27 @@ def reach(layer: LayerTrace) -> float:
 
 
 def describe_histogram(loaded: LoadedModel, trace: RoutingTrace) -> dict[str, Any] | None:
-    """H of every layer's input, and of white noise, as densities over the same bins."""
-    seen = {layer.index + 1: layer.entropy_BT[0].float() for layer in trace.layers if layer.entropy_BT is not None}
+    """H of every layer's input, or of the dark stacks, as densities over the same bins; of spectral entropies also that
+    of white noise. Layers are numbered as in the view."""
+    parts = [trace.layers[part[0]] for part in trace.parts]
+    dark = {n: layer for n, layer in enumerate(parts) if layer.kind == "dark"}
+    shown = dark or dict(enumerate(parts))
+    seen = {n: layer.entropy_BT[0].float() for n, layer in shown.items() if layer.entropy_BT is not None}
     if not seen:
         return None
-    noise_N = loaded.noise_N
-    everything = torch.cat([noise_N, *seen.values()])
+    name = next(layer.entropy_name for layer in shown.values())
+    noise_N = loaded.noise_N if name == "spectral entropy" else None
+    everything = torch.cat([*seen.values(), *([] if noise_N is None else [noise_N])])
     low, high = float(everything.min()), max(float(everything.max()), float(everything.min()) + 1e-6)
 
     def density(values: Tensor) -> Any:
         return plain(torch.histc(values, BINS, low, high)[None] / len(values) * BINS)
 
-    layers = [{"number": number, "density": density(values)} for number, values in seen.items()]
-    null = {"null": density(noise_N), "null_mean": float(noise_N.mean()), "null_deviation": float(noise_N.std())}
-    return {"low": low, "high": high, "layers": layers, **null}
+    layers = [{"layer": n, "density": density(values)} for n, values in seen.items()]
+    null: dict[str, Any] = {"null": None}
+    if noise_N is not None:
+        null = {"null": density(noise_N), "null_mean": float(noise_N.mean()), "null_deviation": float(noise_N.std())}
+    return {"name": name, "low": low, "high": high, "layers": layers, **null}
 
 
 def plain(value: Any) -> Any:

@@ -38,7 +38,7 @@ def generate(
     from rich.console import Console
     from rich.text import Text
 
-    from chiar.colours import layer_numbers, route_colour
+    from chiar.colours import entropy_colours, layer_numbers, route_colour
     from chiar.errors import require
     from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind, shades
     from chiar.visible import visible
@@ -61,7 +61,9 @@ def generate(
         if console.color_system is None or console.no_color:
             return Text(SHADES[min(int(share * len(SHADES)), len(SHADES) - 1)] + text)
         line = "bold underline " if dark and stacks else ""
-        return Text(text, f"{line}{'black' if share < 0.5 else 'white'} on {route_colour(share)}")
+        by_route = route_colour(share), "black" if share < 0.5 else "white"
+        back, letter = entropy_colours(share) if stacks else by_route
+        return Text(text, f"{line}{letter} on {back}")
 
     def note_routes() -> None:
         if writer.trace:

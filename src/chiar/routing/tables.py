@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from chiar.colours import layer_numbers, operator_colour, route_colour, uncertainty
+from chiar.colours import entropy_colours, layer_numbers, operator_colour, uncertainty
 from chiar.config import ChiarConfig
 from chiar.errors import require
 from chiar.registry import is_light
@@ -191,7 +191,8 @@ def entropy_styles(trace: "RoutingTrace") -> list[str]:
     ends, styles = (float(entropy_T.min()), float(entropy_T.max())), []
     for entropy, choice in zip(entropy_T.tolist(), layer.choice_BT[0].tolist(), strict=True):
         share, line = uncertainty(entropy, cut, *ends), "bold underline " if choice else ""
-        styles.append(f"{line}{'black' if share <= 0.5 else 'white'} on {route_colour(share)}")
+        back, letter = entropy_colours(share)
+        styles.append(f"{line}{letter} on {back}")
     return styles
 
 
@@ -200,7 +201,7 @@ def entropy_legend(trace: "RoutingTrace") -> Text | None:
     if layer is None or layer.entropy_BT is None:
         return None
     ends = f"{layer.entropy_BT[0].min():.2f} ", f" {layer.entropy_BT[0].max():.2f}"
-    steps = [("  ", f"on {route_colour(step / 8)}") for step in range(9)]
+    steps = [("  ", f"on {entropy_colours(step / 8)[0]}") for step in range(9)]
     cut = f", τ = {layer.thresholds[0]:.2f} half-way" if layer.thresholds else ""
     said = f"the text by H, its {layer.entropy_name}{cut}: "
     return Text.assemble(said, ends[0], *steps, ends[1], "; underlined: dark")

@@ -1,7 +1,7 @@
 "use strict";
 // The live page: what is typed is routed by every model; sliders move a model's routes; a model continues the text.
 (() => {
-  const { Panel, compare, heading } = ChiarView;
+  const { Panel, colouring, heading } = ChiarView;
   const { make, mean, percent, share, signed } = ChiarMarks;
   const byId = (id) => document.getElementById(id);
   const text = byId("text"), status = byId("status"), error = byId("error"), panelsRoot = byId("panels");
@@ -287,7 +287,7 @@
     panelsRoot.replaceChildren(...panels.map((live) => live.root));
     panelsRoot.classList.toggle("pair", panels.length > 1);
     both.hidden = panels.length < 2;
-    if (panels.length > 1) document.querySelector(".tools").append(compare(panels[0].panel, panels[1].panel));
+    document.querySelector(".tools").append(colouring(panels.map((live) => live.panel), models) ?? "");
     lock([]);
     text.value ||= EXAMPLE;
     for (const live of panels) live.route();

@@ -8,6 +8,7 @@ const ChiarMarks = (() => {
   };
   const NAMES = {
     spectral: "light: spectral filter", temporal: "light: filter along time", rbf: "between: RBF mixing", attention: "dark: attention",
+    carry: "light: what the stack said last",
   };
   const ramp = (operator) => RAMPS[operator] || RAMPS.light;
   const nameOf = (operator) => NAMES[operator] || `light: ${operator}`;
@@ -51,7 +52,25 @@ const ChiarMarks = (() => {
     return number.toPrecision(3);
   }
 
-  const routed = (view) => view.layers.filter((layer) => layer.kind === "routed");
+  // A layer whose tokens choose, or a dark stack, which is one here.
+  const chooses = (layer) => layer.kind === "routed" || layer.kind === "dark";
+  const routed = (view) => view.layers.filter(chooses);
+  const stackOf = (view) => view.layers.find((layer) => layer.kind === "dark");
+
+  // How uncertain each token was before a dark stack, 0 to 1 with τ half-way; null where that is not known.
+  function uncertainty(view) {
+    const { entropy, thresholds } = stackOf(view) ?? {};
+    if (!entropy) return null;
+    const low = Math.min(...entropy), high = Math.max(...entropy), cut = thresholds?.[0];
+    return entropy.map((H) => {
+      if (!(low < cut && cut < high)) return (H - low) / Math.max(high - low, 1e-9);
+      return H <= cut ? (H - low) / (cut - low) / 2 : 0.5 + (H - cut) / (high - cut) / 2;
+    });
+  }
+
+  // The light ramp, at ½ palest, then the dark one.
+  const entropyColour = (share) =>
+    share <= 0.5 ? mix(...RAMPS.light, 1 - 2 * share) : mix(...RAMPS.attention, 2 * share - 1);
   const share = (view) => routed(view).length ? mean(routed(view).map((layer) => layer.use.attention)) : null;
 
   // H − τ, from the nearest of several thresholds.
@@ -78,8 +97,8 @@ const ChiarMarks = (() => {
 
   function facts(view, layer, t) {
     const token = view.tokens[t], operator = layer.operators[layer.choice[t]], lines = [];
-    lines.push(`Layer ${layer.number}${layer.kind === "routed" ? "" : " (not routed)"}: ${operator}`);
-    if (layer.entropy) lines.push(`H ${layer.entropy[t].toFixed(4)}`);
+    lines.push(`Layer ${layer.number}${chooses(layer) ? "" : " (not routed)"}: ${operator}`);
+    if (layer.entropy) lines.push(`H ${layer.entropy[t].toFixed(4)}, ${layer.entropy_name}`);
     if (layer.thresholds) {
       const cuts = layer.thresholds.map((value) => value.toFixed(4)).join(", ");
       lines.push(`threshold ${cuts} (H − τ ${signed(gap(layer, t), 4)})`);
@@ -107,7 +126,7 @@ const ChiarMarks = (() => {
   }
 
   return {
-    DARK, EVEN, LESS, LIGHT, MORE, bright, compact, css, draw, edged, facts, farthest, inOrder, make, mean, mix, nameOf, percent, ramp, routed,
-    share, shown, signed, strength, tokenFacts,
+    DARK, EVEN, LESS, LIGHT, MORE, bright, chooses, compact, css, draw, edged, entropyColour, facts, farthest, inOrder, make, mean, mix,
+    nameOf, percent, ramp, routed, share, shown, signed, stackOf, strength, tokenFacts, uncertainty,
   };
 })();

@@ -27,7 +27,8 @@
     main.append(make("section", {}, [...parts(section)]));
     // A panel measures its place, which must be on the page by then.
     const panels = [...main.lastChild.querySelectorAll("article.panel")].map((place) => new ChiarView.Panel(place));
-    if (panels.length > 1) main.lastChild.querySelector(".panels").before(ChiarView.compare(...panels));
+    const choice = panels.length && ChiarView.colouring(panels, section.views.map((view) => view.model));
+    if (choice) main.lastChild.querySelector(".panels").before(choice);
     panels.forEach((panel, number) => panel.update(section.views[number]));
   }
 })();

@@ -2,8 +2,8 @@
 // One routed text on screen, for the live page and for the report.
 const ChiarView = (() => {
   const {
-    DARK, EVEN, LESS, LIGHT, MORE, bright, compact, css, draw, edged, facts, farthest, inOrder, make, mean, mix, nameOf, percent, ramp, routed,
-    share, shown, signed, strength, tokenFacts,
+    DARK, EVEN, LESS, LIGHT, MORE, bright, chooses, compact, css, draw, edged, entropyColour, facts, farthest, inOrder, make, mean, mix,
+    nameOf, percent, ramp, routed, share, shown, signed, stackOf, strength, tokenFacts, uncertainty,
   } = ChiarMarks;
   const LABEL = 96, CHARACTER = 7.3, NARROWEST = 17, LONGEST = 22;
   const WIDE_GAP = 2;  // nats between two models' losses that have the full colour
@@ -54,7 +54,7 @@ const ChiarView = (() => {
       this.base = null;
       this.written = null;
       this.rival = null;
-      this.byLoss = false;
+      this.colouring = "entropy";  // where that is known, else by route
       this.figures = make("dl", { class: "figures" });
       this.slot = make("div");
       const named = (name, role, what) => make("div", { class: name, role, "aria-label": `${what}; arrow keys move` });
@@ -65,7 +65,7 @@ const ChiarView = (() => {
       this.table = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Split of each layer" });
       this.histograms = make("div", { class: "histograms" });
       const title = (text) => make("h3", { text });
-      this.histogramTitle = title("Spectral entropy H of each layer's input (blue) against white noise (grey)");
+      this.histogramTitle = title("");
       this.beyond = make("p", { class: "note" });
       // What grows with the text comes last, and the tokens scroll in a place of their own.
       this.rest = make("div", {}, [title("Tokens"), this.words, this.legend, title("Split by layer"), this.table,
@@ -123,7 +123,7 @@ const ChiarView = (() => {
     }
 
     recolour() {
-      if (this.view && this.byLoss) this.drawWords();
+      if (this.view && this.colouring === "loss") this.drawWords();
     }
 
     // Of each token the loss less the rival's; null behind where their tokens part, and where one has none.
@@ -153,7 +153,9 @@ const ChiarView = (() => {
       const dark = share(view);
       if (dark !== null) {
         const change = difference(100 * dark, base && 100 * share(base), 0, " pt");
-        add("Sent to attention", percent(dark), "of tokens, over the routed layers", change);
+        const stacks = view.layers.filter((layer) => layer.kind === "dark").map((layer) => layer.number).join(" and ");
+        const where = stacks ? `of tokens pass layers ${stacks}` : "of tokens, over the routed layers";
+        add("Sent to attention", percent(dark), where, change);
       }
       add("Loss", view.loss === null ? "–" : view.loss.toFixed(3), view.loss === null ? "one token has none" :
         `nats a token; perplexity ${compact(view.perplexity)}`, difference(view.loss, base && base.loss, 3));
@@ -169,7 +171,9 @@ const ChiarView = (() => {
     }
 
     drawWords() {
-      const { view, written, byLoss } = this, gaps = byLoss ? this.gaps() : null, nodes = [];
+      const { view, written } = this, byLoss = this.colouring === "loss", gaps = byLoss ? this.gaps() : null, nodes = [];
+      const shares = this.colouring === "entropy" ? uncertainty(view) : null, stack = stackOf(view);
+      const hueOf = (token, t) => shares ? entropyColour(shares[t]) : mix(LIGHT, DARK, token.dark);
       const paint = (node, colour) => {
         node.style.backgroundColor = css(colour);
         node.style.color = bright(colour) ? "#1b1b1b" : "#ffffff";
@@ -182,7 +186,7 @@ const ChiarView = (() => {
           "aria-label": `${edged(token.piece)}: ${said}` }, [shown(token.piece) || "∅"]);
         if (gap !== null) paint(node, hue(gap));
         else if (!byLoss) {
-          paint(node, mix(LIGHT, DARK, token.dark));
+          paint(node, hueOf(token, t));
           node.style.borderBottomWidth = `${Math.round(3 * token.dark)}px`;
         }
         if (written !== null && t >= written) node.classList.add("written");
@@ -192,12 +196,15 @@ const ChiarView = (() => {
       this.words.replaceChildren(...nodes);
       const ramp = make("span", { class: "ramp" }, [0, 0.25, 0.5, 0.75, 1].map((part) => {
         const step = make("i");
-        step.style.backgroundColor = css(byLoss ? hue(WIDE_GAP * (2 * part - 1)) : mix(LIGHT, DARK, part));
+        const own = shares ? entropyColour(part) : mix(LIGHT, DARK, part);
+        step.style.backgroundColor = css(byLoss ? hue(WIDE_GAP * (2 * part - 1)) : own);
         return step;
       }));
-      const ends = byLoss ? [`${WIDE_GAP} nats less`, `${WIDE_GAP} more`] : ["light", "dark"];
+      const ends = byLoss ? [`${WIDE_GAP} nats less`, `${WIDE_GAP} more`] : shares ? ["low H", "high H"] : ["light", "dark"];
       const other = byLoss && (this.rival.view?.model.name ?? "the other model");
       const meaning = byLoss ? `Loss against ${other}; no colour: nothing to compare.`
+        : shares ? `H, ${stack.entropy_name}${stack.thresholds ? ", τ half-way" : ""}; underlined: dark, passing layers ${stack.number}.`
+        : stack ? `Dark, and underlined: passing layers ${stack.number}.`
         : routed(view).length ? "Darker, and underlined: more of the routed layers chose attention."
         : "No layer routes: every token takes attention everywhere.";
       const parts = [make("span", { class: "scale" }, [ends[0], ramp, ends[1]]), make("span", { text: meaning })];
@@ -231,7 +238,7 @@ const ChiarView = (() => {
       this.grid.replaceChildren(...strips);
       this.grid.setAttribute("aria-colcount", String(pieces.length));
       this.grid.setAttribute("aria-rowcount", String(view.layers.length));
-      const row = Math.max(0, view.layers.findIndex((layer) => layer.kind === "routed"));
+      const row = Math.max(0, view.layers.findIndex(chooses));
       const first = this.grid.querySelector(`.cell[data-layer="${row}"]`);
       if (first) first.tabIndex = 0;
       this.drawCellLegend();
@@ -244,7 +251,7 @@ const ChiarView = (() => {
       strip.append(make("span", { class: "label" }), ...tokens.map((t) =>
         make("span", { class: "head", dir: "auto", "aria-hidden": "true", text: pieces[t] })));
       view.layers.forEach((layer, index) => {
-        const fixed = layer.kind !== "routed";
+        const fixed = !chooses(layer);
         const row = make("div", { role: "row", "aria-rowindex": index + 1 });
         row.style.display = "contents";
         const what = fixed ? `all ${layer.kind}` : `${percent(layer.use.attention)} dark`;
@@ -309,19 +316,26 @@ const ChiarView = (() => {
       const { view } = this, histogram = view.histogram;
       this.histogramTitle.hidden = !histogram;
       if (!histogram) return this.histograms.replaceChildren();
+      const noise = histogram.null ?? [], name = histogram.name[0].toUpperCase() + histogram.name.slice(1);
+      const of = stackOf(view) ? "before the dark stack" : "of each layer's input";
+      this.histogramTitle.textContent = `${name} H ${of} (blue)${histogram.null ? " against white noise (grey)" : ""}`;
       const WIDE = 220, HIGH = 84, BASE = 70;
       const x = (value) => 4 + (value - histogram.low) / (histogram.high - histogram.low) * (WIDE - 8);
-      this.histograms.replaceChildren(...histogram.layers.map(({ number, density }) => {
-        const layer = view.layers[number - 1], bins = density.length;
-        const top = Math.max(...density, ...histogram.null);
+      this.histograms.replaceChildren(...histogram.layers.map(({ layer: index, density }) => {
+        const layer = view.layers[index], bins = density.length, { number } = layer;
+        const top = Math.max(...density, ...noise);
         const y = (value) => BASE - value / top * (BASE - 6);
         const at = (bin) => 4 + bin / bins * (WIDE - 8);
         const to = (bin, value) => `L${at(bin).toFixed(1)} ${y(value).toFixed(1)}`;
         const steps = (values) => values.map((value, bin) => to(bin, value) + to(bin + 1, value)).join("");
         const H = layer.entropy, away = (mean(H) - histogram.null_mean) / histogram.null_deviation;
+        const beside = histogram.null ? `, white noise ${histogram.null_mean.toFixed(4)}` : "";
         const svg = draw("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label":
-          `Layer ${number}: mean H ${mean(H).toFixed(4)}, white noise ${histogram.null_mean.toFixed(4)}` });
-        svg.append(draw("path", { class: "null", d: `M4 ${BASE}${steps(histogram.null)}L${WIDE - 4} ${BASE}Z` }),
+          `Layer ${number}: mean H ${mean(H).toFixed(4)}${beside}` });
+        if (histogram.null) {
+          svg.append(draw("path", { class: "null", d: `M4 ${BASE}${steps(noise)}L${WIDE - 4} ${BASE}Z` }));
+        }
+        svg.append(
           draw("path", { class: "own", d: `M4 ${BASE}${steps(density)}L${WIDE - 4} ${BASE}Z` }),
           draw("path", { class: "axis", d: `M4 ${BASE}H${WIDE - 4}` }),
           draw("text", { x: 4, y: HIGH - 3 }, histogram.low.toFixed(3)),
@@ -332,7 +346,8 @@ const ChiarView = (() => {
           svg.append(draw("path", { class: "cut", d: `M${x(cut).toFixed(1)} 2V${BASE}` }),
             draw("text", { x: near, y: HIGH - 3, "text-anchor": "middle" }, `τ ${cut.toFixed(3)}`));
         }
-        const caption = make("figcaption", { text: `Layer ${number}: mean ${signed(away, 1)} σ from noise` });
+        const far = histogram.null ? `${signed(away, 1)} σ from noise` : mean(H).toFixed(3);
+        const caption = make("figcaption", { text: `Layer ${number}: mean ${far}` });
         return make("figure", {}, [caption, svg]);
       }));
     }
@@ -345,20 +360,25 @@ const ChiarView = (() => {
     return make("div", {}, [make("h2", { text: about.name }), what, ...notes]);
   }
 
-  // Two panels of one text, and the choice of what the colours of their tokens say.
-  function compare(first, second) {
-    Object.assign(first, { rival: second });
-    Object.assign(second, { rival: first });
-    const choice = make("select", {}, [make("option", { value: "route", text: "route" }),
-      make("option", { value: "loss", text: "difference of losses" })]);
+  // One panel or two of one text, and the choice of what the colours of their tokens say; null where there is none.
+  function colouring(panels, models) {
+    const [first, second] = panels, words = { route: "route" };
+    if (models.some((about) => about.kinds.includes("dark"))) Object.assign(words, { entropy: "entropy H" });
+    if (second) {
+      Object.assign(first, { rival: second });
+      Object.assign(second, { rival: first });
+      words.loss = "difference of losses";
+    }
+    const choice = make("select", {}, Object.entries(words).map(([value, text]) => make("option", { value, text })));
+    choice.value = words.entropy ? "entropy" : "route";
     choice.addEventListener("change", () => {
-      for (const panel of [first, second]) {
-        panel.byLoss = choice.value === "loss";
+      for (const panel of panels) {
+        panel.colouring = choice.value;
         if (panel.view) panel.drawWords();
       }
     });
-    return make("label", { class: "compare" }, ["Colour tokens by ", choice]);
+    return Object.keys(words).length > 1 ? make("label", { class: "compare" }, ["Colour tokens by ", choice]) : null;
   }
 
-  return { Panel, compare, heading };
+  return { Panel, colouring, heading };
 })();
