@@ -15,11 +15,12 @@ import transformers
 
 from chiar import presets
 from chiar.model.modeling import ChiarForCausalLM
-from helpers import ALONG_TIME, LENGTHS, ROWS, TOKENS, randomise, router_options, token_ids
+from helpers import ALONG_TIME, LENGTHS, ROWS, STACK_ROUTERS, TOKENS, randomise, router_options, token_ids
 
 THREE = ["spectral", "rbf", "attention"]
 LEARNED = {"router": "learned"}
 RANDOM = {"router": "random"}
+V5 = {"preset": "v5-tiny", "target_fraction": 0.4}
 
 # Every option of the model, with the gate that is causal. The presets alone come first.
 OPTIONS = {
@@ -47,6 +48,13 @@ OPTIONS = {
     "random-basis-authors-entropy": {"basis": "random", "entropy_eps": 1e-8, "entropy_dc_weight": 2.0},
     **ALONG_TIME,
     **{name: router_options(name) for name in ("quantile", "learned scaled", "routed keys")},
+    **{f"v5-{router}": {**V5, "router": router} for router in STACK_ROUTERS if router != "random"},
+    "v5-spectral": {**V5, "router": "spectral", "target_fraction": 0.3},  # 0.4 would cut close to a token
+    "v5-random": {"preset": "v5-tiny", "router": "random", "carry": "none"},
+    "v5-window": {**V5, "window": 3, "inner_size": 48, "carry": "smoothed"},
+    "v5-window-eager": {**V5, "window": 2, "attn_implementation": "eager", "early_weight": 0.0},
+    "v5-two-stacks": {**V5, "layer_types": ["attention", "dark", "attention", "dark"], "positions": "learned"},
+    "v5-smoothed-boundary": {**V5, "router": "boundary", "carry": "smoothed", "temporal_everywhere": False},
 }
 
 

@@ -8,6 +8,7 @@ from chiar.config import ChiarConfig
 from chiar.errors import InputError
 from chiar.model.cache import ChiarCache
 from chiar.model.modeling import ChiarForCausalLM
+from chiar.registry import ROUTERS
 
 VOCABULARY = 23
 ROWS, TOKENS, LENGTHS = 3, 10, (10, 7, 4)  # of the fixtures `ids` and `left_mask`
@@ -71,6 +72,7 @@ def randomise(model: ChiarForCausalLM, seed: int = 0) -> ChiarForCausalLM:
         for name, buffer in model.named_buffers():
             if name.endswith("omega_Dm"):
                 normal(buffer, 0.0, 0.3)  # at the usual √2 every RBF row attends to itself alone
+    settle(model)
     return model
 
 
@@ -78,6 +80,32 @@ def random_model(config: ChiarConfig, seed: int = 0) -> ChiarForCausalLM:
     """A float64 model in evaluation mode."""
     torch.manual_seed(seed)
     return randomise(ChiarForCausalLM(config).double(), seed).eval()
+
+
+def settle(model) -> None:
+    """Give dark stacks thresholds that part the tokens of a text: those of a training pass."""
+    if model.config.stacks and model.model.router_state is not None:
+        was_training = model.training
+        with torch.no_grad():
+            model.train().model(token_ids(16, 16, seed=7, vocabulary=model.config.vocab_size))
+        model.train(was_training)
+
+
+STACK_ROUTERS = [name for name, kind in ROUTERS.items() if kind.of_stacks]
+
+
+def stack_config(**changes) -> ChiarConfig:
+    """A tiny model with a dark stack of two layers; `space` reads bytes, so its vocabulary is larger."""
+    layers = {"layer_types": ["attention", "dark", "dark", "attention"], "target_fraction": 0.4}
+    if changes.get("router") == "random":
+        del layers["target_fraction"]
+    bytes_too = {"vocab_size": 256} if changes.get("router") == "space" else {}
+    return small_config("v5-tiny", **{**layers, **bytes_too, **changes})
+
+
+def stack_model(**changes) -> ChiarForCausalLM:
+    """In float64, in evaluation mode, with thresholds that part its tokens."""
+    return random_model(stack_config(**changes))
 
 
 def routed_model(**changes) -> ChiarForCausalLM:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from chiar import ChiarForCausalLM, RoutingTrace
 from chiar.cli import app, main
+from chiar.console import guarded
 from chiar.routing.tables import COLUMNS
 from commands import run
 
@@ -68,6 +70,19 @@ def test_options_of_one_meaning_have_one_spelling_and_one_default():
     assert {options["--split"].default for options in told.values() if "--split" in options} == {"valid"}
     other = {"--output", "--text", "--batch-size", "--file"}
     assert not any(options.keys() & other for options in told.values())
+    names = [option.opts for options in told.values() for option in options.values()]
+    assert all(len(spellings) == 1 for spellings in names)
+
+
+def test_help_shows_every_default():
+    """Flags are off, and what an option asks for in addition is not done."""
+    asked = "json csv out beside prompt evaluation tokenizer tokenizer-path like name text-file data limit-minutes"
+    asked += " api-key top-k top-p harness harness-path help"
+    for name, command in walk(typer.main.get_command(app)):
+        options = [option for option in command.params if option.opts[0].startswith("--") and not option.required]
+        silent = {option.opts[0][2:] for option in options if option.default in (None, "")} - {*asked.split()}
+        told = {option.opts[0][2:] for option in options if "[default: " in (option.help or "")}
+        assert silent <= told, name
 
 
 def walk(group, *before):
@@ -83,6 +98,23 @@ def test_operating_system_errors_are_sentences_too(monkeypatch, capsys, tmp_path
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"), [(2**60, "a tensor of 1,152,921,504.6 GB did not fit"), (0, "a tensor did")]
+)
+def test_failed_allocations_are_sentences_too(asked, what, capsys):
+    def allocates():
+        if not asked:
+            raise MemoryError
+        torch.empty(asked, dtype=torch.uint8)
+
+    with pytest.raises(SystemExit) as stopped:
+        guarded(allocates)
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.startswith(f"error: {what}") and said.count("\n") == 1 and "--batch" in said
+    with pytest.raises(RuntimeError, match="another"):
+        guarded(Mock(side_effect=RuntimeError("another")))
 
 
 def test_a_terminal_without_unicode_is_served():
@@ -182,11 +214,13 @@ def test_damaged_model_folders_are_named(tmp_path):
     weights, trace = folder / "model.safetensors", ["trace", folder, "--prompt", "a"]
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    assert "cannot be loaded" in refused(*trace)
+    assert "are damaged, restore them or take another model" in refused(*trace)
     (folder / "tokenizer.json").write_text("{broken")
     weights.write_bytes(whole)
     assert "tokenizer in" in refused(*trace)
     tensors = load_file(weights)
+    save_file({**tensors, "model.norm.weight": torch.ones(31)}, weights, metadata={"format": "pt"})
+    assert refused(*trace).endswith("model.norm.weight is (31,), and the configuration wants (32,).")
     del tensors["model.norm.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
     assert "no weights for model.norm.weight" in refused(*trace)

@@ -157,8 +157,8 @@ def test_a_compiled_step_has_a_graph_for_each_kind_of_layer(fast, ids, left_mask
     for _ in range(2):
         assert torch.equal(generate(model, ids, new, attention_mask=left_mask), expected)
     assert decoder.steps == 2 * (new - 1)
-    # And the embedding and the logits. Around a stack: who is dark (the compiler begins this twice), what the others
-    # are told, and once more a dark layer, because the first reads a state that is no sum of two.
+    # And the embedding and the logits. Around a stack: who is dark (the compiler begins this twice), what others are
+    # told, and once more a dark layer, because the first reads a state that is no sum of two.
     around = 6 if model.config.stacks else 2
     assert counter.frame_count == len(set(model.config.layer_types)) + around
 

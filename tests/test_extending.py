@@ -18,6 +18,7 @@ from chiar.layers import sparse
 from chiar.layers.operator import Operator
 from chiar.layers.routers import ChoiceRouter, Route
 from chiar.model.coordinates import to_spectral_coordinates
+from chiar.model.plugin_checks import STACK
 from chiar.routing.flops import count_flops, operator_shares
 from chiar.routing.tables import flop_records
 from chiar.training import tasks
@@ -101,6 +102,11 @@ BUILT_IN = {
     "random": {},
     "random, position": {"random_key": "position"},
     "static": {},
+    "random, in a stack": {"layer_types": STACK},
+    "learned, in a stack": {"layer_types": STACK},
+    **{name: {} for name, kind in registry.ROUTERS.items() if not kind.of_layers},
+    "space": {"vocab_size": 256},
+    "predictive, windows": {"window": 3, "temporal_everywhere": True, "temporal_window": 4, "carry": "smoothed"},
 }
 
 
@@ -109,7 +115,7 @@ def test_built_in_routers_keep_the_promises(case):
     check_router(case.split(",")[0], **BUILT_IN[case])
 
 
-@pytest.mark.parametrize("operator", list(registry.OPERATORS))
+@pytest.mark.parametrize("operator", [name for name, kind in registry.OPERATORS.items() if not kind.of_stacks])
 def test_built_in_operators_keep_the_promises(operator):
     check_operator(operator)
 
@@ -135,6 +141,8 @@ def test_own_ones_keep_the_promises(files):
     registry.add_plugins(["words.py", "repeats.py", "scale.py"])
     check_router("frequent")
     check_router("repeats")
+    for router in ("frequent", "repeats", lambda config, layer: Pairs(2)):
+        check_router(router, layer_types=STACK)
     check_operator("scale")
     check_operator(Before)
     register_operator("before", Before)
@@ -183,6 +191,7 @@ FAULTY_OPERATORS = {
 @pytest.mark.parametrize(("choose", "message"), FAULTY_ROUTERS.values(), ids=FAULTY_ROUTERS.keys())
 def test_faulty_routers_get_a_sentence(choose, message):
     refused(message, check_router, choosing(choose))
+    refused(message, check_router, choosing(choose), layer_types=STACK)
 
 
 @pytest.mark.parametrize(("function", "message"), FAULTY_OPERATORS.values(), ids=FAULTY_OPERATORS.keys())
@@ -243,11 +252,15 @@ def test_built_in_names_and_own_ones_go_the_same_way():
     """Any pair builds a model whose weights have the operator's name."""
     register_router("even", lambda config, layer: Even(len(config.operators)))
     register_operator("halve", lambda config: torch.nn.Linear(config.hidden_size, config.hidden_size))
-    lights = [name for name, kind in registry.OPERATORS.items() if kind.light]
-    for router, light in itertools.product(registry.ROUTERS, lights):
+    lights = [name for name, kind in registry.OPERATORS.items() if kind.light and not kind.of_stacks]
+    routers = [name for name, kind in registry.ROUTERS.items() if kind.of_layers]
+    for router, light in itertools.product(routers, lights):
         model = build(router=router, operators=[light, "attention"], gate_pool="causal")
         assert list(model.model.layers[1].operators) == [light, "attention"]
         assert any(name.startswith(f"model.layers.1.operators.{light}.") for name in model.state_dict())
+        assert model(words()).logits.isfinite().all()
+    for router in [name for name, kind in registry.ROUTERS.items() if kind.of_stacks]:
+        model = build(256, router=router, layer_types=STACK, norm_position="pre")
         assert model(words()).logits.isfinite().all()
 
 

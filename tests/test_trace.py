@@ -27,6 +27,9 @@ OPTIONS = {
     "v4": {"preset": "v4-tiny"},
     "pre-norm": {"norm": "rmsnorm", "norm_position": "pre"},
     "soft": SOFT,
+    "v5": {"preset": "v5-tiny"},
+    "v5-learned": {"preset": "v5-tiny", "router": "learned"},
+    "v5-forecast": {"preset": "v5-tiny", "router": "forecast"},
     "entropy-3": {"operators": THREE, "thresholds": [[0.77, 0.82], [0.75, 0.81]]},
     "authors-entropy": {"entropy_eps": 1e-8, "entropy_dc_weight": 2.0},
     **CONTROLS,
@@ -60,13 +63,14 @@ def test_layers_are_described(model, ids):
     assert torch.equal(routing.token_ids_BT, ids)
     assert routing.real_BT.dtype == torch.bool and routing.real_BT.all()
     for layer, states in zip(routing.layers, output.hidden_states[:-1], strict=True):
-        routed = layer.kind == "routed"
+        routed = layer.kind in ("routed", "dark")
         assert layer.operators == (config.operators if routed else [layer.kind])
         assert layer.choice_BT.shape == (ROWS, TOKENS)
         assert ((layer.choice_BT >= 0) & (layer.choice_BT < len(layer.operators))).all()
         assert (layer.gate_BT is not None) == (layer.index == 0 and config.meta_router)
         assert (layer.probabilities_BTK is not None) == (routed and config.router == "learned")
-        assert (layer.thresholds is not None) == (routed and config.router == "entropy")
+        assert (layer.thresholds is not None) == (routed and config.router_kind.score is not None)
+        assert layer.entropy_name == (config.router_kind.score if layer.thresholds else "spectral entropy")
         if layer.thresholds and config.target_fraction is None:
             assert layer.thresholds == list(thresholds[layer.index])
         if not config.temporal_everywhere:  # operators and H then read what the filter along time makes of the states
@@ -89,6 +93,21 @@ def test_controls_choose_as_they_say(lively, control, ids):
             bounds = [light] if len(config.operators) == 2 else [light / 2, light]
             expected = sum((number >= bound).long() for bound in bounds)
         assert torch.equal(routing.layers[index].choice_BT, expected)
+
+
+def test_a_stack_is_one_part_and_says_which_entropy_it_cut(lively, ids):
+    layers = ["attention", "dark", "dark", "attention", "dark"]
+    names = {"predictive": "predictive", "forecast": "forecast", "spectral": "spectral", "learned": "spectral"}
+    for router in (*names, "space", "stride", "random", "boundary"):
+        model = lively({"preset": "v5-tiny", "router": router, "layer_types": layers, "vocab_size": 257})
+        routing = run(model, ids).routing
+        assert routing.parts == [[0], [1, 2], [3], [4]] and routing.routed_layers == [1, 4]
+        first, second = routing.layers[1:3]
+        assert torch.equal(first.choice_BT, second.choice_BT) and routing.coloured_by is first
+        assert first.entropy_name == f"{names.get(router, 'predictive')} entropy"
+        if first.thresholds:
+            assert torch.equal(first.entropy_BT > first.thresholds[0], first.choice_BT == 1)
+    assert run(lively({}), ids).routing.coloured_by is None
 
 
 def test_soft_routes_cannot_be_forced(lively, ids):

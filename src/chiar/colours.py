@@ -1,5 +1,7 @@
 """The one colour language of pictures, terminals and the page (its marks.js and style.css, compared by a test)."""
 
+from collections.abc import Sequence
+
 Colour = tuple[int, int, int]
 # Yellow against blue stays apart under the common colour blindnesses, and in grey all light cells are paler than any
 # dark one. Each pair goes from at the threshold to far from it.
@@ -10,7 +12,7 @@ RAMPS: dict[str, tuple[Colour, Colour]] = {
     "attention": ((120, 170, 215), (8, 40, 100)),
 }
 NAMES = {"spectral": "light: spectral filter", "temporal": "light: filter along time", "rbf": "between: RBF mixing"}
-NAMES["attention"] = "dark: attention"
+NAMES |= {"attention": "dark: attention", "carry": "light: what the stack said last"}
 
 
 def between(near: Colour, far: Colour, share: float) -> str:
@@ -23,5 +25,18 @@ def operator_colour(operator: str, strength: float = 1.0) -> str:
 
 
 def route_colour(dark: float) -> str:
-    """Of a token that this share of the layers sent to attention."""
+    """Of a token that this share of the layers sent to attention, or that is uncertain so far."""
     return between(LIGHT[1], RAMPS["attention"][1], dark)
+
+
+def uncertainty(entropy: float, cut: float | None, low: float = 0.0, high: float = 1.0) -> float:
+    """Where H lies between light (0) and dark (1): the threshold, where there is one, is half-way."""
+    if cut is None or not low < cut < high:
+        return min(max((entropy - low) / max(high - low, 1e-9), 0.0), 1.0)
+    share = (entropy - low) / (cut - low) if entropy <= cut else 1 + (entropy - cut) / (high - cut)
+    return min(max(share / 2, 0.0), 1.0)
+
+
+def layer_numbers(layers: Sequence[int]) -> str:
+    """As people count them: 3, or 3–14 for a dark stack."""
+    return str(layers[0] + 1) if len(layers) == 1 else f"{layers[0] + 1}–{layers[-1] + 1}"

@@ -41,15 +41,15 @@ class ChiarConfig(PreTrainedConfig):
     intermediate_size: int | None = None
     """Hidden width of the feed-forward network; 4·D when not given."""
     layer_types: list[str] | None = None
-    """spectral, temporal, routed, dark or attention for each layer; when not given the paper's spectral, routed × (N−2),
-    attention. Consecutive dark layers are one inner stack, which only dark tokens pass."""
+    """spectral, temporal, routed, dark or attention for each layer; when not given the paper's spectral,
+    routed × (N−2), attention. Consecutive dark layers are one inner stack, which only dark tokens pass."""
 
     operators: list[str] | None = None
-    """Operators of routed layers in order of rising entropy: spectral or temporal, (rbf,) attention. Around a dark stack
-    carry, attention: light tokens get what the stack said last."""
+    """Operators of routed layers in order of rising entropy: spectral or temporal, (rbf,) attention. Around a dark
+    stack carry, attention: light tokens get what the stack said last."""
     router: str | None = None
-    """What chooses a token's operator: entropy, learned, random or static in routed layers; before a dark stack predictive,
-    forecast, learned, boundary, spectral, space, stride or random."""
+    """What chooses a token's operator: entropy, learned, random or static in routed layers; before a dark stack
+    predictive, forecast, learned, boundary, spectral, space, stride or random."""
     routing: str | None = None
     """threshold (entropy, random and static routers), hard or soft (the learned router)."""
     thresholds: float | list | None = None
@@ -79,18 +79,18 @@ class ChiarConfig(PreTrainedConfig):
     """False: in routed layers light tokens skip the feed-forward network and its norm."""
 
     window: int | None = None
-    """How many tokens attention layers look at, the token itself among them; all when not given. Dark layers see all."""
+    """How many tokens attention layers look at, themselves among them; all when not given. Dark layers see all."""
     inner_size: int | None = None
     """Width of dark layers; D when not given. Heads keep their size."""
     carry: str = "linear"
-    """What light tokens get of a dark stack: linear (a map of what it last changed), smoothed (a running mean, weighted by
-    the router's probabilities) or none."""
+    """What light tokens get of a dark stack: linear (a map of what it last changed), smoothed (a running mean,
+    weighted by the router's probabilities) or none."""
     early_weight: float = 0.2
     """Weight of the next-token loss of a head before each dark stack; predictive entropy is that head's."""
 
     execution: str = "dense"
-    """How routed layers and dark stacks run: dense computes everything for every token and selects, the definition; sparse
-    computes only what was chosen; auto is sparse wherever that is possible. The numbers are the same."""
+    """How routed layers and dark stacks run: dense computes everything for every token and selects, the definition;
+    sparse computes only what was chosen; auto is sparse wherever that is possible. The numbers are the same."""
 
     spectral_form: str = "sublayer"
     """Light path of post-norm layers: sublayer (the released code) or equation (the paper's Eq. 3)."""

@@ -40,7 +40,9 @@ REMOVED: dict[str, Any] = {
 """Fields of experiments that did not pay (docs/log.md) or that nothing varied, with the value that is left of them."""
 REMOVED_OPERATORS = ("skip", "bypass")
 STACK_OPERATORS = ["carry", "attention"]
-LARGEST = 2**40
+SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+# Where not 2⁴⁰: the bytes of a matrix are counted in 63 bits, and each layer is made before memory is counted.
+LARGEST = {**dict.fromkeys(SIZES, 2**28), "num_hidden_layers": 10_000}
 LAST_COMMIT = "bde4d4f"
 """Where the removed ones can still be run."""
 
@@ -68,8 +70,9 @@ def check_types(config: "ChiarConfig") -> None:
         if not fits(getattr(config, name), hint):
             expected = hint.__name__ if isinstance(hint, type) else str(hint)
             raise InputError(f"{name} must be {expected}, got {getattr(config, name)!r}.")
-        if isinstance(value := getattr(config, name), int | float) and abs(value) > LARGEST:
-            raise InputError(f"{name} must be a number of at most {LARGEST:,}, got {value}.")
+        most = LARGEST.get(name, 2**40)
+        if isinstance(value := getattr(config, name), int | float) and abs(value) > most:
+            raise InputError(f"{name} must be a number of at most {most:,}, got {value}.")
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -98,8 +101,7 @@ def check_names(config: "ChiarConfig") -> None:
 
 def check_sizes(config: "ChiarConfig") -> None:
     """Numbers that can be, and fit together."""
-    sizes = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
-    for name in (*sizes, "temporal_coefficients"):
+    for name in (*SIZES, "temporal_coefficients"):
         require(getattr(config, name) >= 1, f"{name} must be a positive whole number, got {getattr(config, name)!r}.")
     for name in ("dropout", "random_fraction", "gate_skip_below", "filter_init"):
         value = getattr(config, name)
@@ -107,8 +109,10 @@ def check_sizes(config: "ChiarConfig") -> None:
             raise InputError(f"{name} must lie between 0 and 1, got {value!r}.")
     for name in ("entropy_eps", "entropy_dc_weight", "collapse_regulariser", "early_weight"):
         require(getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)!r}.")
-    for name in ("bos_token_id", "pad_token_id"):
-        require((getattr(config, name) or 0) >= 0, f"{name} must not be negative, got {getattr(config, name)}.")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = given if isinstance(given := getattr(config, name), list) else [given or 0]
+        require(ids, f"{name} is an empty list: name a token, or null.")
+        require(min(ids) >= 0, f"{name} must not be negative, got {given}.")
     require(config.hidden_size >= 2, "hidden_size must be at least 2: the entropy of one coefficient is undefined.")
     if config.hidden_size % (heads := config.num_attention_heads):
         raise InputError(f"hidden_size={config.hidden_size} is not divisible by num_attention_heads={heads}.")
@@ -128,7 +132,9 @@ def operator_sets() -> list[list[str]]:
     """What `operators` may be."""
     kinds = registry.OPERATORS
     between = [name for name, kind in kinds.items() if not (kind.light or kind.is_layer)]
-    pairs = [[light, dark] for light, kind in kinds.items() if kind.light and not kind.of_stacks for dark in DARK_LAYERS]
+    pairs = [
+        [light, dark] for light, kind in kinds.items() if kind.light and not kind.of_stacks for dark in DARK_LAYERS
+    ]
     own_pairs = [pair for pair in pairs if registry.built_in(kinds[pair[0]])]
     return pairs + [[light, middle, dark] for light, dark in own_pairs for middle in between]
 
@@ -166,7 +172,9 @@ def check_stacks(config: "ChiarConfig") -> None:
     require(config.routing != "soft", "soft routing runs everything for every token: a dark stack takes hard routing.")
     require(config.norm_position == "pre", "dark layers need norm_position='pre': they add to the residual stream.")
     bytes_are_ids = config.vocab_size >= 256
-    require(config.router != "space" or bytes_are_ids, f"router='space' reads bytes, {config.vocab_size} ids are fewer.")
+    require(
+        config.router != "space" or bytes_are_ids, f"router='space' reads bytes, {config.vocab_size} ids are fewer."
+    )
     if config.inner_size is not None and (config.inner_size < 1 or config.inner_size % config.head_size):
         raise InputError(f"inner_size={config.inner_size} must be a multiple of the head size {config.head_size}.")
 

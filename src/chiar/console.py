@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chiar.errors import InputError
+from chiar.errors import InputError, failed_allocation, gigabytes
 from chiar.files import write_new
 from chiar.registry import load_plugins
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a preset (random weights).")]
+ModelName = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model folder, a run (its best), or a preset (random weights).")
+]
 Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers as JSON to a file, - to print.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what this command wrote there before.")]
 SplitName = Annotated[str, typer.Option(metavar="train|valid|test", help="Split of the corpus.")]
@@ -87,4 +89,11 @@ def guarded(command: Callable[[], Any]) -> None:
             said = f"{error.strerror} ({error.filename})" if error.filename else error.strerror
         if system or os.environ.get("RANK", "0") == "0":  # of several processes that refuse one speaks
             typer.echo(f"error: {said}", err=True)
+        sys.exit(2)
+    except (RuntimeError, MemoryError) as error:
+        if (size := failed_allocation(error)) is None:
+            raise
+        what = f"a tensor of {gigabytes(size)}" if size else "a tensor"
+        way = "give it less at a time, a smaller --batch or --length, or a shorter --prompt"
+        typer.echo(f"error: {what} did not fit into memory any more: {way}.", err=True)
         sys.exit(2)

@@ -1,5 +1,6 @@
 """Errors a user can act on. The command line prints them as one sentence and exits with code 2."""
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -7,6 +8,8 @@ from importlib import import_module
 from typing import Any
 
 MANY = 24  # more names than one wants to read where one of them was surely meant
+UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40, "PiB": 2.0**50, "EiB": 2.0**60}
+ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) (\w+)", re.IGNORECASE)  # torch's words, and NumPy's
 
 
 class InputError(ValueError):
@@ -22,6 +25,17 @@ def first_line(error: BaseException) -> str:
     """A library's error in one line, which is not endless; its type where it says nothing."""
     said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
     return said.strip().split("\n")[0][:400] or type(error).__name__
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB"
+
+
+def failed_allocation(error: BaseException) -> float | None:
+    """The bytes that were not to be had, 0 where it does not say how many; None where the error is another one."""
+    if asked := ASKED.search(str(error)):
+        return float(asked[1]) * UNITS.get(asked[2], 1.0)
+    return 0.0 if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" else None
 
 
 @contextmanager

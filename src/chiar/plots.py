@@ -527,7 +527,7 @@ KINDS: "dict[str, tuple[str, Callable[..., Figure], tuple[str, ...]]]" = {
         ("data", "over"),
     ),
     "pareto": ("a study's folder or results.json: loss against FLOPs and step time", draw_study, ()),
-    "model": ("a preset or model folder: its architecture", draw_model, ()),
+    "model": ("a preset, model folder or run: its architecture", draw_model, ()),
     "routing": ("a model: the route of each token of a text", draw_routes, ("prompt", "tokenizer", "seed")),
 }
 
@@ -538,10 +538,10 @@ def plot(
     sources: Annotated[list[str] | None, typer.Argument(metavar="[SOURCE...]", help="What is drawn.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     data: Annotated[Path | None, typer.Option(metavar="CORPUS", help="curves: mark its unigram entropy.")] = None,
-    over: Annotated[str | None, typer.Option(metavar="|".join(OVER), help="curves: across.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="routing: the text.")] = None,
+    over: Annotated[str | None, typer.Option(metavar="|".join(OVER), help="curves: across. [default: steps]")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="routing: the text.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="routing: tokenizer folder, if the model has none.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="routing: of a preset's weights.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="routing: weights'. [default: 0]")] = None,
 ) -> None:
     options = {"data": data, "over": over, "prompt": prompt, "tokenizer": tokenizer, "seed": seed}
     given = {name: value for name, value in options.items() if value is not None}

@@ -43,6 +43,7 @@ V5: dict[str, Any] = {
     "embedding_norm": True,
     "temporal_everywhere": True,
     "temporal_window": 4,
+    "tie_word_embeddings": False,
     "router": "predictive",
     "target_fraction": 0.2,
     "keys": "routed",
@@ -55,9 +56,9 @@ V5_SIZES: dict[str, dict[str, Any]] = {
     "tiny": {},
     "16m": {"num_hidden_layers": 16, "max_position_embeddings": 1024},
     "50m": {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 16, "max_position_embeddings": 1024},
-    "400m": {"window": 1024, "max_position_embeddings": 2048},
+    "400m": {"max_position_embeddings": 2048},
 }
-OUTER = {"tiny": 1, "16m": 2, "50m": 2, "400m": 4}  # layers before the stack, and behind it
+OUTER = {"tiny": 1, "16m": 2, "50m": 2, "400m": 3}  # layers before the stack, and behind it
 FAMILIES: dict[str, dict[str, Any]] = {
     "baseline": {},
     "v1": {"operators": ["spectral", "rbf", "attention"], "positions": "learned", "router": "learned"},
@@ -94,7 +95,9 @@ def get(name: str, **changes: Any) -> ChiarConfig:
     elif "layer_types" not in changes and family == "v5":
         outer, layers = OUTER[size], changes.get("num_hidden_layers", fields["num_hidden_layers"])
         if layers <= 2 * outer:
-            raise InputError(f"num_hidden_layers={layers} is too few for {name}: {2 * outer} stand around its dark ones.")
+            raise InputError(
+                f"num_hidden_layers={layers} is too few for {name}: {2 * outer} stand around its dark ones."
+            )
         fields["layer_types"] = [*["attention"] * outer, *["dark"] * (layers - 2 * outer), *["attention"] * outer]
     elif "layer_types" not in changes and family in PATTERNS:
         pattern, layers = PATTERNS[family], changes.get("num_hidden_layers", fields["num_hidden_layers"])

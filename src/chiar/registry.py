@@ -49,9 +49,12 @@ class RouterKind:
     can_follow: bool = False  # cuts a score, and the cut may follow its quantile in training
     decides_by_layer: bool = False  # whatever the token
     reads_prediction: bool = False  # H is that of an early head's prediction of the next token
+    score: str | None = None  # the entropy that is compared with a threshold, by name
     of_layers: bool = True  # chooses in routed layers
     of_stacks: bool = True  # chooses what passes a dark stack
-    room: float = 1.0  # a training pass on a GPU holds this many times f of a batch; a cut at its quantile needs no more
+    room: float = (
+        1.0  # a training pass on a GPU holds this many times f of a batch; a cut at its quantile needs no more
+    )
     fraction: "Callable[[ChiarConfig], float] | None" = None  # f, where a field of the configuration says it
     flops: "Callable[[ChiarConfig], float] | None" = None  # of one token in one layer, without those of H
 
@@ -86,7 +89,12 @@ class OperatorKind:
 
 ROUTERS: dict[str, RouterKind] = {
     "entropy": RouterKind(
-        "chiar.layers.routers:EntropyRouter", reads_entropy=True, has_thresholds=True, can_follow=True, of_stacks=False
+        "chiar.layers.routers:EntropyRouter",
+        reads_entropy=True,
+        has_thresholds=True,
+        can_follow=True,
+        score="spectral entropy",
+        of_stacks=False,
     ),
     "learned": RouterKind(
         "chiar.layers.routers:LearnedRouter",
@@ -97,15 +105,22 @@ ROUTERS: dict[str, RouterKind] = {
         has_gradient=True,
         flops=lambda config: 2.0 * (config.hidden_size + 1) * len(config.operators or []),
     ),
-    "random": RouterKind("chiar.layers.routers:RandomRouter", fraction=lambda config: config.random_fraction, room=1.25),
+    "random": RouterKind(
+        "chiar.layers.routers:RandomRouter", fraction=lambda config: config.random_fraction, room=1.25
+    ),
     "static": RouterKind("chiar.layers.routers:StaticRouter", decides_by_layer=True, of_stacks=False),
     "predictive": RouterKind(
-        "chiar.layers.routers:EntropyRouter", reads_prediction=True, can_follow=True, of_layers=False
+        "chiar.layers.routers:EntropyRouter",
+        reads_prediction=True,
+        can_follow=True,
+        score="predictive entropy",
+        of_layers=False,
     ),
     "forecast": RouterKind(
         "chiar.layers.stack_routers:ForecastRouter",
         reads_state=True,
         can_follow=True,
+        score="forecast entropy",
         of_layers=False,
         flops=lambda config: 2.0 * FORECAST_WIDTH * (config.hidden_size + 1),
     ),
@@ -117,7 +132,13 @@ ROUTERS: dict[str, RouterKind] = {
         room=2.0,
         flops=lambda config: 4.0 * config.hidden_size**2,
     ),
-    "spectral": RouterKind("chiar.layers.routers:EntropyRouter", reads_entropy=True, can_follow=True, of_layers=False),
+    "spectral": RouterKind(
+        "chiar.layers.routers:EntropyRouter",
+        reads_entropy=True,
+        can_follow=True,
+        score="spectral entropy",
+        of_layers=False,
+    ),
     "space": RouterKind("chiar.layers.stack_routers:SpaceRouter", of_layers=False, room=1.25),
     "stride": RouterKind("chiar.layers.stack_routers:StrideRouter", of_layers=False, room=1.25),
 }

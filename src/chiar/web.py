@@ -262,6 +262,8 @@ class Site(uvicorn.Server):
 
     def listen(self, port: int, say: Callable[[str], None], visit: Callable[[str], None] | None = None) -> None:
         """Answer until told to stop; `say` is told so, and `visit` the address. Port 0: any free one."""
+        if not self.host:
+            raise InputError("--host is empty, which would let every machine in: leave it out, or say 0.0.0.0.")
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             listener = socket.create_server((self.host, port), family=family, backlog=1024)

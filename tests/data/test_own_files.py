@@ -98,7 +98,7 @@ def test_files_named_after_splits_and_rows_by_hash(tmp_path):
     assert "".join(texts(without) + texts(without, "valid")) == LINES and texts(without, "test") == ["this is test"]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(200)))
     rows = Text([tmp_path / "rows.jsonl"], fractions=(0.8, 0.1, 0.1))
-    assert rows.told == ["splits by a hash of each document: train 80.0%, valid 10.0%, test 10.0%."]
+    assert rows.told == ["splits by a hash of each row: train 80.0%, valid 10.0%, test 10.0%."]
     counts = [len(texts(rows, split)) for split in rows.splits]
     assert max(counts) < sum(counts) == 200
 

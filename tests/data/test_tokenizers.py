@@ -89,6 +89,7 @@ def test_training_is_deterministic_and_does_not_depend_on_the_order(pairs):
     done = subprocess.run(command, input=json.dumps(SAMPLE), check=True, capture_output=True, text=True)
     assert done.stdout.strip() == pairs["bpe"][0].fingerprint and pairs["bpe"][0].vocab_size == 300
     refused("at least 257", Tokenizer.train, SAMPLE, 256)
+    refused("at most a million, got 99999999999", Tokenizer.train, SAMPLE, 99_999_999_999)
 
 
 def test_a_long_text_is_trained_on_in_parts_with_the_same_result(monkeypatch):

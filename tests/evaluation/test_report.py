@@ -99,8 +99,11 @@ def test_runs_beside_reports(tmp_path, two):
     _, columns = compared([plain, two[0], evaluated, told])
     for name in ("evaluated", "told"):
         assert columns[name]["gap to the baseline, nats"] == "+0.2500"
-        assert columns[name]["validation loss on b"] == "1.0000" and columns[name]["train tokens/s"] == "100"
-    assert columns["plain"]["gap to the baseline, nats"] == "–" and columns["plain"]["validation loss on a"] == "2.5000"
+        assert columns[name]["last validation loss on b"] == "1.0000" and columns[name]["train tokens/s"] == "100"
+    assert (
+        columns["plain"]["gap to the baseline, nats"] == "–"
+        and columns["plain"]["last validation loss on a"] == "2.5000"
+    )
 
 
 def test_bad_arguments(tmp_path, two):

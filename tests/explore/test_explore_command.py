@@ -82,7 +82,7 @@ def test_open_shows_the_page_or_the_file_in_the_browser(folders, tmp_path, monke
     monkeypatch.setattr(Explorer, "run", served)
     assert run("explore", "--open", "--host", host, "--port", 0)[0] == 0 and served.called
     assert re.fullmatch(rf"http://{name}:\d+/", seen.get(timeout=60))
-    assert run("explore", folders[0], "--prompt", "a", "--export", out, "--open")[0] == 0
+    assert run("explore", folders[0], "--prompt", "a", "--out", out, "--open")[0] == 0
     assert seen.get(timeout=60) == out.as_uri()
 
 

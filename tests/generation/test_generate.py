@@ -89,6 +89,21 @@ def test_routes_are_those_of_the_whole_text(folder):
     assert shown.startswith("".join(mark + letter for mark, letter in zip(marks, PROMPT, strict=False)))
 
 
+def test_a_dark_stack_shows_how_uncertain_each_byte_was(tmp_path, monkeypatch):
+    folder = make(tmp_path / "model", preset="v5-tiny")
+    arguments = [folder, "--prompt", PROMPT, "--max-new-tokens", 1, "--routes"]
+    legend, shown = generate(*arguments)[1].split("\n", 1)
+    assert "H from 0 to 1, predictive entropy, τ half-way" in legend and "passed layers 2–3" in legend
+    model, out, _ = expected(folder, max_new_tokens=1)
+    with torch.no_grad():
+        layer = model(out[None], output_routing=True).routing.layers[1]
+    dark = (layer.entropy_BT[0] > layer.thresholds[0]).tolist()
+    assert [mark in SHADES[2:] for mark in shown[: 2 * len(PROMPT) : 2]] == dark[: len(PROMPT)]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert any(dark) == ("\x1b[1;4;" in generate(*arguments)[1])
+
+
 def test_colour_where_there_is_colour_but_a_prompt_commands_no_terminal(folder, monkeypatch):
     _, output, _ = generate(folder, "--prompt", "\x1b[31mred\x07", "--max-new-tokens", 8)
     assert "\x1b" not in output and output.startswith("\\x1b[31mred\\x07")
@@ -131,6 +146,13 @@ def test_bad_input_a_run_stands_for_its_best_model_and_a_baseline_has_no_routes(
     code, _, notes = generate(tmp_path, "--prompt", PROMPT, "--max-new-tokens", 2)
     assert code == 0 and "its best model writes" in notes
     assert "no routed layers" in generate(tmp_path, "--prompt", "a", "--routes")[2]
+
+
+def test_logits_that_are_not_finite_are_one_sentence(tmp_path):
+    model = tiny_model()
+    model.lm_head.weight.data.fill_(3e38)  # finite, so that it opens
+    code, output, said = generate(save(model, tmp_path, Tokenizer.of_bytes()), "--prompt", PROMPT)
+    assert code != 0 and "logits are not finite" in said and not output
 
 
 def write(data, stops=()):

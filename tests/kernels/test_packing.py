@@ -104,7 +104,7 @@ def test_a_sum_of_packed_rows_back_at_its_tokens(implementation):
 def test_rotary_attention_of_triton_is_attention_after_rotation(B, T, H, d):
     packing, used = choose(B, T, 0.6)
     qkv, bias = inputs = [draw(B * T, 3, H, d, used=used), draw(3, H, d)]
-    cos, sin = (table.flatten(0, 2).to(DTYPE) for table in rotary_tables(torch.arange(T)[None], d, 10000.0))
+    cos, sin = (table.flatten(0, 2).to(DTYPE) for table in rotary_tables(torch.arange(T)[None], d))
     limit = torch.where(torch.arange(B * T) < used, packing.before_N[packing.token_P] + 1, 0)
     table = packing.token_P % T
     out = rotary_attention(qkv, bias, (cos, sin), table, packing, limit, T)[:used]

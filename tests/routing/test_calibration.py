@@ -8,7 +8,7 @@ import torch
 
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
-from chiar.model.load import load_config
+from chiar.model.load import load_config, load_model
 from chiar.routing.calibration import calibrate, cut, noise_entropies, read_thresholds, report
 from commands import run
 from helpers import small_config
@@ -94,6 +94,37 @@ def test_three_operators_get_two_thresholds_and_what_does_not_settle_is_said():
     assert found.converged and 1 < found.passes <= 6 and model.model.training
 
 
+TWO_STACKS = {"layer_types": ["attention", "dark", "dark", "attention", "dark", "attention"]}
+
+
+@pytest.mark.parametrize("router", ["predictive", "forecast", "learned", "spectral"])
+def test_the_threshold_of_a_stack_moves_to_any_share(router):
+    model = make("v5-tiny", router=router, **TWO_STACKS)
+    before = model.model.router_state.threshold_L.clone()
+    found = calibrate(model, stream(), fraction=0.3, tolerance=0.001)
+    assert torch.equal(model.model.router_state.threshold_L, before)
+    assert [layer.layer for layer in found.layers] == [1, 4] and found.converged
+    assert (found.noise_mean is None) == (found.layers[0].shift_from_noise is None) == (router != "spectral")
+    model.model.set_thresholds(found.thresholds(2))
+    with torch.no_grad():
+        routing = model(torch.cat([batch["input_ids"] for batch in stream()]), output_routing=True).routing
+    for layer in found.layers:
+        assert layer.split[-1] == pytest.approx(0.3, abs=0.005)
+        assert routing.attention_fraction(layer.layer) == pytest.approx(layer.split[-1], abs=0.005)
+
+
+def test_a_stack_has_its_own_share_and_what_chooses_without_a_threshold_says_so():
+    model = make("v5-tiny", target_fraction=[0.1, 0.6], **TWO_STACKS)
+    found = calibrate(model, stream(), tolerance=0.001)
+    assert [layer.split[-1] for layer in found.layers] == pytest.approx([0.1, 0.6], abs=0.005)
+    assert found.score == "predictive entropy"
+    for router, message in (("space", "'space' compares nothing"), ("random", "its share is random_fraction")):
+        with pytest.raises(InputError, match=message):
+            calibrate(make("v5-tiny", router=router), stream(), fraction=0.3)
+    with pytest.raises(InputError, match="use rule 'layers'"):
+        calibrate(model, stream(), "embeddings")
+
+
 def test_bad_input():
     outside = [{"input_ids": torch.tensor([[1, 400]])}]
     for preset, batches, arguments, message in (
@@ -142,6 +173,18 @@ def test_rows_have_the_trained_length_and_nothing_is_written_unasked(place, tmp_
     code, output = run(*command)
     assert code == 0 and "nothing was written: --out FOLDER" in output and " 32 " in output, "two rows of 16 tokens"
     assert "fewer than one row of 256" in run(command[0], "v3-tiny", *command[2:])[1]
+
+
+def test_a_calibrated_stack_is_written_and_opened(place, tmp_path):
+    command = ["calibrate", "v5-tiny", "--data", place / "corpus", "--length", 32, "--fraction", 0.35]
+    code, output = run(*command, "--out", tmp_path / "new")
+    assert code == 0 and "predictive entropy" in output and " 2–3 " in output and "noise" not in output
+    again, _ = load_model(str(tmp_path / "new"))
+    (layer,) = json.loads((tmp_path / "new" / "calibration.json").read_text())["layers"]
+    assert again.model.router_state.threshold_L.tolist() == layer["thresholds"] != [0.0]
+    assert again.config.target_fraction == 0.35
+    with pytest.raises(InputError, match="finds its threshold in training"):
+        read_thresholds(tmp_path / "new" / "calibration.json", again.config)
 
 
 def test_thresholds_of_layers_go_to_as_many_layers_and_what_does_not_carry(place, tmp_path):

@@ -6,7 +6,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
-from chiar.routing.flops import compare_flops, count_dense_execution, count_flops, operator_shares, route_costs
+from chiar.registry import ROUTERS, built_in
+from chiar.routing.flops import (
+    baseline_of,
+    compare_flops,
+    count_dense_execution,
+    count_flops,
+    operator_shares,
+    route_costs,
+)
 from helpers import router_options
 
 ATTENTION = ("projections", "scores")
@@ -112,16 +120,81 @@ CASES += [("v1-tiny", {"light_ffn": False}), *(("v3-tiny", {"basis": basis}) for
 CASES += [("v3-tiny", {"hidden_size": 33, "num_attention_heads": 1, "positions": "learned"})]
 CASES += [("v2-tiny", {"router": "random"}), ("v2-tiny", {"router": "static"}), ("v2-tiny", {"norm_position": "pre"})]
 CASES += [("v3-tiny", router_options("learned scaled"))]
+STACK_ROUTERS = [name for name, kind in ROUTERS.items() if kind.of_stacks and built_in(kind)]
+CASES += [("v5-tiny", {"router": name}) for name in STACK_ROUTERS]
+CASES += [("v5-tiny", {"carry": carry}) for carry in ("smoothed", "none")]
+CASES += [("v5-tiny", {"early_weight": 0.0, "router": "spectral", "basis": "random"}), ("v5-tiny", {"window": 5})]
+CASES += [("v5-tiny", {"inner_size": 64, "intermediate_size": 96, "temporal_everywhere": False})]
+CASES += [("v5-tiny", {"layer_types": ["dark", "attention", "dark", "dark", "attention"], "inner_size": 16})]
 
 
 @pytest.mark.parametrize(("name", "changes"), CASES, ids=lambda value: str(value) or "as is")
 def test_dense_execution_agrees_exactly_with_torchs_counter(name, changes):
-    model = ChiarForCausalLM(presets.get(name, gate_pool="causal", **changes)).eval()
+    model = ChiarForCausalLM(presets.get(name, gate_pool="causal", execution="dense", **changes)).eval()
     model.set_attn_implementation("eager")  # the counter does not see inside the CPU's fused attention
     ids = torch.randint(0, 257, (3, 24))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(ids)
-    assert counter.get_total_flops() == count_dense_execution(model.config, 24).total * ids.numel()
+    seen = sum(flops for what, flops in counter.get_flop_counts()["Global"].items() if "conv" not in str(what))
+    count = count_dense_execution(model.config, 24)
+    assert seen == (count.total - count.part("temporal")) * ids.numel()
+
+
+def test_a_dark_stack_is_counted_for_its_dark_tokens():
+    config = presets.get("v5-16m", window=128)
+    D, V, W, T, f = 256, 257, 4, 1024, 0.2
+    count, dark, outer = count_flops(config, T), list(range(2, 14)), [0, 1, 14, 15]
+    assert operator_shares(config) == [{"carry": 0.8, "attention": f}]
+    # Outer layers see 128 tokens, the first of a text fewer; dark ones every dark token before them, and themselves.
+    seen = sum(min(t, 128) for t in range(1, T + 1)) / T
+    assert count.part("scores", layers=outer) == pytest.approx(4 * seen * 4 * D)
+    assert count.part("scores", layers=dark) == pytest.approx(12 * f * (f * (T - 1) / 2 + 1) * 4 * D)
+    for part, one in (("projections", 8 * D * D), ("ffn", 16 * D * D), ("temporal", 2 * W * D)):
+        assert count.part(part, layers=outer) == pytest.approx(4 * one)
+        assert count.part(part, layers=dark) == pytest.approx(12 * f * one)
+    assert count.part("router") == count.part("router", layers=[2]) == count.part("logits") == 2 * D * V
+    assert count.part("carry") == count.part("carry", layers=[2]) == pytest.approx(f * 2 * D * D)
+
+
+def test_a_dark_stack_of_another_width_is_widened_into_and_narrowed_out_of():
+    inner, D, f = 512, 256, 0.25
+    count = count_flops(presets.get("v5-16m", inner_size=inner, carry="none", target_fraction=f), 64)
+    assert count.part("carry") == f * 2 * 2 * D * inner
+    assert count.part("ffn", layers=[2]) == f * 4 * inner * 4 * inner
+    assert count.part("temporal", layers=[2]) == f * 2 * 4 * inner
+
+
+def test_what_a_router_of_a_stack_costs():
+    D, V = 256, 257
+    costs = {"predictive": 2 * D * V, "forecast": 128 * (D + 1), "boundary": 4 * D * D, "spectral": D * D}
+    costs |= {"learned": D * D + 4 * (D + 1)} | dict.fromkeys(("space", "stride", "random"), 0)
+    assert sorted(costs) == sorted(STACK_ROUTERS)
+    for router, cost in costs.items():
+        count = count_flops(presets.get("v5-16m", router=router), 64)
+        assert count.part("router") == cost, "an early head that nobody reads does not run"
+
+
+@pytest.mark.parametrize("changes", [{}, {"carry": "smoothed", "inner_size": 512}])
+def test_light_and_dark_tokens_weighted_by_their_shares_make_the_stack(changes):
+    config, shares = large(0.3, "v5-16m", **changes)
+    routes, costs = route_costs(config, 512, shares), count_flops(config, 512, shares).costs
+    stack = sum(flops for (where, _), flops in costs.items() if where in range(2, 14))
+    assert 0.7 * routes["carry"] + 0.3 * routes["attention"] == pytest.approx(stack)
+    told = 2 * 128 * 256 if changes else 0  # a running mean goes over all tokens
+    assert routes["carry"] == costs[2, "router"] + told
+
+
+def test_the_baseline_of_a_dark_stack_has_its_depth_and_its_filters():
+    config = presets.get("v5-16m")
+    baseline = baseline_of(config)
+    assert baseline.layer_types == ["attention"] * 16
+    all_dark, dense = count_flops(config, 512, operator_shares(config, 1.0)), count_flops(baseline, 512)
+    assert all_dark.total - all_dark.part("router", "carry") == pytest.approx(dense.total)
+    savings = compare_flops(config, 512)
+    assert savings.total == 1 - count_flops(config, 512).total / dense.total
+    layers = list(range(2, 14))
+    kept = savings.chiar.part(*ATTENTION, layers=layers) / dense.part(*ATTENTION, layers=layers)
+    assert savings.attention_in_routed_layers == 1 - kept
 
 
 def test_bad_input():

@@ -29,6 +29,13 @@ def test_every_variant_of_a_study_can_be_built_and_counted(name):
         assert row["flops_per_token"]["training"] >= 2.9 * row["flops_per_token"]["forward"]
 
 
+@pytest.mark.parametrize("name", [[], ["routers40m"]])
+def test_outside_a_checkout_there_are_no_names(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, said = run("study", "show", *name)
+    assert code == 2 and "there is no ./research/studies here: go to a checkout of the project" in said
+
+
 @pytest.mark.parametrize("name", ["routers40m_even", "routers40m_long"])
 def test_v4_is_what_was_studied(name):
     studied = declared(find(name))["deep-eighth"].model_config().to_dict()

@@ -47,6 +47,7 @@ def finished(tmp_path_factory):
         out = tmp_path_factory.mktemp("finished") / "run"
         code, output = run(command, "v3-tiny", "--out", out, *options, *SMALL, *CAUSAL)
         assert code == 0 and (command == "train" or "accuracy(sst-2) " in output), output
+        assert all((f"chiar {way} {out}" in output) == (command == "train") for way in ("explore", "generate"))
         return out
 
     return make
@@ -75,6 +76,7 @@ def test_a_classifier_goes_on_by_the_name_of_its_run(classifier, tmp_path):
     shutil.copytree(classifier, tmp_path / "run", symlinks=True)
     code, said = run("finetune", "--resume", tmp_path / "run", "--steps", 97, "--extend")
     assert code == 0 and "resuming after step 96 of 97" in said and "step 97/97" in said
+    assert re.search(r"next: chiar eval \S+ --data \S+\n$", said), "the page and generate take language models"
     code, said = run("finetune", "--resume", tmp_path / "run", "--epochs", 9)
     assert code == 2 and "--epochs is for a new run" in said
 

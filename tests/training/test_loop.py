@@ -291,7 +291,11 @@ def test_an_older_run_is_resumed(config, go, tmp_path):
         ({"initial": "x"}, "there is no model in x"),
         ({"vocab_size": 2**70}, "vocab_size must be a number of at most"),
         ({"entropy_eps": float("inf")}, "entropy_eps must be a number of at most"),
+        ({"hidden_size": 10**9}, "hidden_size must be a number of at most 268,435,456"),
+        ({"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers must be a number of at most 10,000"),
         ({"pad_token_id": -1}, "pad_token_id must not be negative"),
+        ({"eos_token_id": [0, -1]}, r"eos_token_id must not be negative, got \[0, -1\]"),
+        ({"eos_token_id": []}, "eos_token_id is an empty list"),
         ({"data": []}, "no data"),
         ({"weights": [1, 2]}, "2 weights for 1 corpora"),
         ({"length": 10**7}, "too few for one row"),
@@ -312,7 +316,7 @@ def test_impossible_settings(changes, message, config, go, tmp_path, monkeypatch
 DAMAGES = {
     "cut off": (lambda text: text[:-20], "line 8 dropped, 7 records kept"),
     "foreign bytes": (lambda text: text.replace(b'"step": 3', b"\xff\xfe\x00", 1), "line 3 dropped, 7 records kept"),
-    "another program's": (lambda text: b'[1]\n{"a": 1}\n' + text, "line 1, 2 dropped, 8 records kept"),
+    "another program's": (lambda text: b'[1]\n{"a": 1}\n' + text, "lines 1, 2 dropped, 8 records kept"),
     "gone": (lambda text: b"", None),
 }
 

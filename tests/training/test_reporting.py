@@ -91,6 +91,17 @@ def test_training_takes_three_times_the_forward_pass_and_the_entropy_router_has_
     assert training_flops(learned, T) == 3 * count_dense_execution(learned, T).total
 
 
+def test_early_heads_learn_in_training_and_are_counted_once():
+    head = 2 * 32 * 257
+    for router, runs in (("predictive", 0), ("space", 0), ("boundary", 1)):
+        config = presets.get("v5-tiny", router=router)
+        count = count_flops(config, 64, shares := operator_shares(config))
+        without = 3 * (count.total - count.part("router")) + (3 if runs else 0) * count.part("router")
+        assert training_flops(config, 64, shares) == pytest.approx(without + 3 * head)
+    quiet = presets.get("v5-tiny", router="space", early_weight=0.0)
+    assert training_flops(quiet, 64) == 3 * count_dense_execution(quiet, 64).total
+
+
 def test_mfu_is_in_the_metrics_where_the_peak_is_known(config, go, capsys):
     record = go("run", quiet=False, steps=2, peak_tflops=0.5)
     assert record["mfu"] == round(record["tokens_per_second"] * training_flops(config(), 16) / 0.5e12, 4)

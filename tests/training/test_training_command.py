@@ -57,3 +57,11 @@ def test_rows_of_a_pass_divide_the_batch_by_themselves(corpus, tmp_path):
     more = ["--device", "cpu", "--steps", 1, "--length", 8, "--batch", 48]
     assert run("train", "v3-tiny", "--data", corpus, "--out", tmp_path / "run", *more)[0] == 0
     assert RunFolder(tmp_path / "run").begun()[1].micro_batch == 16
+
+
+def test_a_run_stands_for_its_best_model(corpus, tmp_path):
+    more = ["--data", corpus, "--device", "cpu", "--steps", 1, "--length", 8]
+    assert run("train", "v3-tiny", "--out", tmp_path / "run", "--set", "hidden_size=16", *more)[0] == 0
+    assert run("train", tmp_path / "run", "--out", tmp_path / "alike", *more)[0] == 0
+    assert RunFolder(tmp_path / "alike").begun()[0].hidden_size == 16
+    assert run("plot", "model", tmp_path / "run", "--out", tmp_path / "model.svg")[0] == 0

@@ -67,7 +67,7 @@ class Text(Source):
         said = [f"splits by file names: {', '.join(self.paths)}."] if self.named else []
         plain = [file.name for file in self.paths["train"] if not has_rows(file)]
         if len(self.carve) > 1 and len(plain) < len(self.paths["train"]):
-            said += super().told
+            said += [line.replace("document", "row") for line in super().told]
         if self.home:
             counts = ", ".join(f"{split} {[*self.home.values()].count(split)}" for split in self.splits)
             said += [f"splits by whole files: {counts}."]

@@ -10,7 +10,6 @@ In language corpora each document is followed by the end of text. Opening never 
 mapped into memory: where a mapped file shrinks, the system kills the process that looks at it.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -25,10 +24,7 @@ from chiar.data.tokenizers import Tokenizer
 from chiar.errors import InputError, errors_as, require, unknown_name
 
 FORMAT = "chiar-corpus/1"
-SHRUNK = (
-    "this file was cut short after it was opened: restore it, or remove the corpus and prepare it again, then repeat"
-)
-SHRUNK += " the command (chiar train with --resume)"
+RECOVER = "restore it, or remove the corpus and prepare it again"
 COUNTED = ("documents", "tokens", "bytes", "words", "lines")
 
 
@@ -64,7 +60,7 @@ class Split:
         weakref.finalize(self, lambda shards: [*map(os.close, shards)], self._shards)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` ids from `start` on, not to be written to; OSError where the file no longer holds them."""
+        """`count` ids from `start` on, not to be written to; InputError where the file no longer holds them."""
         parts, stop, size = [], start + count, self.dtype.itemsize
         if start < 0 or count < 0 or stop > self.tokens:
             raise IndexError(f"ids {start} to {stop} of split {self.name!r}, which has {self.tokens}")
@@ -73,7 +69,8 @@ class Split:
             wanted = min(stop - start, self._shard_tokens - offset)
             data = os.pread(self._shards[shard], wanted * size, offset * size)
             if len(data) < size:
-                raise OSError(errno.EIO, SHRUNK, str(self._files[shard]))
+                what = f"{self._files[shard]} was cut short after it was opened"
+                raise InputError(f"{what}: {RECOVER}, then repeat the command (chiar train with --resume).")
             parts.append(np.frombuffer(data, self.dtype, len(data) // size))
             start += len(parts[-1])
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
@@ -145,7 +142,7 @@ class Corpus:
                         wrong = "is missing" if size is None else f"has {size} bytes, expected {expected}"
                     elif verify and file_hash(stored) != file["sha256"]:
                         wrong = "does not have the hash in the manifest"
-                    require(not wrong, f"{stored} {wrong}: restore it, or remove the corpus and prepare it again.")
+                    require(not wrong, f"{stored} {wrong}: {RECOVER}.")
         if verify:
             corpus.tokenizer()
         return corpus

@@ -152,8 +152,9 @@ class Tokenizer:
         """Byte-level BPE with at most `vocab_size` entries; the same texts give the same tokenizer, in any order."""
         from tokenizers.trainers import BpeTrainer
 
-        if vocab_size < 257:
-            raise InputError(f"--vocab-size must be at least 257 (256 bytes and the end of text), got {vocab_size}.")
+        sizes = "at least 257 (256 bytes and the end of text) and at most a million"
+        if not 257 <= vocab_size <= 1_000_000:  # the trainer takes memory for every entry it may make
+            raise InputError(f"--vocab-size must be {sizes}, got {vocab_size}.")
         model = cls("bpe", (), ())._model()
         settings: Any = {"min_frequency": 2, "show_progress": False, "initial_alphabet": sorted(BYTE_OF_CHARACTER)}
         model.train_from_iterator(in_parts(texts), BpeTrainer(vocab_size=vocab_size - 1, **settings))

@@ -17,11 +17,11 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 
 def evaluate(
     models: Annotated[list[str], Argument(metavar="MODEL|RUN|REPORT...", help="Also reports written by --json.")],
-    data: Annotated[Path | None, Option(metavar="DIR", help="A prepared corpus.")] = None,
+    data: Annotated[Path | None, Option(metavar="CORPUS", help="A prepared corpus.")] = None,
     split: SplitName = "valid",
-    length: Annotated[int | None, Option(min=1, help="Tokens a row; the model's trained length.")] = None,
-    stride: Annotated[int | None, Option(help="Slide windows by so many tokens, predicting only the new ones.")] = None,
-    rows: Annotated[int | None, Option(min=1, help="Read at most so many blocks or documents.")] = None,
+    length: Annotated[int | None, Option(min=1, help="Tokens a row. [default: the trained length]")] = None,
+    stride: Annotated[int | None, Option(help="Slide windows by so many new tokens. [default: --length]")] = None,
+    rows: Annotated[int | None, Option(min=1, help="Blocks or documents to read at most. [default: all]")] = None,
     batch: Annotated[int, Option(min=1, help="Rows at a time.")] = 16,
     precision: Annotated[str, Option(metavar="fp32|bf16", help="Of the matrix products.")] = "fp32",
     device: Annotated[str, Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")] = "auto",
@@ -31,7 +31,7 @@ def evaluate(
     harness: Annotated[str | None, Option(metavar="TASK,…", help="Tasks of lm-evaluation-harness instead.")] = None,
     harness_path: Annotated[Path | None, Option(metavar="DIR", help="Your own task files, only these.")] = None,
     harness_download: Annotated[bool, Option("--harness-download", help="Let tasks download their data.")] = False,
-    few_shot: Annotated[int | None, Option(min=0, help="Examples before each question; as the task says.")] = None,
+    few_shot: Annotated[int | None, Option(min=0, help="Examples before each question. [default: the task's]")] = None,
 ) -> None:
     """Measure perplexity or accuracy, routed fractions and counted FLOPs on a prepared corpus, or scores on tasks of
     lm-evaluation-harness. Several models and reports are put side by side, the first as the baseline. Of a run the best

@@ -128,7 +128,10 @@ class Tally:
         if not self.loss.isfinite():
             raise InputError("the loss is not finite: the model's weights are damaged or its training diverged.")
         rows = zip(self.config.routed_layers, (self.counts_LK / self.tokens).tolist(), strict=True)
-        layers = [LayerUse(layer, dict(zip(self.operators, shares, strict=True))) for layer, shares in rows]
+        layers = [
+            LayerUse(layer, dict(zip(self.operators, shares, strict=True)), len(self.config.stacks.get(layer, [layer])))
+            for layer, shares in rows
+        ]
         gate = (float(self.gate / self.tokens), self.config.gate_pool) if self.config.meta_router else (None, None)
         return float(self.loss) / count, RoutingUse(layers, *gate)
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from rich.table import Table
 
+from chiar.colours import layer_numbers
 from chiar.errors import InputError, errors_as, require
 from chiar.files import check_file
 from chiar.training.run_folder import METRICS, RUN, RunFolder
@@ -82,10 +83,11 @@ class ClassScores:
 
 @dataclass(frozen=True)
 class LayerUse:
-    """Which share of tokens each operator of a routed layer got; layers count from 0."""
+    """Which share of tokens each operator of a routed layer, or of the dark stack that begins there, got; from 0."""
 
     layer: int
     use: dict[str, float]
+    layers: int = 1  # of a stack
 
 
 @dataclass(frozen=True)
@@ -245,10 +247,11 @@ def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
             found["FLOPs ÷ baseline"] = f"{report.flops / shared.flops:.4f}"
             for layer in report.routing.layers if len(entries) == 1 else ():
                 shares = ", ".join(f"{operator} {share:.4f}" for operator, share in layer.use.items())
-                found[f"tokens of layer {layer.layer + 1}"] = shares
+                numbers = layer_numbers(range(layer.layer, layer.layer + layer.layers))
+                found[f"tokens of layer {numbers}"] = shares
         if training:
             for corpus, loss in training.validation.items():
-                found[f"validation loss on {corpus}"] = f"{loss:.4f}"
+                found[f"last validation loss on {corpus}"] = f"{loss:.4f}"
                 found[f"… gap, {corpus}"] = shown(loss - losses[corpus] if corpus in losses else None, "+.4f")
             found["train tokens/s"] = shown(training.tokens_per_second, ",.0f")
         if training and first.training and not shared:

@@ -16,9 +16,7 @@ def explore(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     most_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 1024,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    export: Annotated[
-        Path | None, typer.Option("--out", "--export", metavar="FILE", help="Write the view of --prompt: .html.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the view of --prompt: .html.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text to export; repeatable.")] = None,
     evaluation: Annotated[list[Path] | None, typer.Option(help="A report of chiar eval to export; repeatable.")] = None,
     overwrite: Overwrite = False,
@@ -28,18 +26,18 @@ def explore(
     """Serve a local page that routes what you type, live. Without MODEL the page says how to get one."""
     from chiar.errors import InputError, optional_module
 
-    if model is None and (beside is not None or export is not None):
+    if model is None and (beside is not None or out is not None):
         option = "--out" if beside is None else "--beside"
         raise InputError(f"{option} needs a first model: chiar explore MODEL {option} …")
-    if (export is None) != (not prompt) or (evaluation and export is None):
+    if (out is None) != (not prompt) or (evaluation and out is None):
         raise InputError("--out FILE.html and --prompt TEXT go together: what is written is the view of a prompt.")
     names = [name for name in (model, beside) if name]
-    if export is not None:
+    if out is not None:
         from chiar.explore.report import write_report
 
-        write_report(names, prompt or [], export, evaluation or [], overwrite, tokenizer=tokenizer, seed=seed)
-        typer.echo(f"wrote {export}")
-        return visit(export.resolve().as_uri()) if open_page else None
+        write_report(names, prompt or [], out, evaluation or [], overwrite, tokenizer=tokenizer, seed=seed)
+        typer.echo(f"wrote {out}")
+        return visit(out.resolve().as_uri()) if open_page else None
     for package in ("starlette", "uvicorn"):
         optional_module(package, "page", "the page")
     from chiar.explore.server import Explorer, open_models

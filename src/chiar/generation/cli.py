@@ -7,7 +7,7 @@ import typer
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a training run (its best model).")]
 Gate = Annotated[str, typer.Option(metavar="prefill|refuse", help="A gate that sees later tokens: freeze it, or stop.")]
-Fast = Annotated[bool | None, typer.Option("--fast/--no-fast", help="Decode by a fixed step. Default: on a GPU.")]
+Fast = Annotated[bool | None, typer.Option("--fast/--no-fast", help="Decode by a fixed step. [default: on a GPU]")]
 Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer folder, if the model folder has none.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")]
 
@@ -22,8 +22,8 @@ def generate(
     model: Model,
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Sample at this temperature.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Sample at it. [default: greedy]")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens. [default: all]")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the likeliest of this share.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
     routes: Annotated[bool, typer.Option("--routes", help="Show how light or dark each token was routed.")] = False,
@@ -38,9 +38,9 @@ def generate(
     from rich.console import Console
     from rich.text import Text
 
-    from chiar.colours import route_colour
+    from chiar.colours import layer_numbers, route_colour
     from chiar.errors import require
-    from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind
+    from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind, shades
     from chiar.visible import visible
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
@@ -53,30 +53,43 @@ def generate(
     if room < max_new_tokens:
         note(f"the model has {config.max_position_embeddings} learned positions: {room} tokens fit behind the prompt.")
     console, characters, writer = Console(highlight=False, soft_wrap=True), Characters(codec), Writer(opened, routes)
-    dark: list[float] = []
+    seen: list[tuple[float, float]] = []  # of each token how dark it is shown, and was routed
+    stacks = " and ".join(map(layer_numbers, config.stacks.values()))
 
-    def marked(text: str, share: float) -> Text:
+    def marked(text: str, share: float, dark: bool = False) -> Text:
         """On a background between yellow and blue, or behind a shade where there is no colour."""
         if console.color_system is None or console.no_color:
             return Text(SHADES[min(int(share * len(SHADES)), len(SHADES) - 1)] + text)
-        return Text(text, f"{'black' if share < 0.5 else 'white'} on {route_colour(share)}")
+        line = "bold underline " if dark and stacks else ""
+        return Text(text, f"{line}{'black' if share < 0.5 else 'white'} on {route_colour(share)}")
+
+    def note_routes() -> None:
+        if writer.trace:
+            seen.extend(zip(shades(writer.trace), darkness(writer.trace), strict=True))
 
     def show(count: int, text: str) -> None:
         if shown := visible(text):
-            console.print(marked(shown, sum(dark[:count]) / count) if routes else Text(shown), end="")
+            share, dark = (sum(part) / count for part in zip(*seen[:count], strict=True)) if routes else (0.0, 0.0)
+            console.print(marked(shown, share, dark >= 0.5) if routes else Text(shown), end="")
             console.file.flush()
-        del dark[:count]
+        del seen[:count]
 
-    if routes:
-        steps = [marked(f" {share:.0%} ", share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
-        console.print(Text.assemble("light ", *steps, " dark: share of the routed layers that chose attention"))
     row, read = Row(codec, replace(sampling, max_new_tokens=room), opened.device), writer.read_prompt(ids)
-    dark += darkness(writer.trace) if writer.trace else []
+    note_routes()
+    if writer.trace:
+        layer = writer.trace.coloured_by
+        by_entropy = layer is not None and layer.entropy_name != "spectral entropy"
+        steps = [marked("  " if by_entropy else f" {share:.0%} ", share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        meaning = "share of the routed layers that chose attention"
+        if by_entropy and layer is not None:
+            meaning = f"H from 0 to 1, {layer.entropy_name}" + (", τ half-way" if layer.thresholds else "")
+        passed = f"; underlined: passed layers {stacks}" if stacks else ""
+        console.print(Text.assemble("light ", *steps, f" dark: {meaning}{passed}"))
+    writer.begin(read, [row])  # where it fails, no half a line is left before the sentence
     for token in ids:
         show(*characters.add(token))
-    writer.begin(read, [row])
     for written in writer.follow(row):
-        dark += darkness(writer.trace) if writer.trace else []
+        note_routes()
         show(*characters.add(written.id))
     show(*characters.end())
     console.print()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as logits
 
+from chiar.colours import uncertainty
 from chiar.config import ChiarConfig
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError, require, unknown_name
@@ -285,6 +286,15 @@ def darkness(trace: RoutingTrace) -> list[float]:
     dark = [[float(name == "attention") for name in layer.operators] for layer in layers]
     weights_BTK = [layer.weights_BTK.float().clamp(max=1.0) for layer in layers]
     return torch.stack([w @ w.new_tensor(d) for w, d in zip(weights_BTK, dark, strict=True)]).mean(0)[0].tolist()
+
+
+def shades(trace: RoutingTrace) -> list[float]:
+    """How dark to show each token: by H where it is of a prediction, with τ half-way; else by route."""
+    layer = trace.coloured_by
+    if layer is None or layer.entropy_BT is None or layer.entropy_name == "spectral entropy":
+        return darkness(trace)
+    cut = layer.thresholds[0] if layer.thresholds else None
+    return [uncertainty(entropy, cut) for entropy in layer.entropy_BT[0].tolist()]
 
 
 def open_writer(

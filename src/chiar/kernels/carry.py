@@ -1,10 +1,12 @@
-"""What a sequence said last: y_t = v_last(t), where last(t) is the latest marked token at or before t; or a running mean
-of what it said. Each beside its definition."""
+"""What a sequence said last: y_t = v_last(t), where last(t) is the latest marked token at or before t; or a running
+mean of what it said. Each beside its definition."""
 
 import torch
 from torch import Tensor
 
 from chiar.kernels.packing import accumulation_dtype, operator
+
+AT_ONCE = 128  # tokens of a block of a running mean
 
 
 def last_marked(values_BTD: Tensor, marked_BT: Tensor, before_B1D: Tensor | None = None) -> Tensor:
@@ -33,12 +35,12 @@ def spread_gradient(grad_ND: Tensor, token_P: Tensor, used_P: Tensor, said_N: Te
     saved=lambda inputs, outputs: inputs[1:],
 )  # fmt: skip
 def spread(values_PD: Tensor, token_P: Tensor, used_P: Tensor, said_N: Tensor, last_N: Tensor) -> Tensor:
-    """Of packed values, which belong to tokens `token_P` where `used_P`, the one at `last_N` for every token, and 0 where
-    nothing was `said` yet. Packed tokens stand in the order of the text."""
+    """Of packed values, which belong to tokens `token_P` where `used_P`, the one at `last_N` for every token, and 0
+    where nothing was `said` yet. Packed tokens stand in the order of the text."""
     return torch.where(said_N[:, None], values_PD[last_N], 0)
 
 
-def smoothed(values_BTD: Tensor, weight_BT: Tensor, before_B1D: Tensor | None = None, block: int = 128) -> Tensor:
+def smoothed(values_BTD: Tensor, weight_BT: Tensor, before_B1D: Tensor | None = None, block: int = AT_ONCE) -> Tensor:
     """The running mean m_t = w_t v_t + (1 − w_t) m_{t−1}, in blocks of tokens: inside one it is a triangular product of
     decays, which never exceed 1. A token of weight 0 repeats the mean."""
     B, T, D = values_BTD.shape

@@ -19,10 +19,10 @@ def decode_attention(
     q_BHd: Tensor, k_BHd: Tensor, v_BHd: Tensor, key_BHLd: Tensor, value_BHLd: Tensor, length_B: Tensor,
     takes_part_B: Tensor, implementation: str = "auto", window: int = 0,
 ) -> Tensor:  # fmt: skip
-    """softmax(q Kᵀ/√d) V, (B, H, d), over the first `length_B` entries of each row and the new one, or the last `window`
-    of these. Rows that take part
-    store k and v at entry `length_B`, which rises by one and must stay below L; the others give 0. What lies behind a
-    row's entries is arbitrary, on a CPU finite. Scores and sums are fp32 (float64 for float64)."""
+    """softmax(q Kᵀ/√d) V, (B, H, d), over the first `length_B` entries of each row and the new one, or the last
+    `window` of these. Rows that take part store k and v at entry `length_B`, which rises by one and must stay below L;
+    the others give 0. What lies behind a row's entries is arbitrary, on a CPU finite. Scores and sums are fp32 (float64
+    for float64)."""
     tensors = q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B
     B, H, L, d = key_BHLd.shape
     wanted = [(B, H, d)] * 3 + [(B, H, L, d)] * 2 + [(B,)] * 2
@@ -75,11 +75,11 @@ def cpu_forward(*tensors: Tensor, window: int = 0) -> Tensor:
     value_BHLd[rows, :, length_B[rows]] = v_BHd[rows]
     length_B += takes_part_B
     longest, first = int(length_B[rows].max()), max(0, int(length_B[rows].min()) - window) if window else 0
-    seen = slice(None) if len(rows) == len(length_B) else rows
-    key, value = key_BHLd[seen, :, first:longest], value_BHLd[seen, :, first:longest]
-    entry_L, length_B1 = torch.arange(first, longest), length_B[seen][:, None]
+    those = slice(None) if len(rows) == len(length_B) else rows
+    key, value = key_BHLd[those, :, first:longest], value_BHLd[those, :, first:longest]
+    entry_L, length_B1 = torch.arange(first, longest), length_B[those][:, None]
     visible = entry_L < length_B1
     visible = (visible & (entry_L >= length_B1 - window) if window else visible)[:, None, None]
     mask = None if bool(visible.all()) else visible
-    out_BHd[rows] = F.scaled_dot_product_attention(q_BHd[seen][:, :, None], key, value, attn_mask=mask)[:, :, 0]
+    out_BHd[rows] = F.scaled_dot_product_attention(q_BHd[those][:, :, None], key, value, attn_mask=mask)[:, :, 0]
     return out_BHd

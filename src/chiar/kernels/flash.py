@@ -14,7 +14,13 @@ def has_flash(x: Tensor) -> bool:
 
 
 def flash(
-    q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, rows: Tensor | None, longest: int, window: int | None, dropout: float
+    q_BTHd: Tensor,
+    k_BTHd: Tensor,
+    v_BTHd: Tensor,
+    rows: Tensor | None,
+    longest: int,
+    window: int | None,
+    dropout: float,
 ) -> Tensor:
     """(B, T, H, d), or (P, H, d) with `rows`, the offsets of texts."""
     back = None if window is None else window - 1

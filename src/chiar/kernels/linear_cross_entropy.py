@@ -13,20 +13,21 @@ from torch import Tensor
 
 from chiar.kernels.packing import accumulation_dtype, check_choice, operator, product_dtype, wants_triton
 
-CHUNK_ROWS = 3072
+CHUNK = 3072 * 50257  # logits at a time, where nobody says how many rows
 # 50257 is odd: rows of logits that begin at odd places slow down every product and every load.
 COLUMN_MULTIPLE = 16
 
 
 def linear_cross_entropy(
     states_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, ignore_index: int = -100, reduction: str = "mean",
-    chunk_rows: int = CHUNK_ROWS, implementation: str = "auto",
+    chunk_rows: int | None = None, implementation: str = "auto",
 ) -> Tensor:  # fmt: skip
     """F.cross_entropy(states @ weight.T, targets), in fp32 (float64 for float64 states), in little memory. Products run
     in the dtype of the states, or autocast's; softmax, loss and the weight's gradient are fp32. Where every target is
     ignored the mean is 0. "none" gives each row's loss and has no gradient."""
     check_choice("reduction", reduction, ("mean", "sum", "none"))
     check_choice("implementation", implementation, ("auto", "torch", "triton"))
+    chunk_rows = max(1, CHUNK // len(weight_VD)) if chunk_rows is None else chunk_rows
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}.")
     states_ND = states_ND.to(product_dtype(states_ND))

@@ -130,7 +130,7 @@ class Block(nn.Module):
 
         self.operators = nn.ModuleDict({name: registry.OPERATORS[name].make(name, config) for name in self.names})
         if self.kind == "attention":
-            self.operators["attention"].window = config.window
+            self.operators["attention"].window = config.window  # type: ignore[assignment]
         normed = [name for name in self.names if not (self.equation and is_light(name))]
         self.norms = nn.ModuleDict({name: make_norm(config, name) for name in normed})
         self.ffn = FeedForward(config.hidden_size, config.intermediate_size, config.dropout)

@@ -19,6 +19,7 @@ class LayerMemory(Protocol):
     def get(self, name: str) -> Tensor | None: ...
     def put(self, name: str, value: Tensor) -> None: ...  # in the place of what was there, where that is possible
     def ragged(self, name: str, window: int | None = None) -> RaggedStore: ...
+
     # Where an operator stores its keys: all real tokens, or its own; or the last `window` of them.
 
 
@@ -63,9 +64,10 @@ class TokenContext:
         if self.real_BT is not None:  # padding is lighter than any token
             score_N = score_N.masked_fill(~self.real_BT.flatten(), -torch.inf)
             dark = (self.real_BT.sum() * self.share).long()
-            light = (len(score_N) - dark).clamp(1, len(score_N))
-            return score_N.sort().values[light - 1]
-        return score_N.kthvalue(max(light, 1)).values if not score_N.is_cuda else score_N.sort().values[max(light, 1) - 1]
+            return score_N.sort().values[(len(score_N) - dark).clamp(1, len(score_N)) - 1]
+        return (
+            score_N.kthvalue(max(light, 1)).values if not score_N.is_cuda else score_N.sort().values[max(light, 1) - 1]
+        )
 
     def past(self, name: str, values: Tensor, reach: int, missing: float = 0) -> Tensor:
         """Of (B, T, …) values, those of the `reach` real tokens before each token, the nearest last: (B, T, reach, …),
@@ -118,8 +120,8 @@ def put_back(y_BTC: Tensor, real_BT: Maybe) -> Tensor:
 
 
 def visible_keys(key_BS: Tensor, queries: int, window: int | None = None) -> Tensor:
-    """Which keys the last `queries` tokens see, (B, 1, T, S): marked keys up to themselves, or the last `window` of these,
-    and always themselves."""
+    """Which keys the last `queries` tokens see, (B, 1, T, S): marked keys up to themselves, or the last `window` of
+    these, and always themselves."""
     keys = key_BS.shape[1]
     query_T1 = torch.arange(keys - queries, keys, device=key_BS.device)[:, None]
     key_S = torch.arange(keys, device=key_BS.device)

@@ -121,12 +121,12 @@ class DarkStack(nn.Module):
     def lay_out(self, x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory) -> "Layout":
         """How the stack sees its tokens. Where the host may look and none is dark, nothing runs."""
         inner = replace(context, keep_entropy=False, threshold=None, share=None)
-        looks = not (context.room_is_made or torch.compiler.is_compiling() or (x_BTD.is_cuda and self.training))
+        looks = not (context.room_is_made or torch.compiler.is_compiling()) and host_looks(x_BTD, self.training)
         if looks and not torch.is_grad_enabled() and not bool(dark_BT.any()):
             return Everywhere(dark_BT, inner, is_empty=True)
         if context.sparse and has_flash(x_BTD) and memory is None:
             return Together(dark_BT, inner, self, int(dark_BT.sum()) if looks else None)
-        if context.sparse and (looks or not x_BTD.is_cuda):
+        if context.sparse and looks:
             return Together(dark_BT, inner, self, int(dark_BT.sum(1).max()), in_rows=True)
         return Everywhere(dark_BT, inner)
 
@@ -238,10 +238,10 @@ class Everywhere(Layout):
 
 
 class Together(Layout):
-    """Dark tokens packed, each row's in order: in rows of `room` places, or one behind the other in `room` places, with a
-    gap behind each row that filters along time look back on. Where the host may not look, `room` is None: as many as a
-    batch is meant to have, times what its router may need. Should there be more, some, evenly spread, are light in this
-    pass, and `dropped` tells how many. A pass that is not for training never drops any."""
+    """Dark tokens packed, each row's in order: in rows of `room` places, or one behind the other in `room` places, with
+    a gap behind each row that filters along time look back on. Where the host may not look, `room` is None: as many as
+    a batch is meant to have, times what its router may need. Should there be more, some, evenly spread, are light in
+    this pass, and `dropped` tells how many. A pass that is not for training never drops any."""
 
     def __init__(
         self, dark_BT: Tensor, context: TokenContext, stack: DarkStack, room: int | None, in_rows: bool = False
@@ -250,7 +250,7 @@ class Together(Layout):
         self.shape, numbers_N = (B, T), torch.arange(B * T, device=device)
         self.left_out: Maybe = None
         if room is None:
-            room = min(B * T, int(stack.room * stack.share * B * T) + 1)
+            room = min(B * T, int(stack.room * stack.share * B * T) + 1) if stack.training else B * T
             dark_BT, self.left_out = thinned(dark_BT, room)
         self.dark_BT, rank_BT, count_B = dark_BT, dark_BT.cumsum(1) - 1, dark_BT.sum(1)
         if in_rows:
@@ -304,6 +304,11 @@ class Together(Layout):
         assert before_B1D is None
         packed = self.packing.token_P, self.used_P, self.said_N, self.last_N
         return spread(change.flatten(0, 1), *packed).view(*self.shape, -1)
+
+
+def host_looks(x_BTD: Tensor, training: bool) -> bool:
+    """Whether the number of dark tokens may be read: a GPU would have to be waited for in every training step."""
+    return not (x_BTD.is_cuda and training)
 
 
 def thinned(dark_BT: Tensor, room: int) -> tuple[Tensor, Tensor]:

@@ -28,8 +28,8 @@ class Shelf:
             store.most += 1
 
     def look(self, writing: "RaggedStore | None" = None) -> None:
-        """Wait for every store's longest row. Who grows takes along who soon would: a step must be captured again. A store
-        that is being written has rows longer than what it holds: it cannot slide."""
+        """Wait for every store's longest row. Who grows takes along who soon would: a step must be captured again. A
+        store that is being written has rows longer than what it holds: it cannot slide."""
         known = [(store, store.length_B) for store in self.stores if store.length_B is not None]
         for device in {length_B.device for _, length_B in known}:
             here = {store: length_B.max() for store, length_B in known if length_B.device == device}
@@ -45,8 +45,8 @@ class RaggedStore:
     """Named tensors (B, H, L, d), L entries of which the first `length_B` of each row count, in the order of tokens.
     Lengths live on the device; the host has `most`, a bound on the longest row, and looks at the true lengths when it
     reaches the capacity. Between looks all is written in place. The last entry is never in use: of several tokens at
-    once those that are no keys are written there, which needs no look at values. With a `window` only so many entries of
-    a row, the last, will be seen again: when there is no more room these slide to the beginning."""
+    once those that are no keys are written there, which needs no look at values. With a `window` only so many entries
+    of a row, the last, will be seen again: when there is no more room these slide to the beginning."""
 
     def __init__(self, shelf: Shelf, window: int | None = None) -> None:
         self.shelf, self.window = shelf, window
@@ -84,7 +84,7 @@ class RaggedStore:
         return self.window is not None and self.most > self.window
 
     def slide(self) -> None:
-        """Keep the last `window` entries of each row, in the same place where the room they need is the room there is."""
+        """Keep the last `window` entries of each row; the tensors stay in place once their room is a window's."""
         assert self.window is not None and self.length_B is not None
         window, length_B = self.window, self.length_B
         capacity = -(-(window + max(ROOM, window // 4)) // BLOCK) * BLOCK

@@ -18,8 +18,8 @@ LIGHT, DARK = 0, 1
 
 
 class ForecastRouter(nn.Module):
-    """A small regression of the final prediction's entropy on the state, which it does not move: H without a softmax. It
-    learns by `forecast_loss`."""
+    """A small regression of the final prediction's entropy on the state, which it does not move: H without a softmax.
+    It learns in DarkStack.loss."""
 
     def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class ForecastRouter(nn.Module):
 
 
 class BoundaryRouter(nn.Module):
-    """H-Net's boundaries (arXiv 2507.07955): p_t = (1 − cos(W_q x_t, W_k x_{t−1})) / 2, dark above ½, the first token with
-    p = 1; the weights are 1, and have the gradient of p where dark and of 1 − p where light. `ratio_loss` holds f."""
+    """H-Net's boundaries (arXiv 2507.07955): p_t = (1 − cos(W_q x_t, W_k x_{t−1})) / 2, dark above ½, the first token
+    with p = 1. The weights are 1, with the gradient of p where dark and of 1 − p where light. `ratio_loss` holds f."""
 
     def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class BoundaryRouter(nn.Module):
 
 
 class SpaceRouter(ChoiceRouter):
-    """SpaceByte's rule (arXiv 2404.14408): dark is a space-like byte behind one that is not, and the first byte. Space-like
-    is ASCII that is neither letter nor digit; bytes of longer characters and ids beyond bytes are not."""
+    """SpaceByte's rule (arXiv 2404.14408): dark is a space-like byte behind one that is not, and the first byte.
+    Space-like is ASCII that is neither letter nor digit; bytes of longer characters and ids beyond bytes are not."""
 
     def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__(2)

@@ -18,14 +18,14 @@ def models() -> None:
     from chiar.config_checks import LIGHT_LAYERS
     from chiar.model.load import count_parameters
 
-    columns = ("layers: light + routed + dark", "beside attention")
+    columns = ("layers: light + routed + dark + attention", "beside attention")
     table = Table("preset", "parameters", "D", "heads", *columns, "router", "positions", "gate", box=None)
     for name in presets.NAMES:
         config = presets.get(name)
         kinds, sizes = config.layer_types or [], (config.hidden_size, config.num_attention_heads)
-        light, routed = sum(map(kinds.count, LIGHT_LAYERS)), kinds.count("routed")
-        layers = f"{light} + {routed} + {len(kinds) - light - routed}"
-        chosen = ("+".join((config.operators or [])[:-1]), f"{config.router}") if routed else ("–", "–")
+        counts = sum(map(kinds.count, LIGHT_LAYERS)), *map(kinds.count, ("routed", "dark", "attention"))
+        layers, routes = "+".join(map(str, counts)), bool(config.routed_layers)
+        chosen = ("+".join((config.operators or [])[:-1]), f"{config.router}") if routes else ("–", "–")
         gate = config.gate_pool if config.meta_router else "–"
         table.add_row(name, f"{count_parameters(config):,}", *map(str, sizes), layers, *chosen, config.positions, gate)
     show(table)
@@ -34,10 +34,10 @@ def models() -> None:
 def convert(
     source: Annotated[str, Argument(metavar="SOURCE", help="A model folder, or the author's .pt file (never run).")],
     out: Annotated[Path, Option(metavar="FOLDER", help="New model folder.")],
-    coordinates: Annotated[str | None, Option(metavar="spectral|features", help="Of a folder's stream.")] = None,
-    tau: Annotated[float | None, Option(help="Of a file: its threshold (0.8954 at width 1024).")] = None,
-    routing: Annotated[str | None, Option(help="Of a file: soft or hard, where it does not say.")] = None,
-    pool: Annotated[str | None, Option(help="Of a file: last or mean, how a classifier pools tokens.")] = None,
+    coordinates: Annotated[str | None, Option(help="Of a folder: spectral or features. [default: spectral]")] = None,
+    tau: Annotated[float | None, Option(help="Of a file: its threshold. [default: the published one]")] = None,
+    routing: Annotated[str | None, Option(help="Of a file: soft or hard. [default: what it says]")] = None,
+    pool: Annotated[str | None, Option(help="Of a file: last or mean, a classifier's pool. [default: last]")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Import a checkpoint of the author's code, or fold a model's basis into its weights (pre-norm RMSNorm models: the

@@ -255,7 +255,8 @@ class ChiarModel(ChiarPreTrainedModel):
         self, first: int, x_BTD: Tensor, context: TokenContext, cache: ChiarCache | None, forced_BT: Maybe
     ) -> tuple[Tensor, StackOutput, list[LayerOutput]]:
         """The dark layers from `first` on, with what stands around them. The first one's output has the route."""
-        layers, dids = self.config.stacks[first], list[LayerOutput]()
+        layers = self.config.stacks[first]
+        dids: list[LayerOutput] = []
 
         def through(z_BTD: Tensor, inner: TokenContext) -> Tensor:
             for i in layers:
@@ -268,24 +269,28 @@ class ChiarModel(ChiarPreTrainedModel):
         x_BTD, done = self.stacks[str(first)](x_BTD, context, memory, forced_BT, through)
         if cache is not None and not dids and not cache.seen:  # a prompt without a dark token leaves all as it begins
             for i in layers:
-                self.layers[i].begin(cache.layers[i], len(x_BTD))  # type: ignore[operator]
+                self.layers[i].begin(cache.layers[i], len(x_BTD))
         dids = dids or [LayerOutput() for _ in layers]
         dids[0] = replace(dids[0], route=done.route, entropy_BT=done.entropy_BT)
         return x_BTD, done, dids
 
     def _routing_loss(self, routes: list[Route], stacks: list[StackOutput], real_BT: Maybe) -> Maybe:
-        losses = [stack.ratio_loss(done, real_BT) for stack, done in zip(self.stacks.values(), stacks, strict=True)]
+        losses = [stack.ratio_loss(done, real_BT) for stack, done in zip(self.dark_stacks, stacks, strict=True)]
         losses.append(collapse_loss(routes, real_BT, self.config.collapse_regulariser))
         there = [loss for loss in losses if loss is not None]
         return torch.stack(there).sum() if there else None
 
-    def early_loss(self, decoded: ChiarModelOutput, targets_BT: Tensor, head: nn.Linear) -> Maybe:
+    def early_loss(self, decoded: ChiarModelOutput, targets_BT: Tensor, head: nn.Linear) -> Tensor:
         """What stacks learn from the next tokens, beside the loss of the model: −100 where there is none."""
-        done, final_BTD = decoded.stacks, decoded.last_hidden_state
-        if not done or final_BTD is None:
-            return None
-        stacks = zip(self.stacks.values(), done, strict=True)
-        return torch.stack([stack.loss(did, targets_BT, final_BTD, head) for stack, did in stacks]).sum()
+        final_BTD, total = decoded.last_hidden_state, targets_BT.new_zeros((), dtype=torch.float32)
+        assert final_BTD is not None
+        for stack, did in zip(self.dark_stacks, decoded.stacks or (), strict=True):
+            total = total + stack.loss(did, targets_BT, final_BTD, head)
+        return total
+
+    @property
+    def dark_stacks(self) -> list[DarkStack]:
+        return [stack for stack in self.stacks.values() if isinstance(stack, DarkStack)]
 
     def _run_gated(self, *arguments: Any) -> tuple[Summands, LayerOutput]:
         """Layer 1 under the MetaRouter. A method, so that who compiles layer by layer can compile both as one."""
@@ -295,7 +300,7 @@ class ChiarModel(ChiarPreTrainedModel):
         first, layers = contexts[0], zip(self.layers, outputs, contexts, strict=True)
         traces = [trace_layer(i, *layer) for i, layer in enumerate(layers)]
         for at, stack in self.config.stacks.items():
-            whole = trace_stack(traces[at], outputs[at], contexts[at])
+            whole = trace_stack(traces[at], outputs[at], contexts[at], self.config.router_kind)
             for i in stack:
                 traces[i] = replace(whole, index=i)
         real_BT = torch.ones_like(first.positions_BT, dtype=torch.bool) if first.real_BT is None else first.real_BT

@@ -54,7 +54,8 @@ def resolve_model(name: str) -> tuple[str, str | None]:
 
 
 def load_config(name: str) -> ChiarConfig:
-    """A preset's configuration or a folder's."""
+    """A preset's configuration, a folder's or a run's."""
+    name = resolve_model(name)[0]
     path = Path(name) / "config.json"
     if path.is_file():
         with errors_as(f"{path} is damaged", ValueError, AttributeError):
@@ -68,9 +69,10 @@ def load_config(name: str) -> ChiarConfig:
 
 
 def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
-    """A language model and its folder; a preset gives random weights and no folder."""
+    """A language model and its folder, of a run that of its best; a preset gives random weights and no folder."""
     from chiar.model.modeling import ChiarForCausalLM
 
+    name = resolve_model(name)[0]
     config = load_config(name)
     if Path(name).is_dir():
         if config.architectures == ["ChiarForSequenceClassification"]:
@@ -84,8 +86,17 @@ def open_weights(kind: Any, folder: str, **options: Any) -> Any:
     """A model of class `kind` with all weights from a folder, finite ones, none left over but a classifier's head. They
     are read, not mapped: mapped weights would end the process where the file shrinks, even long after."""
     logging.disable_progress_bar()
-    with errors_as(f"the weights in {folder} cannot be loaded", SafetensorError, RuntimeError, OSError):
-        model, info = kind.from_pretrained(folder, output_loading_info=True, disable_mmap=True, **options)
+    options |= {"output_loading_info": True, "disable_mmap": True, "ignore_mismatched_sizes": True}
+    verbosity, unfit = logging.get_verbosity(), f"the weights in {folder} cannot be loaded"
+    logging.set_verbosity_error()  # of a table of what does not fit: a sentence below says it
+    try:
+        damaged = f"the weights in {folder} are damaged, restore them or take another model"
+        with errors_as(unfit, RuntimeError, OSError), errors_as(damaged, SafetensorError):
+            model, info = kind.from_pretrained(folder, **options)
+    finally:
+        logging.set_verbosity(verbosity)
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        raise InputError(f"{unfit}: {name} is {tuple(stored)}, and the configuration wants {tuple(wanted)}.")
     if info["missing_keys"]:
         raise InputError(f"{folder} has no weights for {', '.join(sorted(info['missing_keys']))}: it is incomplete.")
     if left := sorted(name for name in info["unexpected_keys"] if not name.startswith("score.")):

@@ -14,6 +14,7 @@ from chiar.layers.context import Maybe
 from chiar.model.modeling import ChiarForCausalLM
 
 ROWS, TOKENS, WORDS = 3, 20, 11  # few words: some come again
+STACK = ["attention", "dark", "dark", "attention"]
 MISMATCH = 1e-5
 """Between logits of float64 models; only rotations and RBF mixing are rounded to fp32, at some 1e-7."""
 NOT_CAUSAL = "is not causal: what it does with a token changes with tokens behind it"
@@ -29,10 +30,11 @@ SAYS_OTHER = {
 def check_router(router: str | Callable[[ChiarConfig, int], Any], **changes: Any) -> None:
     """Raise InputError, one sentence, where a router (its name, or its class) chooses no operator for a token, looks at
     later tokens, other rows or padding, or does otherwise with a cache. `changes`: fields of the small model it is
-    tried in."""
+    tried in; with `layer_types` that have dark ones it chooses what passes a dark stack."""
     everything = registry.RouterKind(router, reads_entropy=True, reads_state=True, has_gradient=True)
     with known("router", registry.ROUTERS, router, everything) as name:
-        check("router", router, {"router": name, "hard_estimator": "selected", **changes})
+        place = {} if registry.ROUTERS[name].of_layers else {"layer_types": STACK}
+        check("router", router, {"router": name, "hard_estimator": "selected", **place, **changes})
 
 
 def check_operator(operator: str | Callable[[ChiarConfig], Any], **changes: Any) -> None:
@@ -67,7 +69,10 @@ def check(what: str, given: Any, changes: dict[str, Any]) -> None:
         model = ChiarForCausalLM(presets.get("v3-tiny", **{**small, **changes})).double().eval()
         for parameter in model.parameters():  # from where a first value of 0 or 1 would hide a fault
             parameter.add_(0.2 * torch.randn_like(parameter))
-        trial = Trial(model, torch.randint(WORDS, (ROWS, TOKENS)))
+        ids_BT = torch.randint(WORDS, (ROWS, TOKENS))
+        if model.model.router_state is not None:  # thresholds that part these tokens
+            model.train()(ids_BT)
+        trial = Trial(model.eval(), ids_BT)
         for fault, same in trial.faults():
             require(same, f"{said} {fault}.")
 

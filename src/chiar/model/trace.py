@@ -12,6 +12,7 @@ from chiar.errors import errors_as
 from chiar.layers.block import Block, LayerOutput
 from chiar.layers.context import TokenContext
 from chiar.layers.routers import EntropyRouter, Route, one_hot
+from chiar.registry import RouterKind
 
 FORMAT = "chiar-routing-trace/1"
 
@@ -29,6 +30,7 @@ class LayerTrace:
     probabilities_BTK: Tensor | None = None  # the learned router's softmax
     gate_BT: Tensor | None = None  # the MetaRouter's g (layer 1 only)
     thresholds: list[float] | None = None
+    entropy_name: str = "spectral entropy"  # which H
 
 
 def trace_layer(index: int, layer: nn.Module, output: LayerOutput, context: TokenContext) -> LayerTrace:
@@ -47,14 +49,19 @@ def trace_layer(index: int, layer: nn.Module, output: LayerOutput, context: Toke
     return LayerTrace(index, layer.kind, *chosen, entropy_BT, probabilities_BTK, gate_BT, thresholds)
 
 
-def trace_stack(trace: LayerTrace, output: LayerOutput, context: TokenContext) -> LayerTrace:
-    """What each layer of a dark stack did: light tokens got what it carries, dark ones passed it."""
+def trace_stack(trace: LayerTrace, output: LayerOutput, context: TokenContext, router: RouterKind) -> LayerTrace:
+    """What each layer of a dark stack did: light tokens got what it carries, dark ones passed it. H is what the router
+    compared with τ, else what it read, else that of the early head."""
     route = output.route
     assert route is not None
     p_BTK = None if route.probabilities_BTK is None else route.probabilities_BTK.detach()
-    cuts = None if context.threshold is None or output.entropy_BT is None else [float(context.threshold)]
+    entropy_BT, cuts = output.entropy_BT, None
+    name = router.score or ("spectral entropy" if router.reads_entropy else "predictive entropy")
+    if router.score:
+        assert route.score_BT is not None
+        entropy_BT, cuts = route.score_BT.detach(), None if context.threshold is None else [float(context.threshold)]
     chosen = list(STACK_OPERATORS), route.choice_BT, route.weights_BTK.detach()
-    return LayerTrace(trace.index, trace.kind, *chosen, output.entropy_BT, p_BTK, None, cuts)
+    return LayerTrace(trace.index, trace.kind, *chosen, entropy_BT, p_BTK, None, cuts, name)
 
 
 @dataclass
@@ -69,8 +76,24 @@ class RoutingTrace:
     @property
     def routed_layers(self) -> list[int]:
         """Where tokens were routed: a dark stack counts once, as its first layer."""
-        kinds = [layer.kind for layer in self.layers]
-        return [i for i, kind in enumerate(kinds) if kind == "routed" or (kind == "dark" and kinds[:i][-1:] != ["dark"])]
+        return [part[0] for part in self.parts if self.layers[part[0]].kind in ("routed", "dark")]
+
+    @property
+    def parts(self) -> list[list[int]]:
+        """Layers that route as one: a dark stack, and every other by itself."""
+        found: list[list[int]] = []
+        for layer in self.layers:
+            if layer.kind == "dark" and found and self.layers[found[-1][0]].kind == "dark":
+                found[-1].append(layer.index)
+            else:
+                found.append([layer.index])
+        return found
+
+    @property
+    def coloured_by(self) -> LayerTrace | None:
+        """Whose H a text is shown by: the first dark stack's, where that is known."""
+        known = (layer for layer in self.layers if layer.kind == "dark" and layer.entropy_BT is not None)
+        return next(known, None)
 
     def operator_use(self, layer: int) -> dict[str, float]:
         """The fraction of real tokens each operator of `layer` gets."""

@@ -18,8 +18,10 @@ from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import Transform
 from chiar.model.decoder import ChiarModel
 from chiar.model.inputs import check_tokens
+from chiar.registry import ROUTERS
 
 RULES, PERCENTILES, FORMAT = ("embeddings", "layers"), (5, 33, 50, 67, 95), "chiar-calibration/1"
+SPECTRAL = "spectral entropy"
 # One model's thresholds mean something in another only if H is the same function of the same kind of vector.
 MUST_AGREE = ("hidden_size", "vocab_size", "basis", "entropy_eps", "entropy_dc_weight")
 Batches = Iterable[dict[str, Tensor]]
@@ -28,7 +30,7 @@ Progress = Callable[[int], None]
 
 @dataclass
 class LayerReport:
-    """The entropies one layer sees (layer None: the token embeddings)."""
+    """The scores one layer or dark stack cuts (layer None: H of the token embeddings)."""
 
     layer: int | None
     tokens: int
@@ -36,8 +38,9 @@ class LayerReport:
     mean: float
     thresholds: list[float]
     split: list[float]  # fraction of tokens each operator gets at these thresholds
-    distance_from_noise: float  # Kolmogorov–Smirnov distance to white noise of the same width
-    shift_from_noise: float  # (mean − white noise's mean) / white noise's standard deviation
+    # Of spectral entropies: the Kolmogorov–Smirnov distance to white noise of the same width, and
+    distance_from_noise: float | None
+    shift_from_noise: float | None  # (mean − white noise's mean) / white noise's standard deviation
 
 
 @dataclass
@@ -46,10 +49,11 @@ class Calibration:
 
     rule: str
     layers: list[LayerReport]  # the embeddings first, under that rule; then the routed layers, with the split they get
-    noise_mean: float
-    noise_deviation: float
+    noise_mean: float | None
+    noise_deviation: float | None
     passes: int = 1  # how often the stream was read
     converged: bool = True  # whether every split of the rule `layers` was stable in the last pass
+    score: str = SPECTRAL  # what is cut
 
     def thresholds(self, routed_layers: int) -> list:
         return spread([layer.thresholds for layer in self.layers], self.rule, routed_layers)
@@ -76,14 +80,16 @@ def noise_entropies(width: int, eps: float, dc_weight: float) -> np.ndarray:
     return np.sort(spectral_entropy(noise, Transform(), eps, dc_weight).double().numpy())
 
 
-def report(layer: int | None, entropy_N: np.ndarray, cuts: list[float], noise_N: np.ndarray) -> LayerReport:
+def report(layer: int | None, entropy_N: np.ndarray, cuts: list[float], noise_N: np.ndarray | None) -> LayerReport:
     seen_N, mean = np.sort(entropy_N), float(entropy_N.mean())
     above = [1.0, *(float((seen_N > cut).mean()) for cut in cuts), 0.0]
-    both = np.concatenate([seen_N, noise_N])
-    ours, white = (np.searchsorted(values, both, "right") / len(values) for values in (seen_N, noise_N))
     percentiles = dict(zip(PERCENTILES, np.percentile(seen_N, PERCENTILES).tolist(), strict=True))
     split = [more - less for more, less in pairwise(above)]
-    distance, shift = float(np.abs(ours - white).max()), float((mean - noise_N.mean()) / noise_N.std())
+    distance = shift = None
+    if noise_N is not None:
+        both = np.concatenate([seen_N, noise_N])
+        ours, white = (np.searchsorted(values, both, "right") / len(values) for values in (seen_N, noise_N))
+        distance, shift = float(np.abs(ours - white).max()), float((mean - noise_N.mean()) / noise_N.std())
     return LayerReport(layer, len(seen_N), percentiles, mean, cuts, split, distance, shift)
 
 
@@ -96,7 +102,8 @@ def calibrate(
 
     "embeddings" is the paper's rule: H of the token embeddings, one τ for all layers; the model may be a baseline.
     "layers" cuts each routed layer at quantiles of the states it really sees. Those depend on the thresholds of the
-    layers before, so the stream is read again, at most `passes` times, until no split moves more than `tolerance`."""
+    layers before, so the stream is read again, at most `passes` times, until no split moves more than `tolerance`.
+    It moves dark stacks too: without `fraction` to the configuration's own f."""
     decoder: ChiarModel = getattr(model, "model", model)
     config = decoder.config
     if rule not in RULES:
@@ -105,16 +112,24 @@ def calibrate(
         raise InputError(f"fraction must lie strictly between 0 and 1, got {fraction}.")
     if isinstance(batches, Iterator):
         raise InputError("the batches are read several times: give a list or another re-iterable, not an iterator.")
-    if config.target_fraction is not None:
+    if config.target_fraction is not None and not config.stacks:
         raise InputError("a model with target_fraction found its thresholds in training: it is not calibrated.")
     if rule == "layers" and not config.routed_layers:
         raise InputError("the model has no routed layers: use rule 'embeddings' to take τ from a baseline.")
-    if rule == "layers" and not config.router_kind.has_thresholds:
+    kind = config.router_kind
+    if config.stacks:
+        check_stacks(config, rule)
+    elif rule == "layers" and not kind.has_thresholds:
         raise InputError(f"router={config.router!r} has no thresholds to calibrate: only the entropy router does.")
     assert config.operators is not None
-    boundaries, before, training = len(config.operators) - 1, config.thresholds, decoder.training
-    routed = config.routed_layers if config.router_kind.has_thresholds else []
-    noise_N = noise_entropies(config.hidden_size, config.entropy_eps, config.entropy_dc_weight)
+    boundaries, training = len(config.operators) - 1, decoder.training
+    before = [cut for (cut,) in in_force(decoder)] if config.stacks else config.thresholds
+    routed = config.routed_layers if kind.has_thresholds or config.stacks else []
+    fractions = [fraction] * len(routed) if fraction or not config.stacks else config.layer_fractions() or []
+    score = SPECTRAL if rule == "embeddings" else kind.score or "lead of attention's logit"
+    noise_N = None
+    if score == SPECTRAL:
+        noise_N = noise_entropies(config.hidden_size, config.entropy_eps, config.entropy_dc_weight)
     moved, done = 0.0, 1
     try:
         decoder.eval()
@@ -128,8 +143,8 @@ def calibrate(
         for done in range(1, passes + 1) if rule == "layers" else ():
             seen = measure(decoder, batches, routed, progress)
             # Reported are the thresholds in force in the last pass, so that the split shown is the split had.
-            used = [list(cuts) for cuts in config.layer_thresholds()]
-            found = [cut(entropy_N, boundaries, fraction) for entropy_N in seen.values()]
+            used = in_force(decoder)
+            found = [cut(score_N, boundaries, f) for score_N, f in zip(seen.values(), fractions, strict=True)]
             moved = max(
                 abs(float((entropy_N > old).mean() - (entropy_N > new).mean()))
                 for entropy_N, olds, news in zip(seen.values(), used, found, strict=True)
@@ -142,26 +157,44 @@ def calibrate(
         decoder.set_thresholds(before)
         decoder.train(training)
     reports = [report(layer, seen[layer], cuts, noise_N) for layer, cuts in zip(seen, used, strict=True)]
-    return Calibration(rule, reports, float(noise_N.mean()), float(noise_N.std()), done, moved <= tolerance)
+    mean, deviation = (None, None) if noise_N is None else (float(noise_N.mean()), float(noise_N.std()))
+    return Calibration(rule, reports, mean, deviation, done, moved <= tolerance, score)
+
+
+def check_stacks(config: ChiarConfig, rule: str) -> None:
+    """InputError unless the router of dark stacks compares a score with a threshold, and is asked for that."""
+    if not config.router_kind.can_follow:
+        known = [name for name, kind in ROUTERS.items() if kind.of_stacks and kind.can_follow]
+        own = ": its share is random_fraction" if config.router_kind.fraction else ""
+        raise InputError(f"router={config.router!r} compares nothing with a threshold{own}: {', '.join(known)} do.")
+    require(rule == "layers", "what chooses for a dark stack does not read embeddings: use rule 'layers'.")
+
+
+def in_force(decoder: ChiarModel) -> list[list[float]]:
+    """The thresholds of each routed layer or dark stack."""
+    state = decoder.router_state
+    if state is None:
+        return [list(cuts) for cuts in decoder.config.layer_thresholds()]
+    return [[threshold] for threshold in state.threshold_L.tolist()]
 
 
 def measure(
     decoder: ChiarModel, batches: Batches, layers: Sequence[int | None], progress: Progress
 ) -> dict[int | None, np.ndarray]:
-    """The entropies that layers see under the thresholds in force; [None]: those of the token embeddings."""
+    """The scores that layers cut under the thresholds in force; [None]: entropies of the token embeddings."""
     config = decoder.config
     seen: dict[int | None, list[np.ndarray]] = {layer: [] for layer in layers}
     for batch in batches:
         inputs = {name: value.to(decoder.device) for name, value in batch.items()}
+        mask_BT = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
         if None in seen:
             check_tokens(batch["input_ids"], None, config.vocab_size)
             x_BTD = decoder.begin_stream(decoder.embed_tokens(inputs["input_ids"]))
             how = decoder.basis.transform(), config.entropy_eps, config.entropy_dc_weight
-            mask_BT = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
             found: dict[int | None, Tensor] = {None: spectral_entropy(x_BTD, *how)[mask_BT]}
         else:
-            trace = decoder(**inputs, output_routing=True).routing
-            found = {layer: trace.layers[layer].entropy_BT[trace.real_BT] for layer in seen}
+            routes = decoder(**inputs, output_routes=True).routes
+            found = {layer: route.score_BT[mask_BT] for layer, route in zip(seen, routes, strict=True)}
         for layer, entropy_N in found.items():
             seen[layer].append(entropy_N.double().cpu().numpy())
         progress(batch["input_ids"].numel())
@@ -186,6 +219,7 @@ def read_thresholds(path: Path, target: ChiarConfig) -> list:
         differing = {name: (stored["measured"][name], getattr(target, name)) for name in MUST_AGREE}
     for name, (ours, theirs) in differing.items():
         require(ours == theirs, f"the two models differ in {name} ({ours!r}, {theirs!r}), so thresholds do not carry.")
+    require(not target.stacks, "a dark stack finds its threshold in training: leave --thresholds out.")
     require(target.router_kind.has_thresholds, f"the model has router={target.router!r}, which has no thresholds.")
     require(routed, "the model has no routed layers, so thresholds have no effect: leave --thresholds out.")
     thresholds = spread(measured, rule, routed)

@@ -15,11 +15,11 @@ Tokenizer = Annotated[Path | None, typer.Option(metavar="FOLDER", help="If the m
 
 
 def flops(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset or a model folder.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a model folder or a run.")],
     length: Annotated[str, typer.Option(help="Sequence length T; several separated by commas sweep.")] = "256",
-    fraction: Annotated[float | None, typer.Option(help="f: share sent to attention; the model's own, or ½.")] = None,
-    keys: Annotated[str | None, typer.Option(metavar="all|routed", help="Which tokens are keys; as the model.")] = None,
-    light_ffn: Annotated[bool | None, typer.Option(help="Whether light tokens run the FFN of routed layers.")] = None,
+    fraction: Annotated[float | None, typer.Option(help="f: share sent to attention. [default: its own, or ½]")] = None,
+    keys: Annotated[str | None, typer.Option(metavar="all|routed", help="Which are keys. [default: its own]")] = None,
+    light_ffn: Annotated[bool | None, typer.Option(help="Light tokens run the FFN too. [default: the model's]")] = None,
     json: Json = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -27,14 +27,16 @@ def flops(
     from json import dumps
 
     from chiar.config_checks import check
-    from chiar.model.load import load_config, resolve_model
+    from chiar.model.load import load_config
     from chiar.routing.tables import flop_records, flop_tables
 
     try:
         lengths = [int(part) for part in length.split(",")]
     except ValueError:
         raise InputError(f"--length takes whole numbers separated by commas, got {length!r}.") from None
-    config = load_config(resolve_model(model)[0])
+    config = load_config(model)
+    own = keys is None and light_ffn is None
+    require(own or not config.stacks, "light tokens do not enter a dark stack: leave --keys and --light-ffn out.")
     config.keys, config.light_ffn = keys or config.keys, config.light_ffn if light_ffn is None else light_ffn
     check(config)
     records = flop_records(config, lengths, fraction)
@@ -52,15 +54,18 @@ def calibrate(
     split: SplitName = "valid",
     tokenizer: Tokenizer = None,
     rule: Annotated[str, typer.Option(metavar="embeddings|layers", help="The paper's one τ, or by layer.")] = "layers",
-    fraction: Annotated[float | None, typer.Option(help="Fraction for attention, not the midpoint rule.")] = None,
+    fraction: Annotated[
+        float | None, typer.Option(help="Share that is dark. [default: the midpoint rule, or a stack's own]")
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of text to read.")] = 200,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens a row; the model's trained length.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens a row. [default: the trained length]")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="New folder for the calibrated model.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="For train --thresholds; - to print.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Measure the entropies a model produces and set the routing thresholds from them."""
+    """Measure the entropies a model produces and set the routing thresholds from them: of routed layers, or of a dark
+    stack, which then is passed by another share of the text."""
     import numpy as np
     from rich.progress import Progress
     from transformers.utils import logging
@@ -68,7 +73,7 @@ def calibrate(
     from chiar.data.shards import Corpus
     from chiar.data.tokenizers import check_tokenizer
     from chiar.data.tokens import batches, encode, read_text_file
-    from chiar.model.load import MODEL_FILE, copy_tokenizer, load_model, resolve_model
+    from chiar.model.load import MODEL_FILE, copy_tokenizer, load_model
     from chiar.routing.calibration import calibrate, to_json
     from chiar.routing.tables import calibration_table
 
@@ -78,7 +83,7 @@ def calibrate(
         check_new(json, overwrite)
     if out is not None:
         check_new(out, overwrite, MODEL_FILE)
-    measured, folder = load_model(resolve_model(model)[0])
+    measured, folder = load_model(model)
     length = length or measured.config.max_position_embeddings
     if out is not None and not measured.config.routed_layers:
         raise InputError("the model has no routed layers to write thresholds for: use --json, then train --thresholds.")
@@ -92,13 +97,18 @@ def calibrate(
         ids = np.array(encode(read_text_file(text_file), measured.config, folder, tokenizer)[0], dtype=np.int64)
     with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
         advance = partial(bar.advance, bar.add_task("reading tokens", total=None))
-        found = calibrate(measured, batches(ids, rows, length, batch), rule, fraction, progress=advance)
+        # One quantile of one stack is exact; what several layers make of each other is not.
+        tolerance = 0.001 if measured.config.stacks else 0.01
+        read = batches(ids, rows, length, batch)
+        found = calibrate(measured, read, rule, fraction, tolerance=tolerance, progress=advance)
     if str(json) != "-":
-        show(calibration_table(found, model))
+        show(calibration_table(found, model, measured.config))
         if not found.converged:
             typer.echo("warning: the splits were still moving in the last pass: read more rows.")
     if out is not None:
         measured.model.set_thresholds(found.thresholds(len(measured.config.routed_layers)))
+        if measured.config.stacks and fraction is not None:
+            measured.config.target_fraction = fraction
         logging.disable_progress_bar()
         with new_folder(out, overwrite, MODEL_FILE) as aside:
             measured.save_pretrained(aside)

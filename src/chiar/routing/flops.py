@@ -1,8 +1,9 @@
 """Counted floating-point operations of a forward pass, per token, by layer, operator and route. A multiply-add is 2.
 
-Counted: every matrix product (projections, scores, DCT, router, gate, output projection), and filters along time.
-Excluded: norms, activations, softmax, biases, residual sums, dropout, the embedding look-up, the reduction of a
-spectrum to H, all of order D a token, and the gate where it is computed once a batch or row. Training costs about three
+Counted: every matrix product (projections, scores, DCT, router, carry, gate, output projection), and filters along
+time; of a dark layer for dark tokens alone, and what stands around a dark stack in its first layer. Excluded: norms,
+activations, softmax, biases, residual sums, dropout, the embedding look-up, the reduction of a spectrum or a prediction
+to H, all of order D or V a token, and the gate where it is computed once a batch or row. Training costs about three
 times as much, in the same proportions."""
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, require, unknown_name
+from chiar.kernels.carry import AT_ONCE
 from chiar.registry import OPERATORS, PARTS, Work, is_light
 
 TRANSFORMS = ("gemm", "even_odd", "free")
@@ -42,15 +44,32 @@ def count_flops(
     """What routing has to compute when each token runs only its own operator. `shares` are what a trace measured, or
     `operator_shares` of an f; its default when not given. The filter Cᵀ diag(w) C costs two transforms."""
     require(length >= 1, f"length must be at least 1, got {length}.")
-    shares_of = dict(zip(config.routed_layers, checked_shares(config, shares), strict=True))
-    costs, transformed = model_costs(config), transform_cost(config, transform)
-    for layer, kind in enumerate(config.layer_types or []):
+    costs, transformed, given = model_costs(config), transform_cost(config, transform), layer_shares(config, shares)
+    for layer, own in enumerate(given):
         works = {}
-        for name, share in shares_of.get(layer, {kind: 1.0}).items():
-            keys = share if config.keys == "routed" else float(share > 0)
-            works[name] = Work(share, keys, visible_pairs(length, share, keys), transformed)
-        costs |= layer_costs(config, layer, works, transformed)
+        for name, share in own.items():
+            keys = share if config.keys == "routed" or layer in dark_layers(config) else float(share > 0)
+            works[name] = Work(share, keys, visible_pairs(length, share, keys, window_of(config, layer)), transformed)
+        costs |= layer_costs(config, layer, works, transformed, length)
     return FlopCount(costs, length)
+
+
+def dark_layers(config: ChiarConfig) -> list[int]:
+    return [layer for stack in config.stacks.values() for layer in stack]
+
+
+def window_of(config: ChiarConfig, layer: int) -> int | None:
+    return config.window if (config.layer_types or [])[layer] == "attention" else None
+
+
+def layer_shares(config: ChiarConfig, shares: Shares | None) -> list[Mapping[str, float]]:
+    """For every layer, the share of tokens each of its operators runs on."""
+    found: list[Mapping[str, float]] = [{kind: 1.0} for kind in config.layer_types or []]
+    for first, share in zip(config.routed_layers, checked_shares(config, shares), strict=True):
+        found[first] = share
+        for layer in config.stacks.get(first, ()):
+            found[layer] = {"attention": share["attention"]}
+    return found
 
 
 def operator_shares(config: ChiarConfig, fraction: float | Sequence[float] | None = None) -> list[dict[str, float]]:
@@ -99,27 +118,33 @@ def transform_cost(config: ChiarConfig, transform: str = "even_odd") -> float:
 
 
 def route_costs(config: ChiarConfig, length: int, shares: Shares) -> dict[str, float]:
-    """FLOPs of one token in the first routed layer, by the operator it takes. Keys it gives to others are its cost."""
+    """FLOPs of one token in the first routed layer, or all of the first dark stack, by the operator it takes. Keys it
+    gives to others are its cost."""
     transformed, first, result = transform_cost(config), checked_shares(config, shares)[0], {}
+    layer = config.routed_layers[0]
+    stack = config.stacks.get(layer)
     for taken in first:
         works = {}
         for name, share in first.items():
             runs = float(name == taken)
-            gives, seen = (runs, share) if config.keys == "routed" else (1.0, 1.0)
+            gives, seen = (runs, share) if config.keys == "routed" or stack else (1.0, 1.0)
             works[name] = Work(runs, gives, visible_pairs(length, runs, seen), transformed)
-        result[taken] = sum(layer_costs(config, config.routed_layers[0], works, transformed).values())
+        if stack:
+            works = {"attention": works["attention"]}
+        costs = [layer_costs(config, one, works, transformed, length) for one in stack or [layer]]
+        result[taken] = sum(sum(cost.values()) for cost in costs)
     return result
 
 
 def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
     """What dense execution runs: every operator on every token, full T×T score matrices. This is what
-    `torch.utils.flop_counter` sees, and agrees with it exactly; but it sees no filters along time."""
+    `torch.utils.flop_counter` sees, and agrees with it exactly, but for filters along time."""
     assert config.layer_types is not None and config.operators is not None
     costs, transformed = model_costs(config), transform_cost(config)
     for layer, kind in enumerate(config.layer_types):
-        names = config.operators if kind == "routed" else [kind]
+        names = config.operators if kind == "routed" else ["attention" if kind == "dark" else kind]
         works = dict.fromkeys(names, Work(1.0, 1.0, float(length), transformed))
-        costs |= layer_costs(config, layer, works, transformed)
+        costs |= layer_costs(config, layer, works, transformed, length)
     return FlopCount(costs, length)
 
 
@@ -128,28 +153,57 @@ def counted_parts() -> tuple[str, ...]:
     return *PARTS, *(name for name in OPERATORS if name not in (*PARTS, "attention"))
 
 
-def visible_pairs(length: int, queries: float, keys: float) -> float:
+def visible_pairs(length: int, queries: float, keys: float, window: int | None = None) -> float:
     """Expected causal (query, key) pairs a token: a share of tokens query, a share of tokens are keys, all see self."""
-    return queries * (keys * (length - 1) / 2 + 1)
+    reach = min(length, window or length)
+    return queries * (keys * (reach - 1) * (1 - reach / (2 * length)) + 1)
 
 
-def layer_costs(config: ChiarConfig, layer: int, works: Mapping[str, Work], transformed: float) -> Costs:
-    """What each operator of a layer has to do, the router, the feed-forward network and a filter for every token."""
-    assert config.intermediate_size is not None and config.layer_types is not None
-    routed = config.layer_types[layer] == "routed"
+def layer_costs(config: ChiarConfig, layer: int, works: Mapping[str, Work], transformed: float, length: int) -> Costs:
+    """What each operator of a layer has to do, the router, the feed-forward network and a filter for every token; of a
+    dark layer all of it for dark tokens."""
+    assert config.layer_types is not None
+    kind, own = config.layer_types[layer], config.of_layer(layer)
+    assert own.intermediate_size is not None
     dark = sum(work.share for name, work in works.items() if not is_light(name))
-    fed = dark if routed and not config.light_ffn else 1.0
-    costs = {"ffn": fed * 4 * config.hidden_size * config.intermediate_size}
-    if routed:
-        kind = config.router_kind
-        costs["router"] = kind.count(config) + (transformed if kind.reads_entropy else 0.0)
-    counts = [OPERATORS[name].count(name, config, work) for name, work in works.items()]
+    fed = dark if kind == "dark" or (kind == "routed" and not config.light_ffn) else 1.0
+    costs = {"ffn": fed * 4 * own.hidden_size * own.intermediate_size}
+    if layer in config.routed_layers:
+        costs["router"] = router_cost(config, transformed)
+    if layer in config.stacks:
+        costs["carry"] = carry_cost(config, dark, length)
+    counts = [OPERATORS[name].count(name, own, work) for name, work in works.items()]
     if config.temporal_everywhere:
-        counts.append(OPERATORS["temporal"].count("temporal", config, Work(1.0, 1.0, 0.0, 0.0)))
+        seen = dark if kind == "dark" else 1.0
+        counts.append(OPERATORS["temporal"].count("temporal", own, Work(seen, seen, 0.0, 0.0)))
     for count in counts:
         for part, flops in count.items():
             costs[part] = costs.get(part, 0.0) + flops
     return {(layer, part): flops for part, flops in costs.items() if flops}
+
+
+def carry_cost(config: ChiarConfig, dark: float, length: int) -> float:
+    """In and out of a stack of another width, and what is told to others: the map acts on what the stack changed, a
+    running mean on every token, block by block."""
+    D = config.hidden_size
+    cost = dark * 4.0 * D * (config.inner_size or 0)
+    if config.carry == "linear":
+        cost += dark * 2.0 * D * D
+    if config.carry == "smoothed":
+        whole, rest = divmod(length, AT_ONCE)
+        cost += 2.0 * D * (whole * AT_ONCE**2 + rest**2) / length
+    return cost
+
+
+def router_cost(config: ChiarConfig, transformed: float) -> float:
+    """Of one token: its own products, and those of what it reads. Nobody else needs an early head but training."""
+    kind = config.router_kind
+    spectrum = transformed if kind.reads_entropy else 0.0
+    return kind.count(config) + spectrum + (early_head_cost(config) if kind.reads_prediction else 0.0)
+
+
+def early_head_cost(config: ChiarConfig) -> float:
+    return 2.0 * config.hidden_size * config.vocab_size
 
 
 def model_costs(config: ChiarConfig) -> Costs:
@@ -158,11 +212,16 @@ def model_costs(config: ChiarConfig) -> Costs:
     return {(0, "gate"): gate, (None, "logits"): 2.0 * config.hidden_size * config.vocab_size}
 
 
+SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")
+DESIGN = ("norm", "norm_position", "embedding_norm", "temporal_everywhere", "temporal_window", "temporal_coefficients")
+
+
 def baseline_of(config: ChiarConfig) -> ChiarConfig:
-    """The same sizes with attention in every layer."""
-    sizes = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")
+    """The same sizes with attention to all earlier tokens in every layer; instead of a dark stack's model one of its
+    design, with the same filters along time."""
+    same = (*SIZES, *(DESIGN if config.stacks else ()))
     layer_types = ["attention"] * len(config.layer_types or [])
-    return ChiarConfig(layer_types=layer_types, **{name: getattr(config, name) for name in sizes})
+    return ChiarConfig(layer_types=layer_types, **{name: getattr(config, name) for name in same})
 
 
 class Savings(NamedTuple):
@@ -179,7 +238,7 @@ def compare_flops(
     config: ChiarConfig, length: int, shares: Shares | None = None, transform: str = "even_odd"
 ) -> Savings:
     chiar, baseline = count_flops(config, length, shares, transform), count_flops(baseline_of(config), length)
-    routed, attention = config.routed_layers, ("projections", "scores")
+    routed, attention = sorted({*config.routed_layers, *dark_layers(config)}), ("projections", "scores")
     before, after = (count.part(*attention, layers=routed) for count in (baseline, chiar))
     share = baseline.part(*attention) / baseline.total
     return Savings(chiar, baseline, 1.0 - chiar.total / baseline.total, 1.0 - after / before if routed else None, share)

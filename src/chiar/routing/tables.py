@@ -10,9 +10,10 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from chiar.colours import operator_colour
+from chiar.colours import layer_numbers, operator_colour, route_colour, uncertainty
 from chiar.config import ChiarConfig
 from chiar.errors import require
+from chiar.registry import is_light
 from chiar.routing.flops import compare_flops, counted_parts, operator_shares, route_costs
 from chiar.visible import visible
 
@@ -59,43 +60,64 @@ def flop_records(config: ChiarConfig, lengths: list[int], fraction: float | None
 
 
 def flop_tables(name: str, config: ChiarConfig, records: list[dict[str, Any]]) -> list[Table]:
+    """The paper's claims, and what a DCT may cost, stand beside routed layers; a dark stack has neither."""
     first, fraction, T = records[0], records[0]["fraction"], records[0]["length"]
-    setting = f"{describe_fraction(config, fraction)}, keys {config.keys}, light FFN {('off', 'on')[config.light_ffn]}"
+    stacks = [layer_numbers(layers) for layers in config.stacks.values()]
+    setting = describe_fraction(config, fraction)
+    setting += f" of the tokens pass layers {' and '.join(stacks)}" if stacks else f", keys {config.keys}"
+    setting += "" if stacks else f", light FFN {('off', 'on')[config.light_ffn]}"
     parts = titled(f"{name}, T = {T}, {setting}: counted MFLOPs per token, forward", "part", "CHIAR", "baseline")
     ours, theirs = ({**first[whose], "total": first[f"{whose}_total"]} for whose in ("chiar", "baseline"))
     for part in ours:
         if ours[part] or theirs[part]:
             parts.add_row(part, f"{ours[part] / 1e6:,.2f}", f"{theirs[part] / 1e6:,.2f}")
     if not has_fixed_shares(config):
+        where = f"layers {stacks[0]} and their router" if stacks else "one routed layer"
         for operator, flops in route_costs(config, T, operator_shares(config, fraction)).items():
-            parts.add_row(f"a token to {operator}, one routed layer", f"{flops / 1e6:,.3f}")
+            token = f"a token to {operator}" if not stacks else f"a {'light' if is_light(operator) else 'dark'} token"
+            parts.add_row(f"{token}, {where}", f"{flops / 1e6:,.3f}")
+    cells = [{"T": f"{one['length']:,}"} | compared(one, bool(stacks)) for one in records]
+    same = "depth" if stacks else "size"
     lengths = titled(
-        "against the dense baseline of the same size (norms, softmax, activations not counted)",
-        *("T", "CHIAR ÷ baseline", "saved", "saved, DCT a matrix", "saved, DCT free", "paper, total"),
-        *("attention saved in routed layers", "paper, attention", "attention's share of the baseline"),
+        f"against the dense baseline of the same {same} (norms, softmax, activations not counted)", *cells[0]
     )
-    for one in records:
-        ratio, attention = one["chiar_total"] / one["baseline_total"], one["attention_saved_in_routed_layers"]
-        saved = [f"{one[f'saved{cost}']:.1%}" for cost in ("", "_matrix_transform", "_free_transform")]
-        claimed = [PAPER_TOTAL, "–" if attention is None else f"{attention:.1%}", PAPER_ATTENTION]
-        share = f"{one['attention_share_of_baseline']:.1%}"
-        lengths.add_row(f"{one['length']:,}", f"{ratio:.3f}", *saved, *claimed, share)
+    for row in cells:
+        lengths.add_row(*row.values())
     return [parts, lengths]
 
 
-def calibration_table(found: "Calibration", name: str) -> Table:
+def compared(one: dict[str, Any], stacks: bool) -> dict[str, str]:
+    """What was counted at one length beside the baseline."""
+    attention = one["attention_saved_in_routed_layers"]
+    row = {"CHIAR ÷ baseline": f"{one['chiar_total'] / one['baseline_total']:.3f}", "saved": f"{one['saved']:.1%}"}
+    if not stacks:
+        row |= {"saved, DCT a matrix": f"{one['saved_matrix_transform']:.1%}"}
+        row |= {"saved, DCT free": f"{one['saved_free_transform']:.1%}", "paper, total": PAPER_TOTAL}
+    row[f"attention saved in {'dark' if stacks else 'routed'} layers"] = (
+        "–" if attention is None else f"{attention:.1%}"
+    )
+    row |= {} if stacks else {"paper, attention": PAPER_ATTENTION}
+    return row | {"attention's share of the baseline": f"{one['attention_share_of_baseline']:.1%}"}
+
+
+def calibration_table(found: "Calibration", name: str, config: ChiarConfig) -> Table:
+    noise, noise_columns = "", list[str]()
+    if found.noise_mean is not None:
+        noise = f"; white noise of this width {found.noise_mean:.4f} ± {found.noise_deviation:.4f}"
+        noise_columns = ["KS from noise", "shift (σ of noise)"]
     table = titled(
-        f"{name}: spectral entropy by rule '{found.rule}', read {found.passes} time(s); "
-        f"white noise of this width {found.noise_mean:.4f} ± {found.noise_deviation:.4f}",
+        f"{name}: {found.score} by rule '{found.rule}', read {found.passes} time(s){noise}",
         *("layer", "tokens", *(f"p{p}" for p in found.layers[0].percentiles)),
-        *("τ", "split (light … dark)", "KS from noise", "shift (σ of noise)"),
+        *("τ", "split (light … dark)", *noise_columns),
     )
     for row in found.layers:
-        layer = "embedding" if row.layer is None else str(row.layer + 1)
+        layer = "embedding" if row.layer is None else layer_numbers(config.stacks.get(row.layer, [row.layer]))
         percentiles = [f"{value:.4f}" for value in row.percentiles.values()]
         cuts, split = ", ".join(f"{t:.4f}" for t in row.thresholds), " / ".join(f"{share:.1%}" for share in row.split)
-        noise = f"{row.distance_from_noise:.3f}", f"{row.shift_from_noise:+.2f}"
-        table.add_row(layer, f"{row.tokens:,}", *percentiles, cuts, split, *noise)
+        apart = (
+            [] if row.shift_from_noise is None else [f"{row.distance_from_noise:.3f}", f"{row.shift_from_noise:+.2f}"]
+        )
+        table.add_row(layer, f"{row.tokens:,}", *percentiles, cuts, split, *apart)
     return table
 
 
@@ -108,9 +130,9 @@ class RoutedText:
 
 def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> RoutedText:
     from chiar.data.tokens import encode
-    from chiar.model.load import load_model, resolve_model
+    from chiar.model.load import load_model
 
-    model, folder = load_model(resolve_model(name)[0], seed)
+    model, folder = load_model(name, seed)
     ids, pieces = encode(text, model.config, folder, tokenizer)
     require(ids, "the text is empty: there is nothing to route.")
     with torch.no_grad():
@@ -130,23 +152,58 @@ def routing_views(routed: RoutedText) -> list[Any]:
     }
     views: list[Any] = [Text(routed.heading)]
     views.append(Text("  ").join(Text(f"{mark} {name}", style) for name, (mark, style) in marks.items()))
-    firsts = "".join(first if (first := (piece.strip() or " ")[0]).isprintable() else "·" for piece in routed.pieces)
+    firsts = [first if (first := (piece.strip() or " ")[0]).isprintable() else "·" for piece in routed.pieces]
+    shown, coloured = list(zip(firsts, entropy_styles(trace), strict=True)), entropy_legend(trace)
+    views += [coloured] if coloured else []
     for start in range(0, len(firsts), TOKENS_A_LINE):
         part = slice(start, start + TOKENS_A_LINE)
-        views.append(Text(" " * 10 + firsts[part]))
-        for layer in trace.layers:
+        views.append(Text.assemble(" " * 13, *shown[part]))
+        for layers in rows_of(trace):
+            layer = trace.layers[layers[0]]
             chosen = [marks[layer.operators[choice]] for choice in layer.choice_BT[0, part].tolist()]
-            views.append(Text.assemble(f"layer {layer.index + 1:<3} ", *chosen))
+            views.append(Text.assemble(f"layer {layer_numbers(layers):<6} ", *chosen))
     table = Table("layer", "kind", "f", "H", "τ", "g", box=None)
-    for layer in trace.layers:
-        entropy, gate = layer.entropy_BT, layer.gate_BT
+    mixed = len({layer.entropy_name for layer in trace.layers}) > 1
+    for layers in trace.parts:
+        layer = trace.layers[layers[0]]
+        entropy, gate, named = layer.entropy_BT, layer.gate_BT, f" ({layer.entropy_name})" if mixed else ""
         table.add_row(
-            *(str(layer.index + 1), layer.kind, f"{trace.attention_fraction(layer.index):.2f}"),
-            "–" if entropy is None else f"{entropy.min():.3f}–{entropy.max():.3f}",
+            *(layer_numbers(layers), layer.kind, f"{trace.attention_fraction(layer.index):.2f}"),
+            "–" if entropy is None else f"{entropy.min():.3f}–{entropy.max():.3f}{named}",
             ", ".join(f"{t:.4f}" for t in layer.thresholds or []) or "–",
             "–" if gate is None else f"{gate.mean():.3f} (pool: {trace.gate_pool})",
         )
     return [*views, table]
+
+
+def rows_of(trace: "RoutingTrace") -> list[list[int]]:
+    """Around a dark stack every token takes attention: only the stack has something to show."""
+    stacks = [part for part in trace.parts if trace.layers[part[0]].kind == "dark"]
+    return stacks or trace.parts
+
+
+def entropy_styles(trace: "RoutingTrace") -> list[str]:
+    """Of each token of the first row: a background between light and dark by H; dark tokens are underlined."""
+    layer = trace.coloured_by
+    if layer is None or layer.entropy_BT is None:
+        return [""] * trace.real_BT.shape[1]
+    entropy_T, cut = layer.entropy_BT[0].float(), layer.thresholds[0] if layer.thresholds else None
+    ends, styles = (float(entropy_T.min()), float(entropy_T.max())), []
+    for entropy, choice in zip(entropy_T.tolist(), layer.choice_BT[0].tolist(), strict=True):
+        share, line = uncertainty(entropy, cut, *ends), "bold underline " if choice else ""
+        styles.append(f"{line}{'black' if share <= 0.5 else 'white'} on {route_colour(share)}")
+    return styles
+
+
+def entropy_legend(trace: "RoutingTrace") -> Text | None:
+    layer = trace.coloured_by
+    if layer is None or layer.entropy_BT is None:
+        return None
+    ends = f"{layer.entropy_BT[0].min():.2f} ", f" {layer.entropy_BT[0].max():.2f}"
+    steps = [("  ", f"on {route_colour(step / 8)}") for step in range(9)]
+    cut = f", τ = {layer.thresholds[0]:.2f} half-way" if layer.thresholds else ""
+    said = f"the text by H, its {layer.entropy_name}{cut}: "
+    return Text.assemble(said, ends[0], *steps, ends[1], "; underlined: dark")
 
 
 def routing_csv(routed: RoutedText) -> str:

@@ -44,7 +44,10 @@ METRICS = {
     "requests_running": ("gauge", "Requests whose texts are being read or written."),
     "requests_total": ("counter", "Answers to requests for /v1, by status; 499: the client had left."),
     "attention_fraction": ("gauge", "Share of routed_tokens_total that took attention."),
-    "routed_tokens_total": ("counter", "Tokens of prompts by the operator they took, summed over the routed layers."),
+    "routed_tokens_total": (
+        "counter",
+        "Tokens of prompts by the operator they took, summed over routed layers or dark stacks.",
+    ),
 }
 stopping = partial(Refused, 503, "the server is stopping: ask another, or later.", kind="server_error", retry_after=5)
 

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from chiar.console import Overwrite
-from chiar.errors import require
 from chiar.files import check_new
 
 HELP = "Train a declared grid of models on equal tokens; one table and one picture of loss against cost."
@@ -17,8 +16,8 @@ Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A study of ./res
 Data = Annotated[list[str], typer.Option(metavar="CORPUS", help="Language corpus; then what is mixed into it.")]
 Vocabulary = Annotated[list[str] | None, typer.Option("--data", metavar="CORPUS", help="Whose vocabulary to take.")]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Runs and tables; given again, the rest is done.")]
-Only = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only variants so named; may be given again.")]
-Seeds = Annotated[str, typer.Option(metavar="0,1,2", help="Seeds, instead of the declared ones.")]
+Only = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Variants so named; repeatable. [default: all]")]
+Seeds = Annotated[str, typer.Option(metavar="0,1,2", help="Seeds of the runs. [default: the declared ones]")]
 Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time on the same device; speeds then do not count.")]
 Limit = Annotated[float | None, typer.Option(min=0, help="Begin no run that would probably not end within so many.")]
 Steps = Annotated[int, typer.Option(min=1, help="Timed steps of each variant; the median counts.")]
@@ -32,12 +31,11 @@ Results = Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="resul
 def show(name: Name = "", data: Vocabulary = None, only: Only = None) -> None:
     """Show the grid: parameters and counted FLOPs at the f aimed at, before any run. Without a name: the studies."""
     from chiar.studies.results import show_grid
-    from chiar.studies.study import STUDIES, find, make_plan
+    from chiar.studies.study import declared, find, make_plan
 
     if name:
         return show_grid(make_plan(find(name), data or [], only))
-    require(STUDIES.is_dir(), f"there is no ./{STUDIES} here: go to a checkout of the project, or name a .toml file.")
-    for study in (find(str(path)) for path in sorted(STUDIES.glob("*.toml"))):
+    for study in (find(str(path)) for path in declared()):
         typer.echo(f"{study.name:18} {len(study.variants):2} variants, {study.duration}: {study.title}")
 
 

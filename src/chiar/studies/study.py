@@ -65,11 +65,18 @@ def one_of(kind: str, received: str, allowed: Iterable[str]) -> str:
     return received
 
 
+def declared() -> list[Path]:
+    """The files of ./research/studies; InputError where there are none."""
+    found = sorted(STUDIES.glob("*.toml"))
+    require(found, f"there is no ./{STUDIES} here: go to a checkout of the project, or name a .toml file.")
+    return found
+
+
 def find(name: str, beside: Path = STUDIES) -> Study:
     """The study of a TOML file, or of this name beside another file or in ./research/studies."""
     path = next((file for folder in (beside, STUDIES) if (file := folder / f"{name}.toml").is_file()), Path(name))
     if path.suffix != ".toml":
-        known = sorted(found.stem for found in STUDIES.glob("*.toml"))
+        known = [found.stem for found in declared()]
         raise unknown_name("study", name, known, f"Names are those of ./{STUDIES}; or give a .toml file.")
     check_file(path)
     try:

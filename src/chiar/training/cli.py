@@ -182,6 +182,7 @@ def sort_options(given: dict[str, Any]) -> tuple[Launch, dict[str, Any], dict[st
     """The launch, the training settings asked for by options or --set, and the configuration fields of --set."""
     launch = Launch(**{field.name: given.pop(field.name) for field in fields(Launch)})
     del given["settings"]  # it ended the command
+    require(launch.resume or not launch.extend, "--extend is for a run that goes on: add --resume, or leave it out.")
     asked = dict(parse(item) for item in launch.set or [])
     chosen = {name: value for name, value in given.items() if value is not None}
     chosen |= {name: value for name, value in asked.items() if name in SETTINGS}

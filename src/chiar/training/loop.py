@@ -104,9 +104,11 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus
     require(differ, f"two corpora are called alike ({', '.join(names)}): chiar data prepare --name names one.")
     notes = [remark for corpus in corpora for remark in corpus.remarks]
     if settings.initial:
-        require(Path(settings.initial, "config.json").is_file(), f"initial: there is no model in {settings.initial}.")
+        there = Path(settings.initial, "config.json").is_file()
+        require(there, f"initial: there is no model in {settings.initial} (a run's are in RUN/best and RUN/final).")
         notes += check_tokenizer(settings.initial, config, first)
-    require(needed <= known, f"the corpus has {needed} token ids, the model only {known}: set vocab_size.")
+    many = f"{first.folder} has {needed} token ids, the model only {known}: take a corpus prepared as the model's was"
+    require(needed <= known, f"{many}, or give a new model room with --set vocab_size={needed}.")
     moves, movable = settings.recalibrate_every > 0, config.router_kind.has_thresholds and config.routed_layers
     require(movable or not moves, "recalibrate_every needs routed layers with the entropy router.")
     if moves and config.target_fraction is not None:
@@ -125,6 +127,9 @@ def check_length(folder: RunFolder, settings: TrainSettings, extend: bool) -> li
     _, begun = folder.begun()
     if settings.steps == begun.steps:
         return []
+    done = max((path.name for path in checkpoint.steps(folder.checkpoints)), default="")
+    passed = done > checkpoint.step_name(settings.steps)
+    require(not passed, f"{folder.path} has {done} already: it cannot be made {settings.steps} steps long.")
     at = min(begun.steps, settings.steps)
     rates = f"the rate at step {at} is {learning_rate(settings, at):.3g} ({learning_rate(begun, at):.3g} as begun)"
     course = f"with {settings.steps} steps instead of {begun.steps} the cosine has another course: {rates}"
@@ -200,8 +205,9 @@ class Run(Trainer):
         """Where the results lie and what to do with them."""
         path, corpus, best = (shlex.quote(str(p)) for p in (self.folder.path, self.corpora[0].folder, self.folder.best))
         found = f", validation loss {self.best['loss']:.4f} at step {self.best['step']}" if self.best else ""
-        ways = [f"chiar eval {path} --data {corpus}", f"chiar explore {path}"]
-        ways += [f'chiar generate {path} --prompt "…"'] if self.heads[0] is None else []
+        ways = [f"chiar eval {path} --data {corpus}"]
+        if self.heads[0] is None:  # the others are for language models
+            ways += [f"chiar explore {path}", f'chiar generate {path} --prompt "…"']
         return [
             f"done: the best model is {best}{found}; the last one {self.folder.final}",
             "next: " + "\n      ".join(ways),

@@ -1,19 +1,15 @@
 """What a run needs at least and what there is: plans that cannot be are refused, and failed allocations explained."""
 
 import os
-import re
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from chiar.config import ChiarConfig
-from chiar.errors import InputError, require
+from chiar.errors import InputError, failed_allocation, gigabytes, require
 from chiar.training.distributed import Processes
 from chiar.training.settings import TrainSettings
-
-UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40, "PiB": 2.0**50, "EiB": 2.0**60}
-ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) (\w+)", re.IGNORECASE)  # torch's words, and NumPy's
 
 
 def machine_memory() -> float:
@@ -28,10 +24,6 @@ def machine_memory() -> float:
 
 def device_memory(device: torch.device) -> float:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else machine_memory()
-
-
-def gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB"
 
 
 def check_memory(config: ChiarConfig, settings: TrainSettings, parameters: int, processes: Processes) -> None:
@@ -58,12 +50,11 @@ def check_memory(config: ChiarConfig, settings: TrainSettings, parameters: int, 
 
 def explained(error: Exception, settings: TrainSettings) -> InputError | None:
     """The sentence for an allocation that failed; None where the error is another one."""
-    asked, rows = ASKED.search(str(error)), settings.micro_batch
-    if asked is None and not isinstance(error, torch.OutOfMemoryError | MemoryError):
+    size, rows = failed_allocation(error), settings.micro_batch
+    if size is None:
         return None
     on_gpu = isinstance(error, torch.OutOfMemoryError)
     memory = device_memory(torch.device("cuda" if on_gpu and torch.cuda.is_available() else "cpu"))
-    size = float(asked[1]) * UNITS.get(asked[2], 1.0) if asked else 0.0
     what = f"a tensor of {gigabytes(size)}" if size else "a tensor"
     # A pass takes in proportion to its rows; several tensors of this size are there at the same time.
     fits = rows // 2

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from chiar.config import ChiarConfig
-from chiar.routing.flops import Shares, count_dense_execution, count_flops
+from chiar.routing.flops import Shares, count_dense_execution, count_flops, early_head_cost
 from chiar.training.trainer import Trainer
 
 # Dense bf16 matrix products with fp32 sums, TFLOP/s, from the makers' data sheets (without sparsity).
@@ -120,9 +120,13 @@ def known_peak(name: str) -> float | None:
 
 def training_flops(config: ChiarConfig, length: int, shares: Shares | None = None) -> float:
     """FLOPs of a token's forward and backward pass as MFU counts them: dense, or with `shares` what each operator got;
-    layers computed twice count once. A backward pass costs two forward ones; a router without a gradient has none."""
+    layers computed twice count once. A backward pass costs two forward ones; a router without a gradient has none.
+    Early heads learn beside the model; where a router reads them, their forward pass is counted as its."""
     count = count_dense_execution(config, length) if shares is None else count_flops(config, length, shares)
-    return 3.0 * count.total - 2.0 * (0.0 if config.router_kind.has_gradient else count.part("router"))
+    kind = config.router_kind
+    early = len(config.stacks) * early_head_cost(config) if config.early_weight > 0 or kind.reads_prediction else 0.0
+    total = 3.0 * count.total - 2.0 * (0.0 if kind.has_gradient else count.part("router"))
+    return total + (3 - kind.reads_prediction) * early
 
 
 def utilisation(run: Trainer, tokens_per_second: float, use: list[list[float]]) -> float | None:

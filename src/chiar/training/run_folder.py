@@ -132,8 +132,8 @@ class RunFolder:
         damaged = [str(number) for number, (_, record) in enumerate(lines, start=1) if record is None]
         kept = [line for line, record in lines if record is not None and record["step"] <= step]
         write_whole(self.metrics_path, "".join(f"{line}\n" for line in kept))
-        numbers = ", ".join(damaged[:5]) + (" …" if damaged[5:] else "")
-        return [f"{METRICS} is damaged: line {numbers} dropped, {len(kept)} records kept."] if damaged else []
+        which = f"line{'s' if damaged[1:] else ''} {', '.join(damaged[:5])}{' …' if damaged[5:] else ''}"
+        return [f"{METRICS} is damaged: {which} dropped, {len(kept)} records kept."] if damaged else []
 
     def goes_on(self, resume: bool) -> bool:
         """Whether a run is continued: asked for, or torchrun started it again. Otherwise the folder must be free."""

@@ -73,7 +73,7 @@ class TrainSettings:
                 least, most = RANGES.get(name, (0, MANY))
                 require(least <= value <= most, f"{name} must lie between {least} and {most:,}, got {value}.")
                 setattr(self, name, kind(value))  # torch wants no whole numbers among its floats
-        require(self.data, "no data: name at least one prepared corpus with --data.")
+        require(self.data, "no data: name at least one prepared corpus with --data, or go on with --resume RUN.")
         weights, count = [1.0] * len(self.data) if self.weights is None else self.weights, len(self.data)
         require(len(weights) == count, f"{len(weights)} weights for {count} corpora.")
         drawn = weights[1:] if self.mixing == "added" and count > 1 else weights

@@ -56,7 +56,8 @@ class Rows:
     def __init__(self, corpus: Corpus, split: str, length: int) -> None:
         self.split, self.length, self.labelled = corpus.split(split), length, corpus.kind == "classification"
         self.count = self.split.documents if self.labelled else (self.split.tokens - 1) // length
-        require(self.count > 0, f"the corpus has {self.split.tokens} tokens: too few for one row of {length}.")
+        few = f"{corpus.folder} has {self.split.tokens} tokens in {split}: too few for one row of {length}"
+        require(self.count > 0, f"{few}: take a smaller --length or more text.")
 
     def evaluated(self, limit: int) -> list[int]:
         return self.split.choose(limit or None) if self.labelled else [*range(self.count)[: limit or None]]

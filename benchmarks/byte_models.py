@@ -1,0 +1,311 @@
+"""Is the FLOPs a dark stack saves time saved? Training steps and prompts of v5, beside dense byte models and BLT.
+
+    python benchmarks/byte_models.py --device cuda --lengths 2048,8192 --csv bytes.csv
+    python benchmarks/byte_models.py --device cpu --size tiny --lengths 256 --tokens 2048
+
+In turns, in one process: `dense`, attention in all layers; `v5`, which routes itself (in training f is exact); `equal`,
+as many plain layers as come closest to v5's counted FLOPs; `rows`, v5 packed in rows of 1.3 f T places; `blt`,
+transformers' BltForCausalLM with as many layers around and inside, its patches given, 1/f bytes each. Weights are
+random, bytes are of the standard library's sources. Layers are compiled, steps of training recorded as CUDA graphs.
+"""
+
+import argparse
+import csv
+import gc
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chiar import presets
+from chiar.config import ChiarConfig
+from chiar.kernels.linear_cross_entropy import linear_cross_entropy
+from chiar.layers.context import Memory, TokenContext
+from chiar.layers.dark import DarkStack, Layout, Together
+from chiar.model.modeling import ChiarForCausalLM
+from chiar.routing.flops import count_flops
+from chiar.training.compiling import GraphedPasses
+from jobs import autocast
+from timing import WARM_UP, interleave, no_waiting, numbers, parser, ratios, say, speedup, surroundings, synchronize
+
+NAMES = ("dense", "equal", "v5", "rows", "blt")
+
+
+def source_bytes(rows: int, length: int) -> Tensor:
+    """Real text: of random bytes none would be more certain than others."""
+    text, needed = bytearray(), rows * length
+    for path in sorted(Path(argparse.__file__).parent.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= needed:
+            break
+    repeated = bytes(text) * (needed // len(text) + 1)
+    return torch.frombuffer(bytearray(repeated[:needed]), dtype=torch.uint8).view(rows, length).long()
+
+
+def dense_like(config: ChiarConfig, layers: int) -> ChiarConfig:
+    """Plain layers of the same design."""
+    fields = {name: getattr(config, name) for name in ("hidden_size", "num_attention_heads", "vocab_size")}
+    design = {name: value for name, value in presets.V5.items() if name not in ("router", "target_fraction")}
+    return ChiarConfig(**{**design, **fields, "layer_types": ["attention"] * layers})
+
+
+def equal_layers(config: ChiarConfig, length: int) -> int:
+    """How many plain layers cost as much as the model."""
+    wanted = count_flops(config, length).total
+    costs = {n: count_flops(dense_like(config, n), length).total for n in range(1, len(config.layer_types or []) + 1)}
+    return min(costs, key=lambda n: abs(costs[n] - wanted))
+
+
+def pack_in_rows(stack: DarkStack) -> None:
+    """Rows of 1.3 times the share that is meant to be dark; what is beyond that in a row is light."""
+
+    def lay_out(x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory) -> Layout:
+        room = min(x_BTD.shape[1], -(-int(1.3 * stack.share * x_BTD.shape[1]) // 16) * 16)
+        inner = replace(context, keep_entropy=False, threshold=None, share=None)
+        return Together(dark_BT & (dark_BT.cumsum(1) <= room), inner, stack, room, in_rows=True)
+
+    stack.lay_out = lay_out  # type: ignore[method-assign]
+
+
+class BytesModel(nn.Module):
+    """One call for training (the loss, an early head's included) and for prompts (the last byte's logits)."""
+
+    def __init__(self, config: ChiarConfig) -> None:
+        super().__init__()
+        self.config, self.language = config, ChiarForCausalLM(config)
+
+    def forward(self, ids_BT: Tensor, targets_BT: Tensor | None, routes: Any = None) -> tuple[Tensor, None]:
+        model, head = self.language.model, self.language.lm_head
+        decoded = model(ids_BT, output_routes=self.training)
+        if targets_BT is None:
+            return head(decoded.last_hidden_state[:, -1]), None
+        loss = linear_cross_entropy(decoded.last_hidden_state.flatten(0, 1), head.weight, targets_BT.flatten())
+        return loss + model.early_loss(decoded, targets_BT, head), None
+
+    def compile_parts(self) -> None:
+        for layer in self.language.model.layers:
+            layer.compile(dynamic=False)
+        for stack in self.language.model.dark_stacks:
+            for part in ("decide", "tell"):
+                setattr(stack, part, torch.compile(getattr(stack, part), dynamic=False))
+
+    def flops(self, length: int) -> float:
+        return count_flops(self.config, length).total
+
+
+class BltModel(nn.Module):
+    def __init__(self, config: ChiarConfig, length: int) -> None:
+        super().__init__()
+        from transformers import BltConfig, BltForCausalLM
+
+        kinds, width, heads = config.layer_types or [], config.hidden_size, config.num_attention_heads
+        outer = kinds.index("dark")
+        size = {"hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width * 2 // 3}
+        size["max_position_embeddings"] = length
+        local = {**size, "num_hidden_layers": outer, "hidden_size_global": width, "vocab_size": 260}
+        blt = BltConfig(
+            encoder_config={**local}, decoder_config={**local, "cross_attn_all_layers": False},
+            global_config={**size, "num_hidden_layers": kinds.count("dark")}, max_position_embeddings=length,
+            patcher_config={**size, "num_hidden_layers": outer, "vocab_size": 260},
+            encoder_hash_byte_group_size=[3], encoder_hash_byte_group_vocab=4096, vocab_size=260,
+        )  # fmt: skip
+        self.model, self.patch = BltForCausalLM(blt), round(1 / float(config.target_fraction or 0.2))
+
+    def forward(self, ids_BT: Tensor, targets_BT: Tensor | None, routes: Any = None) -> tuple[Tensor, None]:
+        (B, T), patch = ids_BT.shape, self.patch
+        lengths = [1, *[patch] * ((T - 1) // patch)]
+        lengths += [T - sum(lengths)] if sum(lengths) < T else []
+        patches = torch.tensor(lengths, device=ids_BT.device).expand(B, -1)
+        logits = self.model(ids_BT, patch_lengths=patches, use_cache=False).logits
+        if targets_BT is None:
+            return logits[:, -1], None
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets_BT.flatten()), None
+
+    def compile_parts(self) -> None:
+        inner = self.model.model
+        for part in (inner.local_encoder, inner.global_transformer, inner.local_decoder):
+            for layer in part.layers:
+                layer.compile(dynamic=False)
+
+    def flops(self, length: int) -> float | None:
+        return None
+
+
+@dataclass
+class Timed:
+    """A model with its input, ready to be timed."""
+
+    name: str
+    model: Any
+    step: Callable[[], object]
+    peak_gb: float | None
+    how: str
+    waits: bool
+
+
+def prepare(name: str, options: argparse.Namespace, ids_BT: Tensor) -> Timed:
+    device, length, trains = options.device, ids_BT.shape[1], options.mode == "train"
+    resident = torch.cuda.memory_allocated() if device == "cuda" else 0
+    config = presets.get(f"v5-{options.size}", execution="auto", target_fraction=options.fraction)
+    layers = {"dense": len(config.layer_types or []), "equal": equal_layers(config, length)}
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = BltModel(config, length) if name == "blt" else BytesModel(
+            dense_like(config, layers[name]) if name in layers else config
+        )  # fmt: skip
+    model.train()
+    if name in ("v5", "rows"):  # the first pass in training sets the threshold
+        with torch.no_grad(), autocast(device):
+            model.language.model(ids_BT[: max(1, 8192 // length)])
+        state = model.language.model.router_state
+        state.updates_L.zero_()
+        with torch.no_grad(), autocast(device):
+            model.language.model(ids_BT)
+    model.train(trains)
+    if name == "rows":
+        for stack in model.language.model.dark_stacks:
+            pack_in_rows(stack)
+    if options.compile:
+        model.compile_parts()
+    targets_BT = ids_BT.roll(-1, 1)
+
+    def train(ids: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        with autocast(device):
+            loss, _ = model(ids, targets)
+        loss.backward()
+        return (loss.detach(),)
+
+    def read(ids: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad(), autocast(device):
+            return (model(ids, None)[0],)
+
+    inputs = (ids_BT, targets_BT) if trains else (ids_BT,)
+    run = train if trains else read
+
+    def plain() -> None:
+        run(*inputs)
+        model.zero_grad(set_to_none=True)
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(WARM_UP):
+        plain()
+    synchronize(device)
+    peak = (torch.cuda.max_memory_allocated() - resident) / 1e9 if device == "cuda" else None
+
+    stops = False
+    if device == "cuda":
+        try:
+            with no_waiting(device):
+                plain()
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            stops = True
+            model.zero_grad(set_to_none=True)
+    if not (options.graphs and device == "cuda") or stops:
+        return Timed(name, model, plain, peak, "launched from Python", stops)
+    torch.cuda.empty_cache()  # a recording has memory of its own
+    recorder = GraphedPasses(run, model.parameters() if trains else ())
+
+    def recorded() -> None:
+        recorder(*inputs)
+        model.zero_grad(set_to_none=True)
+
+    while not recorder.records and recorder.failure is None:
+        recorded()
+    how = "a CUDA graph" if recorder.failure is None else f"launched from Python ({recorder.failure})"
+    return Timed(name, model, recorded, peak, how, stops)
+
+
+def measure(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> None:
+    for length in options.lengths:
+        rows = max(1, options.tokens // length)
+        ids_BT = source_bytes(rows, length).to(options.device)
+        ready: list[Timed] = []
+        for name in options.only:
+            try:
+                ready.append(prepare(name, options, ids_BT))
+                say(f"{name}, T {length}: ready, {ready[-1].how}")
+            except Exception as error:  # one that breaks must not cost the others their rows
+                say(f"{name}, T {length}: FAILED, {type(error).__name__}: {str(error)[:300]}")
+                if options.strict:
+                    raise
+        times = interleave([timed.step for timed in ready], options.device, options.turns, options.steps)
+        found = {timed.name: time for timed, time in zip(ready, times, strict=True)}
+        counted = {timed.name: timed.model.flops(length) for timed in ready}
+        for timed in ready:
+            time, flops = found[timed.name], counted[timed.name]
+            row: dict[str, Any] = {"mode": options.mode, "model": timed.name, "size": options.size, "length": length}
+            row |= {"rows": rows, "fraction": options.fraction, "how": timed.how, "waits": timed.waits}
+            row |= {"layers": len(timed.model.config.layer_types) if flops else None, "flops_per_byte": flops}
+            row |= {"ms": time.median, "bytes_per_second": 1e3 * rows * length / time.median, "peak_gb": timed.peak_gb}
+            for rival in ("dense", "equal"):
+                if rival in found and rival != timed.name:
+                    faster = speedup(found[rival], time)
+                    row |= {f"against_{rival}": faster, f"lowest_against_{rival}": min(ratios(found[rival], time))}
+                    if flops:
+                        row |= {
+                            f"allowed_{rival}": counted[rival] / flops,
+                            f"realised_{rival}": faster * flops / counted[rival],
+                        }
+            write(row)
+        del ready, times
+        gc.collect()
+        torch.compiler.reset()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+COLUMNS = (
+    *("mode", "model", "size", "layers", "length", "rows", "fraction", "how", "waits", "flops_per_byte", "ms"),
+    *("bytes_per_second", "peak_gb", "against_dense", "lowest_against_dense", "allowed_dense", "realised_dense"),
+    *("against_equal", "lowest_against_equal", "allowed_equal", "realised_equal"),
+    *("hardware", "torch", "cuda", "triton", "python", "commit"),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--only", nargs="+", choices=NAMES, default=["dense", "equal", "v5", "rows"])
+    add("--mode", choices=("train", "prefill"), default="train")
+    add("--size", choices=tuple(presets.V5_SIZES), default="400m")
+    add("--lengths", type=numbers(int, 2, 1 << 20), default=[2048, 8192])
+    add("--tokens", type=int, default=32768, help="bytes in a batch: tokens / length rows")
+    add("--fraction", type=float, default=0.2, help="f: share of bytes that pass the stack")
+    add("--turns", type=int, default=6)
+    add("--steps", type=int, default=3, help="steps a turn")
+    add("--compile", action=argparse.BooleanOptionalAction, default=True)
+    add("--graphs", action=argparse.BooleanOptionalAction, default=True)
+    add("--strict", action="store_true", help="stop at the first model that fails")
+    add("--csv", type=Path, help="a new file for the rows")
+    options = made.parse_args(arguments)
+    around = surroundings(options.device)
+    rows: list[dict[str, Any]] = []
+
+    def write(row: dict[str, Any]) -> None:
+        rows.append({**row, **around})
+        told = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()]
+        say(", ".join(told))
+        if options.csv is not None:
+            with options.csv.open("w", newline="") as file:
+                table = csv.DictWriter(file, COLUMNS)
+                table.writeheader()
+                table.writerows(rows)
+
+    if options.csv is not None and options.csv.exists():
+        print(f"error: {options.csv} exists already: choose another name.", file=sys.stderr)
+        return 2
+    torch.set_float32_matmul_precision("high")
+    with torch._dynamo.config.patch({"recompile_limit": 1024, "accumulated_recompile_limit": 4096}):
+        measure(options, write)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""What the commands show of a dark stack: once, with the entropy that was cut, and no claim of the paper's."""
+
+import torch
+
+from chiar import presets
+from chiar.colours import route_colour, uncertainty
+from chiar.routing.tables import entropy_styles, route_text, routing_views
+from commands import run
+
+
+def test_the_threshold_is_half_way_between_light_and_dark():
+    assert [uncertainty(h, 0.4) for h in (0.0, 0.2, 0.4, 0.7, 1.0)] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert uncertainty(0.2, 0.3, 0.2, 0.4) == 0 and uncertainty(0.9, 0.3, 0.2, 0.4) == 1
+    assert uncertainty(0.3, None, 0.2, 0.6) == uncertainty(0.3, 0.1, 0.2, 0.6) == (0.3 - 0.2) / (0.6 - 0.2)
+    assert uncertainty(0.5, 0.5, 0.5, 0.5) == 0, "a text of one H"
+
+
+def test_a_text_is_coloured_by_predictive_entropy_and_dark_bytes_are_underlined():
+    routed = route_text("v5-tiny", "light and dark bytes", None, 0)
+    layer = routed.trace.coloured_by
+    layer.entropy_BT[0], layer.thresholds = torch.linspace(0, 1, 20), [0.5]
+    layer.choice_BT[0] = (layer.entropy_BT[0] > 0.5).long()
+    styles = entropy_styles(routed.trace)
+    assert styles[0] == f"black on {route_colour(0.0)}" and styles[-1] == f"bold underline white on {route_colour(1.0)}"
+    assert ["underline" in style for style in styles] == [False] * 10 + [True] * 10
+    heading, _, legend, text, stack, table = routing_views(routed)
+    assert "random weights" in heading.plain and "predictive entropy, τ = 0.50" in legend.plain
+    assert text.plain.strip() == "light and dark bytes"
+    assert stack.plain == "layer 2–3    " + "░" * 10 + "█" * 10
+    assert list(table.columns[0].cells) == ["1", "2–3", "4"]
+
+
+def test_flops_of_a_stack():
+    code, output = run("flops", "v5-16m", "--length", "1024,2048")
+    assert code == 0 and "f = 0.2 of the tokens pass layers 3–14" in output and "a dark token, layers 3–14" in output
+    assert "DCT" not in output and "paper" not in output and "attention saved in dark layers" in output
+    assert "leave --keys" in run("flops", "v5-16m", "--keys", "all")[1]
+
+
+def test_presets_count_their_dark_layers():
+    output = run("models")[1]
+    for name in ("v5-16m", "v5-400m"):
+        outer = presets.get(name).layer_types.count("attention")
+        assert f"0+0+{len(presets.get(name).layer_types) - outer}+{outer}" in output
+    assert "predictive" in output and "carry" in output
