@@ -66,8 +66,8 @@ def cpu_forward(*tensors: Tensor, window: int = 0) -> Tensor:
         last, end = int(length_B), int(length_B.add_(1))
         first = max(0, end - window) if window else 0
         key_BHLd[:, :, last], value_BHLd[:, :, last] = k_BHd, v_BHd
-        seen = q_BHd[:, :, None], key_BHLd[:, :, first:end], value_BHLd[:, :, first:end]
-        return F.scaled_dot_product_attention(*seen)[:, :, 0]
+        key, value = key_BHLd[:, :, first:end], value_BHLd[:, :, first:end]
+        return F.scaled_dot_product_attention(q_BHd[:, :, None], key, value)[:, :, 0]
     rows, out_BHd = takes_part_B.nonzero()[:, 0], torch.zeros_like(q_BHd)
     if not len(rows):
         return out_BHd
