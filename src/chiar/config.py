@@ -186,15 +186,18 @@ class ChiarConfig(PreTrainedConfig):
     @property
     def routed_layers(self) -> list[int]:
         """Where tokens are routed: the indices of routed layers, and of the first layer of each dark stack."""
-        return [i for i, kind in enumerate(self.layer_types or []) if kind == "routed" or i in self.stacks]
+        kinds, stacks = self.layer_types or [], self.stacks
+        return [i for i, kind in enumerate(kinds) if kind == "routed" or i in stacks]
 
     @property
     def stacks(self) -> dict[int, range]:
         """The dark layers of each stack, by its first."""
-        found: dict[int, range] = {}
-        for i, kind in enumerate(self.layer_types or []):
+        kinds, found, first = self.layer_types or [], dict[int, range](), 0
+        if "dark" not in kinds:
+            return found
+        for i, kind in enumerate(kinds):
             if kind == "dark":
-                first = next((first for first, layers in found.items() if layers.stop == i), i)
+                first = first if i and kinds[i - 1] == "dark" else i
                 found[first] = range(first, i + 1)
         return found
 
