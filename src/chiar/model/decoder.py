@@ -222,7 +222,7 @@ class ChiarModel(ChiarPreTrainedModel):
             raise TypeError(f"{needed}, got {type(cache).__name__}: pass none to have one made.")
         cache.check_rows(rows)
         self.check_gate_can_generate()
-        both = config.routing == "hard" and config.hard_estimator == "both"
+        both = config.routing == "hard" and config.hard_estimator == "both" and not config.stacks
         if config.keys == "routed" and both and self.training and torch.is_grad_enabled():
             needed = "hard_estimator='both' needs attention's output for light tokens"
             raise InputError(f"{needed}, which a cache under keys='routed' has not: train with use_cache=False.")
