@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = DOCS / "results"
-MODELS = ("v1-16m", "v3-400m", "v4-400m")
+MODELS = ("v1-16m", "v3-400m", "v4-400m", "v5-16m")
 
 
 def speed() -> "Figure":

@@ -175,7 +175,7 @@ def test_a_diagram_shows_what_the_configuration_says(tmp_path):
         ("v4-400m", {}, "layers 1, 3, … 27 (×14)"),
         ("v3-16m", {"router": "random"}, "hash of the token, f = 0.5"),
         ("v3-16m", {"temporal_everywhere": True}, "every token, over the last 16"),
-        ("v5-400m", {}, "dark: the last 1,024 tokens"),
+        ("v5-400m", {"window": 1024}, "dark: the last 1,024 tokens"),
         ("v5-16m", {"router": "space"}, "the first space behind a word"),
         ("v5-16m", {"router": "stride", "target_fraction": 0.25}, "every so many tokens, f = 0.25"),
         ("v5-16m", {"inner_size": 512, "carry": "smoothed"}, "512 → 2048 → 512, GELU"),
