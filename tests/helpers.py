@@ -117,7 +117,8 @@ def dark_model(**changes) -> ChiarForCausalLM:
     model = random_model(small_config("v5-tiny", **changes))
     if model.config.follows_quantile:
         with torch.no_grad():
-            scores = [route.score_BT for route in model.model(token_ids(4, 50), output_routes=True).routes]
+            ids = token_ids(4, 50, vocabulary=model.config.vocab_size)
+            scores = [route.score_BT for route in model.model(ids, output_routes=True).routes]
         model.model.set_thresholds([float(score_BT.median()) for score_BT in scores])
     return model
 

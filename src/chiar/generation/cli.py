@@ -27,6 +27,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the likeliest of this share.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
     routes: Annotated[bool, typer.Option("--routes", help="Show how light or dark each token was routed.")] = False,
+    speculate: Annotated[int, typer.Option(min=0, max=64, help="Tokens an early head may draft, of a dark stack.")] = 0,
     gate: Gate = "prefill",
     fast: Fast = None,
     tokenizer: Tokenizer = None,
@@ -48,11 +49,13 @@ def generate(
     ids, config = codec.encode(prompt), opened.config
     require(ids, "the prompt is empty: give it at least a word to continue.")
     require(config.routed_layers or not routes, f"{model} has no routed layers: leave --routes out.")
+    require(not (routes and speculate), "routes are those of whole passes: leave out --routes or --speculate.")
     room = room_behind(config, len(ids), max_new_tokens)
     require(room >= 1, f"the prompt takes all {config.max_position_embeddings} learned positions: shorten it.")
     if room < max_new_tokens:
         note(f"the model has {config.max_position_embeddings} learned positions: {room} tokens fit behind the prompt.")
-    console, characters, writer = Console(highlight=False, soft_wrap=True), Characters(codec), Writer(opened, routes)
+    console, characters = Console(highlight=False, soft_wrap=True), Characters(codec)
+    writer = Writer(opened, routes, speculates=speculate)
     seen: list[tuple[float, float]] = []  # of each token how dark it is shown, and was routed
     stacks = " and ".join(map(layer_numbers, config.stacks.values()))
 
@@ -95,5 +98,7 @@ def generate(
         show(*characters.add(written.id))
     show(*characters.end())
     console.print()
+    if writer.passes:
+        note(f"{writer.kept} of {writer.drafted} drafted tokens stayed, in {writer.passes} passes of the whole model.")
     if len(ids) + len(row.tokens) > (trained := config.max_position_embeddings):
         note(f"the text is longer than the {trained} tokens the model was trained on: beyond them it guesses.")

@@ -19,6 +19,7 @@ from chiar.model.cache import ChiarCache
 from chiar.model.inputs import ChiarModelOutput
 from chiar.model.load import choose_device, load_model, resolve_model
 from chiar.model.modeling import ChiarForCausalLM
+from chiar.model.speculation import SplitModel
 from chiar.model.trace import RoutingTrace
 
 GATES = ("prefill", "refuse")
@@ -122,10 +123,29 @@ class Row:
         if token is None:
             raise InputError(NOT_FINITE)
         if self.warpers is not None:
-            p_1V = self.warpers(None, logits_V[None]).softmax(-1)
-            token = int(torch.multinomial(p_1V, 1, generator=self.generator))
+            token = self.draw(self.probabilities(logits_V))
+        return self.scored(token, logits_V)
+
+    def probabilities(self, logits_V: Tensor) -> Tensor:
+        """What the next token is drawn from."""
+        if self.warpers is None:
+            return (torch.arange(len(logits_V), device=logits_V.device) == logits_V.argmax()).float()
+        return self.warpers(None, logits_V[None].float()).softmax(-1)[0]
+
+    def draw(self, p_V: Tensor) -> int:
+        return int(torch.multinomial(p_V, 1, generator=self.generator))
+
+    def happens(self, probability: float) -> bool:
+        return float(torch.rand((), generator=self.generator, device=self.generator.device)) < probability
+
+    def scored(self, token: int, logits_V: Tensor) -> TokenScore:
         count = self.sampling.logprobs
         return TokenScore(token) if count is None else score(logits_V[None], [token], count)[0]
+
+    def confirm(self, drafted: int, q_V: Tensor, p_V: Tensor) -> int:
+        """A token drawn from q, or another one: in all, drawn from p (speculative sampling, arXiv 2211.17192)."""
+        kept, other_V = confirmed(drafted, q_V, p_V)
+        return drafted if kept >= 1 or (kept > 0 and self.happens(kept)) else self.draw(other_V)
 
     def take(self, token: TokenScore, ends: set[int]) -> None:
         self.tokens.append(token)
@@ -157,12 +177,27 @@ class Row:
             self.send(piece)
 
 
+def confirmed(drafted: int, q_V: Tensor, p_V: Tensor) -> tuple[float, Tensor]:
+    """How probably a token drawn from q stays, min(1, p / q), and what is drawn from where it does not."""
+    missing_V = (p_V - q_V).clamp_min(0)
+    return float(p_V[drafted] / q_V[drafted]), missing_V / missing_V.sum()
+
+
 class Writer:
     """Prompts are read one by one, so that neighbours change nothing: the paper's gate is a mean over all rows read
-    together. Rows join behind their prompt. `traced`: after each pass `trace` has its routes; `around` each pass."""
+    together. Rows join behind their prompt. `traced`: after each pass `trace` has its routes; `around` each pass.
+    `speculates`: a row that is followed may be up to so many drafted tokens ahead of what the whole model has read."""
 
-    def __init__(self, model: ChiarForCausalLM, traced: bool = False, around: Callable[[], Any] = nullcontext) -> None:
-        self.model, self.traced, self.around = model, traced, around
+    def __init__(
+        self,
+        model: ChiarForCausalLM,
+        traced: bool = False,
+        around: Callable[[], Any] = nullcontext,
+        speculates: int = 0,
+    ) -> None:
+        self.model, self.traced, self.around, self.speculates = model, traced, around, speculates
+        self.split: SplitModel | None = None
+        self.drafted = self.kept = self.passes = 0  # tokens of the early head, those that stayed, and second halves
         ends = model.config.eos_token_id
         self.ends: set[int] = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
         self.rows: list[Row] = []
@@ -257,8 +292,42 @@ class Writer:
             logits_BV = self.read() if self.traced else None
             yield row.tokens[at]
             at += 1
-            if not row.is_over:
+            if self.speculates and not row.is_over:
+                if at == len(row.tokens):
+                    self.speculate(row)
+            elif not row.is_over:
                 self.choose([row], self.read() if logits_BV is None else logits_BV)
+
+    def speculate(self, row: Row) -> None:
+        """At least one more token: the early head drafts behind light tokens, and one pass of the rest confirms."""
+        if self.split is None or self.split.cache is not self.cache:
+            assert self.cache is not None
+            self.split = SplitModel(self.model, self.cache, row.stored, self.speculates)
+        split, drafts = self.split, list[tuple[int, Tensor]]()
+        most = min(self.speculates, row.sampling.max_new_tokens - len(row.tokens) - 1)
+        with self.around():
+            halves = [split.read_early(row.tokens[-1].id, 0)]
+            while not halves[-1].is_dark and len(drafts) < most:
+                q_V = row.probabilities(halves[-1].early_V)
+                token = row.draw(q_V) if row.warpers else int(q_V.argmax())
+                if token in self.ends:
+                    break
+                drafts.append((token, q_V))
+                halves.append(split.read_early(token, len(halves)))
+            logits_TV = split.read_rest(halves).float()
+        require(bool(logits_TV.isfinite().all()), NOT_FINITE)
+        before = len(row.tokens)
+        for logits_V, (token, q_V) in zip(logits_TV, drafts, strict=False):
+            stays = row.confirm(token, q_V, row.probabilities(logits_V))
+            row.take(row.scored(stays, logits_V), self.ends)
+            if stays != token or row.is_over:
+                break
+        else:
+            row.take(row.choose(logits_TV[-1], int(logits_TV[-1].argmax())), self.ends)
+        taken = len(row.tokens) - before
+        split.keep(halves, taken)
+        row.stored = split.at
+        self.drafted, self.kept, self.passes = self.drafted + len(drafts), self.kept + taken - 1, self.passes + 1
 
 
 def score(logits_TV: Tensor, tokens: list[int], count: int) -> list[TokenScore]:

@@ -16,8 +16,13 @@ from chiar.layers.ragged import RaggedStore
 class LayerMemory(Protocol):
     """What one layer keeps of the tokens it has seen, for cached decoding."""
 
+    @property
+    def slack(self) -> int: ...  # how many tokens may be forgotten again
     def get(self, name: str) -> Tensor | None: ...
     def put(self, name: str, value: Tensor) -> None: ...  # in the place of what was there, where that is possible
+    def put_line(
+        self, name: str, line_BSC: Tensor
+    ) -> None: ...  # the same, of values that stand in the order of tokens
     def ragged(self, name: str, window: int | None = None) -> RaggedStore: ...
 
     # Where an operator stores its keys: all real tokens, or its own; or the last `window` of them.
@@ -96,8 +101,11 @@ def with_past(x_BTC: Tensor, reach: int, real_BT: Maybe, memory: Memory, name: s
     else:
         line_BSC = torch.cat([past_BRC.to(x_BTC.dtype), x_BTC], dim=1)
     if memory is not None:
-        memory.put(name, last_real(line_BSC, reach, real_BT))
-    return line_BSC
+        kept = reach + memory.slack
+        if line_BSC.shape[1] < kept + T:
+            line_BSC = F.pad(line_BSC, (0, 0, kept + T - line_BSC.shape[1], 0), value=missing)
+        memory.put_line(name, last_real(line_BSC, kept, real_BT))
+    return line_BSC[:, line_BSC.shape[1] - T - reach :]
 
 
 def last_real(line_BSC: Tensor, reach: int, real_BT: Maybe) -> Tensor:

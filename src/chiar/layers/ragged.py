@@ -18,6 +18,7 @@ class Shelf:
     """The stores of all layers of a cache. They are looked at together, because looking means to wait."""
 
     stores: "list[RaggedStore]" = field(default_factory=list)
+    slack: int = 0  # how many tokens somebody may step back
     moves: int = 0  # rises when a tensor gets another place in memory, so that whoever noted addresses can tell
 
     def make_room(self) -> None:
@@ -81,12 +82,13 @@ class RaggedStore:
     @property
     def is_long(self) -> bool:
         """Whether a row may hold more than its window, and room for a window is there."""
-        return self.window is not None and self.most > self.window
+        return self.window is not None and self.most > self.window + self.shelf.slack
 
     def slide(self) -> None:
-        """Keep the last `window` entries of each row; the tensors stay in place once their room is a window's."""
+        """Keep the last entries of each row: its window, and those it has again after steps back. The tensors stay in
+        place once their room is a window's."""
         assert self.window is not None and self.length_B is not None
-        window, length_B = self.window, self.length_B
+        window, length_B = self.window + self.shelf.slack, self.length_B
         capacity = -(-(window + max(ROOM, window // 4)) // BLOCK) * BLOCK
         kept_B = length_B.clamp(max=window)
         place_BL = (length_B - kept_B)[:, None] + torch.arange(window, device=length_B.device)
@@ -142,6 +144,12 @@ class RaggedStore:
         if self.length_B is not None:
             self.length_B = self.writable(self.length_B)
             self.parts = {name: self.writable(part) for name, part in self.parts.items()}
+
+    def step_back(self, tokens: int) -> None:
+        """Forget the last entries of each row."""
+        if self.length_B is not None and tokens:
+            self.length_B = self.rewritten(self.length_B, self.length_B - tokens)
+            self.most -= tokens
 
     def used(self, name: str) -> Tensor:
         """The entries that may count, (B, H, ≤ L, d)."""

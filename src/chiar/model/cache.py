@@ -22,6 +22,7 @@ class LayerState(DynamicLayer):
     def __init__(self, shelf: Shelf) -> None:
         super().__init__()
         self.state: dict[str, Tensor] = {}
+        self.lines: set[str] = set()  # names of those that are the last tokens' values, in order
         self.stores: dict[str, RaggedStore] = {}
         self.shelf = shelf
 
@@ -35,6 +36,22 @@ class LayerState(DynamicLayer):
         else:
             self.state[name] = value.clone()
             self.shelf.moves += 1
+
+    @property
+    def slack(self) -> int:
+        return self.shelf.slack
+
+    def put_line(self, name: str, line_BSC: Tensor) -> None:
+        if self.slack:
+            self.lines.add(name)
+        self.put(name, line_BSC)
+
+    def step_back(self, tokens: int) -> None:
+        """Forget the last so many tokens, up to the shelf's `slack`. What is no line stays as it is."""
+        for store in self.stores.values():
+            store.step_back(tokens)
+        for name in self.lines if tokens else ():
+            self.put(name, self.state[name][:, :-tokens])
 
     def ragged(self, name: str, window: int | None = None) -> RaggedStore:
         if name not in self.stores:
@@ -82,7 +99,7 @@ class LayerState(DynamicLayer):
         raise NotImplementedError("a CHIAR cache cannot be cropped: its causal gate keeps sums, not tokens")
 
     def reset(self) -> None:
-        self.state = {}
+        self.state, self.lines = {}, set()
         for store in self.stores.values():
             store.clear()
 

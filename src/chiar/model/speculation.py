@@ -1,0 +1,102 @@
+"""A model with a dark stack as two halves: what stands before the stack, with its early head, drafts the tokens that it
+is certain of; the rest reads all drafted tokens at once and says what would have been written.
+
+Drafted tokens are behind light ones, so none but the last token read may need the inner layers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chiar.errors import require
+from chiar.layers.context import Maybe, TokenContext
+from chiar.layers.dark import DarkStack, Decision, Everywhere
+from chiar.layers.routers import Route, one_hot
+from chiar.model.cache import ChiarCache
+from chiar.model.inputs import make_context
+
+
+@dataclass
+class Half:
+    """A token that the first half has read."""
+
+    id: int
+    x_11D: Tensor
+    decided: Decision
+    is_dark: bool
+    early_V: Tensor  # logits of the next token
+
+
+class SplitModel:
+    """`language` with one row and its cache, which holds `at` tokens; up to `most` may be forgotten again."""
+
+    def __init__(self, language: Any, cache: ChiarCache, at: int, most: int) -> None:
+        self.language, self.model, self.cache, self.at = language, language.model, cache, at
+        stacks = self.model.config.stacks
+        fits = len(stacks) == 1 and self.model.config.router_kind.reads_prediction and not self.model.config.meta_router
+        require(fits, "speculation needs one dark stack with router='predictive', and no gate: leave it off.")
+        (self.inner,) = stacks.values()
+        self.stack: DarkStack = self.model.stacks[str(self.inner.start)]
+        cache.shelf.slack = most + 1
+        self.told_11D: Maybe = None  # what the stack said before the last token
+
+    def context(self, ids: list[int], first: int) -> tuple[Tensor, TokenContext]:
+        """Of tokens that stand in the text from `first` on, as the stack sees it."""
+        model, device = self.model, self.language.device
+        ids_1T = torch.tensor([ids], device=device)
+        place_1T = torch.arange(first, first + len(ids), device=device)[None]
+        made = make_context(model.config, model.basis.transform(), ids_1T, ids_1T, None, place_1T, 0)
+        return ids_1T, model.layer_contexts(made)[self.inner.start]
+
+    def run(self, layers: range, x_1TD: Tensor, context: TokenContext) -> Tensor:
+        for i in layers:
+            x_1TD, _ = self.model._run_layer(self.model.layers[i], None, x_1TD, context, self.cache.layers[i], None)
+        return x_1TD
+
+    @torch.no_grad()
+    def read_early(self, token: int, ahead: int) -> Half:
+        """The first half reads a token that is `ahead` of the cache."""
+        ids_11, context = self.context([token], self.at + ahead)
+        x_11D = self.run(range(self.inner.start), self.model.embed(ids_11, None, context.positions_BT), context)
+        decided = self.stack.decide(x_11D, context, self.cache.layers[self.inner.start], None)
+        assert self.stack.early is not None
+        return Half(token, x_11D, decided, bool(decided.dark_BT), self.stack.early(decided.seen_BTD)[0, 0])
+
+    @torch.no_grad()
+    def read_rest(self, halves: list[Half]) -> Tensor:
+        """The second half reads what the first has read: logits behind each token, (T, V)."""
+        memory, last = self.cache.layers[self.inner.start], halves[-1]
+        told_11D = memory.get("stack")
+        self.told_11D = None if told_11D is None else told_11D.clone()
+        _, context = self.context([half.id for half in halves], self.at)
+        x_1TD, light = torch.cat([half.x_11D for half in halves], 1), len(halves) - last.is_dark
+        parts = []
+        if light:
+            choice_1T = torch.zeros(1, light, dtype=torch.long, device=x_1TD.device)
+            laid, route = Everywhere(choice_1T.bool(), context, is_empty=True), Route(choice_1T, one_hot(choice_1T, 2))
+            parts.append(self.stack.tell(laid, x_1TD[:, :light], None, route, memory))
+        if last.is_dark:
+            parts.append(self.pass_stack(last, self.at + light))
+        behind = range(self.inner.stop, len(self.model.layers))
+        return self.language.lm_head(self.model.norm(self.run(behind, torch.cat(parts, 1), context)))[0]
+
+    def pass_stack(self, last: Half, place: int) -> Tensor:
+        stack, memory, (_, context) = self.stack, self.cache.layers[self.inner.start], self.context([last.id], place)
+        laid = stack.lay_out(last.x_11D, last.decided.dark_BT, context, memory)
+        z_in = stack.entered(laid, last.x_11D)
+        change = stack.changed(laid, z_in, self.run(self.inner, z_in, laid.context), last.decided.route)
+        return stack.tell(laid, last.x_11D, change, last.decided.route, memory)
+
+    def keep(self, halves: list[Half], count: int) -> None:
+        """Only the first `count` tokens were right: forget the others."""
+        wrong = len(halves) - count
+        for i, layer in enumerate(self.cache.layers):
+            if i not in self.inner:
+                layer.step_back(wrong)
+            elif wrong and halves[-1].is_dark:
+                layer.step_back(1)
+        if wrong and halves[-1].is_dark and self.told_11D is not None:
+            self.cache.layers[self.inner.start].put("stack", self.told_11D)
+        self.at += count
+        self.cache.seen = self.at
