@@ -98,7 +98,7 @@ def test_a_step_leaves_everything_in_its_place(fast, ids, left_mask, design):
             cache.reorder_cache(torch.tensor([2, 0, 1]))
             assert cache.shelf.moves == moves and addresses(cache) == before
     assert model.fast_decoder.steps == 2 * ROOM
-    assert 1 <= moved <= 3
+    assert (1 if design != "dark" else 0) <= moved <= 3  # what a window holds slides in its place
 
 
 class LookedAt(Exception):

@@ -10,7 +10,7 @@ from chiar.cli import app
 from chiar.data.tokenizers import Tokenizer
 from chiar.data.tokens import TextCodec
 from chiar.generation.cli import SHADES
-from chiar.generation.writer import Piece, Row, Sampling, TokenScore, write_text
+from chiar.generation.writer import BROKEN, Piece, Row, Sampling, TokenScore, write_text
 from chiar.model import modeling
 from chiar.model.decoding import FastDecoder
 from chiar.model.modeling import ChiarForCausalLM
@@ -153,6 +153,37 @@ def test_logits_that_are_not_finite_are_one_sentence(tmp_path):
     model.lm_head.weight.data.fill_(3e38)  # finite, so that it opens
     code, output, said = generate(save(model, tmp_path, Tokenizer.of_bytes()), "--prompt", PROMPT)
     assert code != 0 and "logits are not finite" in said and not output
+
+
+@pytest.fixture(scope="module")
+def dark(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("dark") / "model", preset="v5-tiny")
+
+
+WAYS = {"plain": [], "fast": ["--fast"], "speculating": ["--speculate", 4]}
+
+
+@pytest.mark.parametrize("prompt", ["   ", "\n\t\n", "\0", "漢", BROKEN, "a漢 😀"])
+def test_a_byte_model_continues_any_text(dark, prompt):
+    """What it writes need not be UTF-8; the text is the same however it is decoded."""
+    _, _, whole = expected(dark, prompt, max_new_tokens=24)
+    for way in WAYS.values():
+        code, found, _ = generate(dark, "--prompt", prompt, "--max-new-tokens", 24, *way)
+        assert (code, found.split()) == (0, whole.split())  # a console shows a tab as spaces
+    drawn = generate(dark, "--prompt", prompt, "--max-new-tokens", 24, "--temperature", 1, "--speculate", 4)
+    assert drawn[0] == 0 and "drafted tokens stayed" in drawn[2]
+
+
+def test_what_is_no_text_and_drafts_that_cannot_be_are_refused(dark, folder):
+    for model, arguments, message in (
+        (dark, ["--prompt", ""], "the prompt is empty"),
+        (dark, ["--prompt", "a\udc80b"], "no UTF-8"),  # as Python reads a byte that is none
+        ("v5-tiny", ["--prompt", "\udcff"], "no UTF-8"),
+        (dark, ["--prompt", "a", "--routes", "--speculate", 2], "leave out --routes or --speculate"),
+        (folder, ["--prompt", "a", "--speculate", 2], "speculation needs one dark stack"),
+    ):
+        code, _, said = generate(model, *arguments)
+        assert code != 0 and message in said
 
 
 def write(data, stops=()):

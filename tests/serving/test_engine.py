@@ -12,6 +12,7 @@ from chiar.generation.writer import SCORED, Sampling
 from chiar.model.load import load_model
 from chiar.serving.app import Engine, Job, Limits, Service
 from chiar.web import Refused
+from small_corpora import tiny_model
 
 BYTES = TextCodec(None, None)
 
@@ -202,3 +203,24 @@ def test_who_must_come_back_is_told_how_long_completions_take(engine):
     with pytest.raises(Refused) as caught:
         engine.submit(job())
     assert caught.value.retry_after == 8
+
+
+def test_a_byte_model_serves_bytes_that_are_no_text():
+    """Lone continuation bytes, halves of characters and the end of text as prompts, together and alone; every piece is
+    whole characters, and all pieces together are the text of all tokens."""
+    prompts = [[0x80], [0xBF, 0xE6], [0x20, 0x20], list("漢".encode())[:2], [256], [0xFF, 0xFE, 0x80]]
+    model = tiny_model("v5-tiny", seed=4, vocab_size=257, max_position_embeddings=64)
+
+    def run(engine, *ids):
+        jobs = [job(ids=one, text=BYTES.decode(one), temperature=1.0, seed=3) for one in ids]
+        return answers(engine, *jobs), [[token.id for token in one.rows[0].tokens] for one in jobs]
+
+    alone = [run(again(model), one) for one in prompts]
+    for fast in (False, True):
+        if fast:
+            model.enable_fast_decoding()
+        for first in range(0, len(prompts), 2):
+            texts, tokens = run(again(model), *prompts[first : first + 2])
+            for number, (text, ids) in enumerate(zip(texts, tokens, strict=True)):
+                assert ([text], [ids]) == alone[first + number]
+                assert text == BYTES.decode(ids)

@@ -11,6 +11,7 @@ from chiar.config import ChiarConfig
 from chiar.data.corpora import read_lines
 from chiar.errors import InputError, errors_as, require
 from chiar.files import check_file
+from chiar.visible import HALVES
 
 UNUSABLE = "the tokenizer in {} cannot be used"  # the library raises plain Exception for a damaged file
 
@@ -34,6 +35,7 @@ class TextCodec:
         return cls(None, None)
 
     def encode(self, text: str) -> list[int]:
+        require(not HALVES.search(text), "the text holds bytes that are no UTF-8, or half a character: remove them.")
         if self.source is None:
             return list(text.encode())
         with errors_as(UNUSABLE.format(self.source), Exception):
