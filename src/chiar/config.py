@@ -192,7 +192,8 @@ class ChiarConfig(PreTrainedConfig):
     @property
     def stacks(self) -> dict[int, range]:
         """The dark layers of each stack, by its first."""
-        kinds, found, first = self.layer_types or [], dict[int, range](), 0
+        kinds, first = self.layer_types or [], 0
+        found: dict[int, range] = {}  # a compiler cannot call dict[int, range]
         if "dark" not in kinds:
             return found
         for i, kind in enumerate(kinds):

@@ -353,8 +353,9 @@ def test_a_guess_of_the_places_that_was_too_low_is_mended(monkeypatch):
         model.config.execution = "dense"
         expected = model.model(ids, forced_routes=routes).last_hidden_state
         model.config.execution, made[:] = "sparse", []
-        found = model.model(ids, forced_routes=routes, output_routes=True)
+        found = model.model(ids, forced_routes=routes, output_routes=True, output_routing=True)
         assert len(made) == runs and int(found.stacks[0].dropped) == 0
+        assert len(found.routing.layers) == len(model.config.layer_types)
         torch.testing.assert_close(found.last_hidden_state, expected, **ROUNDING)
 
 

@@ -105,7 +105,7 @@ def test_boundaries():
         for t in range(9):
             q, k = q_BTD[row, t], k_BTD[row, t - 1]
             p = (1 - q @ k / (q.norm() * k.norm())) / 2 if t else torch.ones(())
-            assert route.probabilities_BTK[row, t, 1].item() == pytest.approx(float(p))
+            assert route.probabilities_BTK[row, t, 1].item() == pytest.approx(p.item())
             assert route.choice_BT[row, t] == int(p > 0.5)
     assert torch.equal(route.weights_BTK.sum(-1), torch.ones(2, 9, dtype=torch.float64))
     weights_BT = route.weights_BTK.sum(-1)
