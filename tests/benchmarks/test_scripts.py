@@ -5,9 +5,12 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
+import byte_decoding
 import cpu_execution
 import explore
+import speculation
 
 BENCHMARKS = Path(explore.__file__).parent
 SMALL = ["--size", "tiny", "--lengths", "8,32", "--rows", "2", "--fractions", "0.5", "--turns", "2", "--steps", "1"]
@@ -20,6 +23,29 @@ def test_a_cell_is_the_ratio_of_both_times(capsys, mode):
     assert [length for length, *_ in cells] == ["8", "32"]
     assert cpu_execution.main([*SMALL, "--only", "mod"]) == 2, "it has no dense execution of its own"
     assert "mod" in capsys.readouterr().err
+
+
+def test_bytes_read_and_written_are_timed_against_the_dense_model(capsys):
+    small = ["--device", "cpu", "--prompt", "40", "--new", "5", "--turns", "2", "--rows", "2"]
+    for more in ([], ["--fast"], ["--own-routes"]):
+        assert byte_decoding.main([*small, "--preset", "v5-tiny", *more]) == 0
+        found = capsys.readouterr().out
+        assert re.search(r"writing [\d.]+ ×, reading [\d.]+ × .*, cache [\d.]+%", found)
+        assert ("routes forced at f = 0.2" in found) == (more != ["--own-routes"])
+    assert byte_decoding.main([*small, "--preset", "v4-tiny"]) == 2
+    for fraction in (0.2, 0.3, 1.0):
+        dark_BT = byte_decoding.dark_bytes(3, 0, 200, fraction, "cpu")
+        assert (dark_BT.sum(1) - 200 * fraction).abs().max() <= 1
+        assert torch.equal(dark_BT[:, 90:], byte_decoding.dark_bytes(3, 90, 110, fraction, "cpu"))
+
+
+def test_drafts_are_timed_against_plain_writing(capsys, tmp_path):
+    (tmp_path / "text.txt").write_text("light and dark, " * 9)
+    small = ["--device", "cpu", "--prompt", "20", "--new", "8", "--prompts", "2", "--drafts", "1,3"]
+    assert speculation.main(["v5-tiny", "--prompt-file", str(tmp_path / "text.txt"), *small]) == 0
+    rows = re.findall(r"\| (greedy|temperature 1) \| (\d) \| \d+% \| [\d.]+ \|", capsys.readouterr().out)
+    assert len(rows) == 4
+    assert speculation.main(["v4-tiny", "--prompt-file", str(tmp_path / "text.txt"), *small]) == 2
 
 
 @pytest.mark.parametrize("part", ["decode", "loss", "filter"])
