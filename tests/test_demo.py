@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from chiar.model.load import load_config
+from chiar.routing.flops import count_flops
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "demo.sh"
 
@@ -19,20 +20,20 @@ def demo(folder):
 
 def test_the_demo_starts_afresh_and_makes_everything(tmp_path):
     out = tmp_path / "runs" / "demo"
-    (out / "baseline").mkdir(parents=True)
-    (out / "baseline" / "run.json").write_text("{}")
+    (out / "dense").mkdir(parents=True)
+    (out / "dense" / "run.json").write_text("{}")
     (out / "made-by-demo").touch()
     (tmp_path / "runs" / "mine").mkdir()
     done = demo(tmp_path)
     assert done.returncode == 0, done.stderr
     assert "starting afresh" in done.stdout and "unigram entropy" in done.stdout
     compared, _, read = " ".join(done.stdout.split()).partition("gap to the baseline")
-    assert compared and "12 steps of 1024 tokens" in read and "says nothing about routing" in read
-    assert (
-        "docs/reproduction.md, C6" in read and "## C6" in (SCRIPT.parents[1] / "docs" / "reproduction.md").read_text()
-    )
+    assert compared and "12 steps of 2048 bytes" in read and "So early plain layers are ahead" in read
+    assert "docs/bytes.md" in read and (SCRIPT.parents[1] / "docs" / "bytes.md").is_file()
     assert (tmp_path / "runs" / "mine").is_dir()
-    assert load_config(str(out / "v3" / "best")).thresholds[0] != load_config("v3-tiny").layer_thresholds()[0][0]
+    v5, dense = (load_config(str(out / name / "best")) for name in ("v5", "dense"))
+    assert v5.stacks == {2: range(2, 6)} and not dense.stacks
+    assert count_flops(v5, 256).total <= count_flops(dense, 256).total
     for name in ("curves", "routing"):
         ElementTree.fromstring((out / f"{name}.svg").read_text())
 

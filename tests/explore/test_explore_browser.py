@@ -295,7 +295,7 @@ def test_without_a_run_the_demo_is_offered(watched, tmp_path, monkeypatch):
         assert server.explorer.models == []
         watched.page.click("#open-demo")
         watched.page.wait_for_selector(".cell")
-        assert watched.page.inner_text("article.panel h2") == "runs/demo/v3"
+        assert watched.page.inner_text("article.panel h2") == "runs/demo/v5"
 
 
 def test_a_report_asks_for_nothing(watched, folders, tmp_path):

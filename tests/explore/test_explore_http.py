@@ -297,7 +297,7 @@ def test_without_a_model_it_says_what_to_do_and_opens_the_demo_on_demand(tmp_pat
         assert "<pre>make demo</pre>" in server.get("/").text
         refused(server.post("/api/route", {"text": TEXT}), 400)
         assert "no demo run" in refused(server.post("/api/demo", {}), 409)
-        names = ["runs/demo/v3", "runs/demo/baseline"]
+        names = ["runs/demo/v5", "runs/demo/dense"]
         for name, preset in zip(names, ("v3-tiny", "baseline-tiny"), strict=True):
             save_model(tmp_path / name / "best", preset)
         assert server.get("/api/models").json()["demo"] == names and server.explorer.models == []

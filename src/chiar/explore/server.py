@@ -19,7 +19,7 @@ from chiar.generation.writer import Sampling
 from chiar.web import TEXT, Field, Made, Refused, Site, require
 
 CONTINUE = "/api/continue"
-DEMO = ("runs/demo/v3", "runs/demo/baseline")
+DEMO = ("runs/demo/v5", "runs/demo/dense")
 MOST_BYTES, MOST_BODY = 20_000, 122_000  # of a text as UTF-8, and of a request: JSON may spell a byte in six
 TOO_LONG = f"the text is longer than {MOST_BYTES:,} bytes, the most here: shorten it."
 # Requests answered, and texts continued, at the same time; and after how many seconds others may come back.
