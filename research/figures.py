@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from chiar.console import guarded
 from chiar.errors import unknown_name
-from chiar.model.trace import LayerTrace, RoutingTrace
+from chiar.model.trace import RoutingTrace
 from chiar.plots import (
     COLOURS,
     DASHES,
@@ -59,27 +57,15 @@ def speed() -> "Figure":
 
 
 def recorded_routes(path: Path, heading: str) -> "Figure":
-    """From what `chiar trace --csv` wrote."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    layers = []
-    for index in range(max(int(row["layer"]) for row in rows)):
-        own = [row for row in rows if int(row["layer"]) == index + 1]
-        operators = sorted({row["operator"] for row in own}, key=["spectral", "attention"].index)
-        choice_BT = torch.tensor([[operators.index(row["operator"]) for row in own]])
-        weights_BTK = torch.nn.functional.one_hot(choice_BT, len(operators)).float()
-        layer = LayerTrace(index, own[0]["kind"], operators, choice_BT, weights_BTK)
-        layer.entropy_BT = torch.tensor([[float(row["entropy"]) for row in own]])
-        layer.gate_BT = torch.tensor([[float(row["gate"]) for row in own]]) if own[0]["gate"] else None
-        layer.thresholds = [float(cut) for cut in own[0]["thresholds"].split()] or None
-        layers.append(layer)
-    pieces = [row["piece"] for row in rows if row["layer"] == "1"]
-    return draw_routing(RoutingTrace(layers, torch.ones(1, len(pieces), dtype=torch.bool)), pieces, heading)
+    """From what `chiar trace --json` wrote of a text in bytes."""
+    trace = RoutingTrace.from_json(path.read_text(encoding="utf-8"))
+    assert trace.token_ids_BT is not None
+    return draw_routing(trace, [chr(byte) for byte in trace.token_ids_BT[0].tolist()], heading)
 
 
 FIGURES: "dict[str, Callable[[], Figure]]" = {
     **{name: lambda name=name: draw_model([name]) for name in MODELS},  # type: ignore[misc]
-    "demo-routing": lambda: recorded_routes(RESULTS / "demo" / "routing.csv", "runs/demo/v3"),
+    "demo-routing": lambda: recorded_routes(RESULTS / "demo" / "routing.json", "runs/demo/v5"),
     "entropy-null": lambda: draw_entropy(read_report(RESULTS / "reproduction-16m" / "threshold")),
     "routers40m_long": lambda: draw_study([str(RESULTS / "routers40m_long" / "results.json")]),
     "savings": lambda: draw_savings(SIZES, 256, 0.5, "routed"),
