@@ -257,10 +257,11 @@ COMBINATIONS = [
     ("soft routing runs everything", {**DARK, "router": "learned", "routing": "soft"}),
     ("dark layers need norm_position='pre'", {"layer_types": ["dark"]}),
     ("router='space' reads bytes, 255 ids are fewer", {**DARK, "router": "space", "vocab_size": 255}),
+    ("strictly between 0 and 1, got 1.0", {**DARK, "router": "stride", "target_fraction": 0.7}),
+    ("dark stacks keep their thresholds with the weights", {**DARK, "thresholds": 0.5}),
     *[(f"inner_size={n} must be a multiple of the head size 64", {**DARK, "inner_size": n}) for n in (0, -64, 100)],
     ("target_fraction has 2 entries for 1", {**DARK, "target_fraction": [0.2, 0.3]}),
     ("target_fraction must lie strictly between", {**DARK, "target_fraction": 1.0}),
-    ("target_fraction moves the thresholds", {**DARK, "thresholds": 0.5}),
     *[(f"window must be a positive whole number, got {n}", {"window": n}) for n in (0, -1)],
     ("early_weight must not be negative, got", {**DARK, "early_weight": -0.1}),
 ]

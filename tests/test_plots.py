@@ -160,7 +160,7 @@ def test_pareto_marks_are_made_of_what_the_models_are_made_of():
     }
     rows = [variant(name, n, 4.0) for n, name in enumerate(made, 1)]
     axes = plots.draw_pareto(pareto(*rows, **{name: config for name, (config, _) in made.items()})).axes[0]
-    marks = [(m.get_markerfacecolor(), m.get_fillstyle(), m.get_markeredgecolor() == time) for m in axes.lines[2:13:2]]
+    marks = [(m.get_markerfacecolor(), m.get_fillstyle(), m.get_markeredgecolor() == time) for m in axes.lines[2:15:2]]
     assert marks == [look for _, look in made.values()]
     names = {"dark: attention alone", "light or dark by token", "light and dark layers", "light layers only"}
     names |= {"light or dark by token, light along time"}

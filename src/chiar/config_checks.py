@@ -170,6 +170,8 @@ def check_stacks(config: "ChiarConfig") -> None:
         return
     if config.operators != STACK_OPERATORS:
         raise InputError(f"operators={config.operators} is not supported around dark layers: use {STACK_OPERATORS}.")
+    if config.thresholds is not None:
+        raise InputError("dark stacks keep their thresholds with the weights: chiar calibrate --fraction moves them.")
     require("routed" not in (config.layer_types or []), "a model has routed layers or a dark stack, not both.")
     require(config.routing != "soft", "soft routing runs everything for every token: a dark stack takes hard routing.")
     require(config.norm_position == "pre", "dark layers need norm_position='pre': they add to the residual stream.")

@@ -557,8 +557,7 @@ def layer_rows(config: "ChiarConfig", kind: str, gated: bool) -> list[list[Box]]
         cut = cut or (f"the last {config.window:,} tokens" if kind == "attention" and config.window else "")
         side.append((name, f"{shade}: {cut}" if cut else shade, operator_colour(operator)))
     network = ("feed-forward", f"D → {hidden} → D, GELU", PLAIN)
-    past = ("", "", "")
-    fed = [past if is_light(name) else network for name in operators] if routed and not config.light_ffn else [network]
+    fed = [PAST if is_light(name) else network for name in operators] if routed and not config.light_ffn else [network]
     rows += [side, fed]
     if gated:
         before = ("MetaRouter", f"g = σ(w·x̄ + b), x̄ the mean ({config.gate_pool})", GATE)

@@ -52,9 +52,7 @@ class RouterKind:
     score: str | None = None  # the entropy that is compared with a threshold, by name
     of_layers: bool = True  # chooses in routed layers
     of_stacks: bool = True  # chooses what passes a dark stack
-    room: float = (
-        1.0  # a training pass on a GPU holds this many times f of a batch; a cut at its quantile needs no more
-    )
+    room: float = 1.0  # a training pass on a GPU has places for so many times f; a cut at its quantile needs 1
     fraction: "Callable[[ChiarConfig], float] | None" = None  # f, where a field of the configuration says it
     flops: "Callable[[ChiarConfig], float] | None" = None  # of one token in one layer, without those of H
 

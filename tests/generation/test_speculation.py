@@ -39,7 +39,8 @@ def agreeing(noise, threshold, **changes):
 def write(model, ids, sampling, most, kind=Row):
     writer, row = Writer(model, speculates=most), kind(CODEC, sampling)
     writer.begin(writer.read_prompt(ids), [row])
-    assert [token.id for token in writer.follow(row)] == [token.id for token in row.tokens]
+    written = [token.id for token in writer.follow(row)]
+    assert written == [token.id for token in row.tokens if token.id not in writer.ends]
     return row, writer
 
 
@@ -101,9 +102,10 @@ class Scripted(Row):
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.3}, {"top_k": 2}], ids=["temperature", "top-k"])
-def test_all_texts_have_the_probability_the_model_gives_them(sampling, monkeypatch):
+@pytest.mark.parametrize("end", [None, 2])
+def test_all_texts_have_the_probability_the_model_gives_them(sampling, end, monkeypatch):
     """Every draw that can happen is followed, and the probabilities of what leads to a text add up."""
-    model, ids, new = agreeing(1.0, 0.7, vocab_size=3), [2, 0, 1], 4
+    model, ids, new = agreeing(1.0, 0.7, vocab_size=3, eos_token_id=end), [2, 0, 1], 4
     sampling = Sampling(new, **sampling)
     found, script, drafted = {}, [], 0
     while script is not None:
@@ -117,9 +119,10 @@ def test_all_texts_have_the_probability_the_model_gives_them(sampling, monkeypat
         if open_places:
             last = open_places[-1]
             script = [taken for taken, _ in row.made[:last]] + [row.made[last][1][0]]
-    assert drafted and len(found) > 10
+    assert drafted and len(found) > 7
     row = Row(CODEC, sampling)
-    for text in product(range(3), repeat=new):
+    texts = {text[: text.index(end) + 1] if end in text else text for text in product(range(3), repeat=new)}
+    for text in sorted(texts):
         with torch.no_grad():
             logits_TV = model(torch.tensor([[*ids, *text]])).logits[0, len(ids) - 1 : -1].float()
         expected = math.prod(float(row.probabilities(x_V)[t]) for x_V, t in zip(logits_TV, text, strict=True))

@@ -1,6 +1,7 @@
 """A dark stack is a plain model on the shorter text of its dark tokens, however these are laid out."""
 
 import copy
+import math
 from unittest.mock import Mock
 
 import pytest
@@ -341,6 +342,11 @@ def test_too_many_dark_tokens(carry, monkeypatch):
         torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, **ROUNDING)
 
 
+def test_routes_may_be_asked_for_while_training():
+    model = build().train()
+    assert model(tokens(model), labels=tokens(model), output_routes=True).loss.isfinite()
+
+
 def test_a_guess_of_the_places_that_was_too_low_is_mended(monkeypatch):
     """As on a GPU in evaluation: the stack runs again, and begins with more places the next time."""
     lay_out(monkeypatch, "texts")
@@ -400,8 +406,10 @@ def test_thresholds_can_be_moved_where_there_are_any():
     assert not any(stack.route.choice_BT.any() for stack in stacks_of(model, ids))
     model.model.set_thresholds(None)
     for router, wrong, message in (
-        ("predictive", [0.1, 0.2], "a threshold for each of 1 dark stacks is needed"),
-        ("predictive", ["high"], "a threshold for each of 1 dark stacks is needed"),
+        *(
+            ("predictive", wrong, "1 dark stacks need a number each")
+            for wrong in ([0.1, 0.2], ["high"], True, math.nan)
+        ),
         ("space", 0.5, "router='space' has no threshold"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -42,6 +42,7 @@ def generate(
     from chiar.colours import entropy_colours, layer_numbers, route_colour
     from chiar.errors import require
     from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind, shades
+    from chiar.model.speculation import check_can_draft
     from chiar.visible import visible
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
@@ -50,6 +51,8 @@ def generate(
     require(ids, "the prompt is empty: give it at least a word to continue.")
     require(config.routed_layers or not routes, f"{model} has no routed layers: leave --routes out.")
     require(not (routes and speculate), "routes are those of whole passes: leave out --routes or --speculate.")
+    if speculate:
+        check_can_draft(config)
     room = room_behind(config, len(ids), max_new_tokens)
     require(room >= 1, f"the prompt takes all {config.max_position_embeddings} learned positions: shorten it.")
     if room < max_new_tokens:

@@ -310,9 +310,9 @@ class Writer:
             while not halves[-1].is_dark and len(drafts) < most:
                 q_V = row.probabilities(halves[-1].early_V)
                 token = row.draw(q_V) if row.warpers else int(q_V.argmax())
-                if token in self.ends:
-                    break
                 drafts.append((token, q_V))
+                if token in self.ends:  # nothing stands behind it
+                    break
                 halves.append(split.read_early(token, len(halves)))
             logits_TV = split.read_rest(halves).float()
         require(bool(logits_TV.isfinite().all()), NOT_FINITE)

@@ -53,9 +53,9 @@ def window_attention(q_BHTd: Tensor, k_BHTd: Tensor, v_BHTd: Tensor, window: int
         q, k, v = (x.transpose(1, 2).to(product_dtype(x)) for x in (q_BHTd, k_BHTd, v_BHTd))
         return flash(q, k, v, None, T, window, dropout).transpose(1, 2)
     # Blocks of queries, each with the keys some of them see: a mask of everything would cost T² again.
-    parts = []
-    for start in range(0, T, window):
-        queries, keys = slice(start, start + window), slice(max(0, start - window + 1), start + window)
+    parts, size = [], max(window, 256)
+    for start in range(0, T, size):
+        queries, keys = slice(start, start + size), slice(max(0, start - window + 1), start + size)
         place_q, place_k = (torch.arange(T, device=q_BHTd.device)[part] for part in (queries, keys))
         back_qk = place_q[:, None] - place_k
         visible_qk = (back_qk >= 0) & (back_qk < window)

@@ -65,14 +65,13 @@ class TokenContext:
             assert self.threshold is not None
             return self.threshold
         score_N = score_BT.detach().flatten()
-        light = len(score_N) - int(self.share * len(score_N))
-        if self.real_BT is not None:  # padding is lighter than any token
-            score_N = score_N.masked_fill(~self.real_BT.flatten(), -torch.inf)
-            dark = (self.real_BT.sum() * self.share).long()
-            return score_N.sort().values[(len(score_N) - dark).clamp(1, len(score_N)) - 1]
-        return (
-            score_N.kthvalue(max(light, 1)).values if not score_N.is_cuda else score_N.sort().values[max(light, 1) - 1]
-        )
+        if self.real_BT is None:
+            return score_N.sort().values[max(len(score_N) - int(self.share * len(score_N)), 1) - 1]
+        # Padding is lighter than any token. A look at how much there is would wait for a GPU.
+        score_N = score_N.masked_fill(~self.real_BT.flatten(), -torch.inf)
+        dark = (self.real_BT.sum() * self.share).long()
+        place_1 = (len(score_N) - dark).clamp(1, len(score_N))[None] - 1
+        return score_N.sort().values.gather(0, place_1)[0]
 
     def past(self, name: str, values: Tensor, reach: int, missing: float = 0) -> Tensor:
         """Of (B, T, …) values, those of the `reach` real tokens before each token, the nearest last: (B, T, reach, …),

@@ -23,7 +23,7 @@ from chiar.kernels.packing import Packing, pack, unpack
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.layers.attention import rotary_tables
 from chiar.layers.block import make_norm
-from chiar.layers.context import Maybe, Memory, TokenContext
+from chiar.layers.context import Maybe, Memory, TokenContext, stored_in
 from chiar.layers.routers import ChoiceRouter, Route, check_route
 from chiar.layers.stack_routers import DARK, BoundaryRouter, ForecastRouter, predictive_entropy, ratio_loss
 
@@ -166,9 +166,9 @@ class DarkStack(nn.Module):
         """x and what it gets of the stack; None where that did nothing. A cache keeps what was told last."""
         told_B1D = None if memory is None else memory.get("stack")
         if self.smooth:
-            weight_BT = laid.dark_BT.to(x_BTD.dtype)
+            weight_BT = laid.dark_BT.to(stored_in(x_BTD.dtype))
             if route.probabilities_BTK is not None:
-                weight_BT = weight_BT * route.probabilities_BTK[..., DARK].to(x_BTD.dtype).clamp(1e-4, 1 - 1e-4)
+                weight_BT = weight_BT * route.probabilities_BTK[..., DARK].to(weight_BT.dtype).clamp(1e-4, 1 - 1e-4)
             new_BTD = torch.zeros_like(x_BTD) if change is None else laid.everywhere(change)
             last_BTD = smoothed(new_BTD, weight_BT, told_B1D)
             y_BTD = x_BTD + last_BTD * route.weights_BTK.sum(-1, keepdim=True).to(x_BTD.dtype)
@@ -181,7 +181,7 @@ class DarkStack(nn.Module):
             last_BTD = laid.told(self.carry(change), told_B1D)
             y_BTD = x_BTD + laid.everywhere(change) + last_BTD
         if memory is not None and (change is not None or told_B1D is None or self.smooth):
-            memory.put("stack", laid.last_real(last_BTD, told_B1D))
+            memory.put("stack", last_BTD[:, -1:])
         return y_BTD
 
     def loss(self, done: StackOutput, targets_BT: Tensor, final_BTD: Tensor, head: nn.Linear) -> Tensor:
@@ -231,10 +231,6 @@ class Layout:
     def told(self, change: Tensor, before_B1D: Maybe) -> Tensor:
         """At every token what belongs to the latest dark one, (B, T, D)."""
         raise NotImplementedError
-
-    def last_real(self, last_BTD: Tensor, before_B1D: Maybe) -> Tensor:
-        """Of each row's last token; padding is told what stood before it, but may stand in front of everything."""
-        return last_BTD[:, -1:]
 
 
 class Everywhere(Layout):

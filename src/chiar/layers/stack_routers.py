@@ -27,14 +27,21 @@ class ForecastRouter(nn.Module):
         self.up, self.down = nn.Linear(config.hidden_size, FORECAST_WIDTH), nn.Linear(FORECAST_WIDTH, 1)
 
     def scores(self, x_BTD: Tensor, entropy_BT: Maybe = None) -> Tensor:
+        # In fp32 at least: a score of bf16 would be compared with a τ rounded to bf16.
+        dtype = stored_in(x_BTD.dtype)
         with torch.autocast(x_BTD.device.type, enabled=False):
-            dtype = self.up.weight.dtype
-            return self.down(F.gelu(self.up(x_BTD.detach().to(dtype))))[..., 0]
+            hidden_BTh = F.gelu(linear(self.up, x_BTD.detach().to(dtype)))
+            return linear(self.down, hidden_BTh)[..., 0]
 
     def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
         score_BT = self.scores(x_BTD)
         choice_BT = (score_BT > context.cut(score_BT)).long() if forced_BT is None else forced_BT
         return Route(choice_BT, one_hot(choice_BT, 2), score_BT=score_BT)
+
+
+def linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """In the precision of x."""
+    return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
 
 
 class FirstIdentity(nn.Linear):

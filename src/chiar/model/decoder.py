@@ -1,6 +1,7 @@
 """The decoder: embedding, layers, final norm."""
 
 import inspect
+import math
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,8 @@ from transformers import initialization as init
 from transformers.utils import can_return_tuple, logging
 
 from chiar.config import ChiarConfig
-from chiar.errors import InputError, refuse_misspelt
+from chiar.config_checks import fits
+from chiar.errors import InputError, refuse_misspelt, require
 from chiar.kernels.flash import has_flash
 from chiar.layers.block import Block, LayerOutput, Summands, make_norm
 from chiar.layers.context import DerivedBuffers, Maybe, Memory, TokenContext
@@ -119,8 +121,8 @@ class ChiarModel(ChiarPreTrainedModel):
         if state is None:
             raise InputError(f"router={self.config.router!r} has no threshold: nothing can be moved.")
         values = [thresholds] * count if isinstance(thresholds, int | float) else list(thresholds)
-        if len(values) != count or not all(isinstance(value, int | float) for value in values):
-            raise InputError(f"a threshold for each of {count} dark stacks is needed, got {thresholds}.")
+        numbers = all(fits(value, float) and math.isfinite(value) for value in values)
+        require(numbers and len(values) == count, f"{count} dark stacks need a number each, got {thresholds}.")
         with torch.no_grad():
             state.threshold_L.copy_(torch.tensor(values, dtype=state.threshold_L.dtype))
 

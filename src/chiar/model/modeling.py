@@ -64,7 +64,7 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
             return ChiarOutput(logits=logits_B1V, past_key_values=past_key_values)
         given = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
         learns = self.training and labels is not None
-        decoded = self.model(*given, return_dict=True, **kwargs, **({"output_routes": True} if learns else {}))
+        decoded = self.model(*given, return_dict=True, **(kwargs | ({"output_routes": True} if learns else {})))
         states_BTD = decoded.last_hidden_state
         logits_BTV = self.lm_head(states_BTD[:, -logits_to_keep:] if logits_to_keep else states_BTD)
         loss = None

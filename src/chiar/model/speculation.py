@@ -4,11 +4,13 @@ is certain of; the rest reads all drafted tokens at once and says what would hav
 Drafted tokens are behind light ones, so none but the last token read may need the inner layers."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from chiar.config import ChiarConfig
 from chiar.errors import require
 from chiar.layers.context import Maybe, TokenContext
 from chiar.layers.dark import DarkStack, Decision, Everywhere
@@ -28,15 +30,18 @@ class Half:
     early_V: Tensor  # logits of the next token
 
 
+def check_can_draft(config: ChiarConfig) -> None:
+    fits = len(config.stacks) == 1 and config.router_kind.reads_prediction and not config.meta_router
+    require(fits, "speculation needs one dark stack with router='predictive', and no gate: leave it off.")
+
+
 class SplitModel:
     """`language` with one row and its cache, which holds `at` tokens; up to `most` may be forgotten again."""
 
     def __init__(self, language: Any, cache: ChiarCache, at: int, most: int) -> None:
         self.language, self.model, self.cache, self.at = language, language.model, cache, at
-        stacks = self.model.config.stacks
-        fits = len(stacks) == 1 and self.model.config.router_kind.reads_prediction and not self.model.config.meta_router
-        require(fits, "speculation needs one dark stack with router='predictive', and no gate: leave it off.")
-        (self.inner,) = stacks.values()
+        check_can_draft(self.model.config)
+        (self.inner,) = self.model.config.stacks.values()
         self.stack: DarkStack = self.model.stacks[str(self.inner.start)]
         cache.shelf.slack = most + 1
         self.told_11D: Maybe = None  # what the stack said before the last token
@@ -84,8 +89,7 @@ class SplitModel:
     def pass_stack(self, last: Half, place: int) -> Tensor:
         stack, memory, (_, context) = self.stack, self.cache.layers[self.inner.start], self.context([last.id], place)
         laid = stack.lay_out(last.x_11D, last.decided.dark_BT, context, memory)
-        z_in = stack.entered(laid, last.x_11D)
-        change = stack.changed(laid, z_in, self.run(self.inner, z_in, laid.context), last.decided.route)
+        change = stack.run(laid, last.x_11D, last.decided.route, partial(self.run, self.inner))
         return stack.tell(laid, last.x_11D, change, last.decided.route, memory)
 
     def keep(self, halves: list[Half], count: int) -> None:
