@@ -2,9 +2,12 @@
 
     OMP_NUM_THREADS=2 python benchmarks/byte_decoding.py --preset v5-16m --rows 1 --prompt 4096
     python benchmarks/byte_decoding.py --device cuda --preset v5-400m --rows 64 --prompt 8192 --compile
+    OMP_NUM_THREADS=2 python benchmarks/byte_decoding.py --blt --prompt 512 --new 20
 
 Weights are random, so routes are forced unless --own-routes is given: of every row exactly a share f of the bytes is
-dark, evenly spread, and rows take turns. On CUDA models are bf16, and steps are captured as CUDA graphs.
+dark, evenly spread, and rows take turns. On CUDA models are bf16, and steps are captured as CUDA graphs. With --blt
+transformers' `generate` writes instead, with the preset and with a BltForCausalLM of as many layers around and inside,
+each routing itself; BLT without a cache, which it cannot make there.
 """
 
 import argparse
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from byte_models import BltModel, source_bytes
 from chiar import presets
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
@@ -97,6 +101,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--fast", action="store_true", help="fixed steps on a CPU too")
     add("--compile", action="store_true", help="compile the layers of a fixed step")
     add("--turns", type=int, default=7)
+    add("--blt", action="store_true", help="beside BLT, both by transformers' generate")
     return made.parse_args(arguments)
 
 
@@ -141,10 +146,35 @@ def measure(options: argparse.Namespace) -> None:
     say(f"\nwriting {written:.2f} ×, reading {read_:.2f} × (median over turns), cache {held[1] / held[0]:.1%}")
 
 
+def beside_blt(options: argparse.Namespace) -> None:
+    """Seconds of whole calls, the prompt read with them."""
+    config, ids_BT = presets.get(options.preset), source_bytes(options.rows, options.prompt).to(options.device)
+    torch.manual_seed(0)
+    ours = ChiarForCausalLM(config).to(options.device).train()
+    ours.model(ids_BT)  # a first pass in training sets the threshold
+    blt = BltModel(config, options.prompt + options.new).model.to(options.device)
+    if options.device == "cuda":
+        ours, blt = ours.bfloat16(), blt.bfloat16()
+        ours.enable_fast_decoding()
+
+    def write(model: Any, **how: Any) -> None:
+        model.generate(ids_BT, max_new_tokens=options.new, do_sample=False, eos_token_id=None, **how)
+
+    both = [partial(write, ours.eval()), partial(write, blt.eval(), use_cache=False)]
+    for one in both:
+        one()
+    times = interleave(both, options.device, options.turns, 1)
+    say(f"{options.preset} ({', '.join(surroundings(options.device).values())}), {options.rows} rows")
+    for name, time in zip((options.preset, "BltForCausalLM, no cache"), times, strict=True):
+        rate = 1e3 * options.rows * options.new / time.median
+        say(f"{name}: {time.median:.0f} ms for {options.new} bytes behind {options.prompt}, {rate:.1f} bytes/s")
+    say(f"{speedup(times[1], times[0]):.1f} times as fast (median over turns)")
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        measure(options)
+        beside_blt(options) if options.blt else measure(options)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
