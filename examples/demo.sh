@@ -48,7 +48,7 @@ run chiar train v5-tiny --data "$out/stdlib" --out "$out/dense" $shape $schedule
   --set 'layer_types=["attention","attention","attention","attention","attention"]'
 
 for name in v5 dense; do
-  run chiar eval "$out/$name" --data "$out/stdlib" --length $length --json "$out/$name.json"
+  run chiar eval "$out/$name" --data "$out/stdlib" --length $length --rows ${DEMO_ROWS:-128} --json "$out/$name.json"
 done
 run chiar eval "$out/dense.json" "$out/v5.json"
 cat <<WORDS

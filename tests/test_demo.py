@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "demo.sh"
 
 def demo(folder):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "DEMO_STEPS": "12", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PATH": path, "DEMO_STEPS": "12", "DEMO_ROWS": "4", "OMP_NUM_THREADS": "1"}
     return subprocess.run(["sh", SCRIPT], cwd=folder, env=environment, capture_output=True, text=True)
 
 
