@@ -1,5 +1,6 @@
 """Preparation: the same bytes whatever happens on the way. The format: random access, and damage that is found."""
 
+import gzip
 import json
 import lzma
 import os
@@ -17,9 +18,10 @@ from chiar.data import prepare as module
 from chiar.data.corpora import Document, Source, WikiText
 from chiar.data.listops import GeneratedListOps
 from chiar.data.own_files import Text
-from chiar.data.prepare import Display, TokensFile, prepare
+from chiar.data.prepare import Display, Enwik8, TokensFile, prepare
 from chiar.data.shards import Corpus, fingerprint
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
+from chiar.errors import InputError
 from commands import wait_until
 from helpers import refused
 from small_corpora import BYTES, WHOLE, all_refused, sentence, text_file, tree, wikitext_folder
@@ -310,3 +312,22 @@ def test_manifests_that_cannot_be_used(copy):
     for array, message in [(np.array([{"a": 1}]), "npy is damaged, prepare"), (np.zeros(3), "whole numbers")]:
         np.save(copy / "valid.documents.npy", array, allow_pickle=True)
         refused(message, getattr, Corpus.open(copy).split("valid"), "offsets")
+
+
+@pytest.mark.parametrize("name", ["enwik8", "enwik8.gz"])
+def test_enwik8_is_cut_by_bytes(name, tmp_path, monkeypatch):
+    """In the middle of a character, if need be; a file of another size is refused."""
+    monkeypatch.setattr(Enwik8, "SIZES", {"train": 50, "valid": 7, "test": 7})
+    monkeypatch.setattr("chiar.data.prepare.BLOCK_BYTES", 16)
+    data = ("Füße " * 20).encode()[:64]
+    pack = gzip.compress if name.endswith("gz") else bytes
+    (tmp_path / name).write_bytes(pack(data))
+    corpus = prepare(Enwik8([tmp_path / name], "enwik8"), tmp_path / "out", BYTES)
+    read = [bytes(corpus.split(split).read(0, size).astype("u1")) for split, size in Enwik8.SIZES.items()]
+    assert read == [data[:50], data[50:57], data[57:]] and corpus.split("train").tokens == 50
+    for wrong, said in ((data[:-1], "shorter than the 64 bytes"), (data + b"x", "longer than the 64 bytes")):
+        (tmp_path / name).write_bytes(pack(wrong))
+        with pytest.raises(InputError, match=said):
+            prepare(Enwik8([tmp_path / name], "enwik8"), tmp_path / "other", BYTES)
+    with pytest.raises(InputError, match="--tokenizer bytes"):
+        prepare(Enwik8([tmp_path / name], "enwik8"), tmp_path / "other", TokenizerChoice())

@@ -7,7 +7,7 @@ from typing import Any
 from chiar.data.corpora import Labelled, Source, Stdlib, WikiText
 from chiar.data.listops import GENERATOR, GeneratedListOps, ListOpsFiles
 from chiar.data.own_files import LabelledFiles, Text
-from chiar.data.prepare import TokensFile
+from chiar.data.prepare import Enwik8, TokensFile
 from chiar.errors import InputError, require, unknown_name
 
 _WIKI, _GLUE = "a folder with wiki.{train,valid,test}.", "a folder with train.tsv and dev.tsv"
@@ -26,6 +26,13 @@ CATALOG: dict[str, tuple[str, str, str, tuple[str, ...], Callable[..., Source]]]
         "files of text, .jsonl, .parquet; folders",
         ("fractions", "unit", "field"),
         Text,
+    ),
+    "enwik8": (
+        "language",
+        "Wikipedia's first 10⁸ bytes",
+        "the file enwik8 or enwik8.gz, --tokenizer bytes",
+        (),
+        Enwik8,
     ),
     "tokens": ("language", "ids made elsewhere", "a folder with train.u16 …, --tokenizer", (), TokensFile),
     "labelled": ("classification", "your own labelled texts", ".tsv, .csv, .jsonl, .parquet", _COLUMNS, LabelledFiles),

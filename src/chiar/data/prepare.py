@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from rich import progress as rich
@@ -55,6 +55,30 @@ class TokensFile(Source):
                     yield np.frombuffer(data, "<u2")
 
 
+class Enwik8(TokensFile):
+    """The first 10⁸ bytes of Wikipedia as of 2006, a byte an id, in the usual split: 90, 5 and 5 million bytes."""
+
+    SIZES: ClassVar[dict[str, int]] = {"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000}
+
+    def __init__(self, paths: list[Path], name: str) -> None:
+        layout = "the file enwik8, or enwik8.gz (unpack a .zip first)"
+        require(len(paths) == 1 and paths[0].is_file(), f"{name} is read from {layout}.")
+        Source.__init__(self, name, dict.fromkeys(self.SIZES, paths), {"split": [*self.SIZES.values()]})
+
+    def blocks(self, split: str) -> Iterator[np.ndarray]:
+        (path,), splits, total = self.paths[split], [*self.SIZES], sum(self.SIZES.values())
+        before = sum(self.SIZES[earlier] for earlier in splits[: splits.index(split)])
+        with open_bytes(path) as handle:
+            handle.seek(before)
+            for start in range(0, self.SIZES[split], BLOCK_BYTES):
+                size = min(BLOCK_BYTES, self.SIZES[split] - start)
+                data = handle.read(size)
+                require(len(data) == size, f"{path} is shorter than the {total:,} bytes of {self.name}: is it whole?")
+                yield np.frombuffer(data, np.uint8).astype("<u2")
+            longer = split == splits[-1] and handle.read(1)
+        require(not longer, f"{path} is longer than the {total:,} bytes of {self.name}: is it another file?")
+
+
 class Display(rich.Progress):
     """What a person sees meanwhile, on standard error: bars in a terminal and notes anywhere, or nothing if quiet."""
 
@@ -84,7 +108,8 @@ def prepare(
     used, vocab_size = tokenizer.ready(), 8192 if tokenizer.vocab_size is None else tokenizer.vocab_size
     if used is None and (given_ids or "train" not in source.splits):
         what = "is tokenised already" if given_ids else "has no train split to train a BPE on"
-        raise InputError(f"{source.name} {what}: name its tokenizer, such as --tokenizer gpt2 --tokenizer-path FOLDER.")
+        how = "bytes" if isinstance(source, Enwik8) else "gpt2 --tokenizer-path FOLDER"
+        raise InputError(f"{source.name} {what}: name its tokenizer, such as --tokenizer {how}.")
     for split in source.splits:
         pieces = source.blocks(split) if isinstance(source, TokensFile) else (d.text for d in source.documents(split))
         if not any(map(len, pieces)):
