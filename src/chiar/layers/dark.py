@@ -346,7 +346,8 @@ def host_looks(x_BTD: Tensor, training: bool) -> bool:
 def host_guesses(x_BTD: Tensor) -> bool:
     """Whether reading it at once would leave the device without work. Processes that share weights cannot run again one
     by one."""
-    return x_BTD.is_cuda and not torch.distributed.is_initialized()
+    shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return x_BTD.is_cuda and not shared
 
 
 def thinned(dark_BT: Tensor, room: int) -> tuple[Tensor, Tensor]:
