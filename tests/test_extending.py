@@ -134,7 +134,8 @@ class Pairs(ChoiceRouter):
     """By states, not ids, and by a name that an operator of the same layer uses too."""
 
     def choose(self, x_BTD, entropy_BT, context):
-        return (context.past("x", x_BTD[..., 0], 2).sum(2) > x_BTD[..., 0]).long()
+        # Behind the same word twice the states are equal but for rounding: no comparison may hang on that.
+        return (context.past("x", x_BTD[..., 0], 2).sum(2) > 0.7 * x_BTD[..., 0]).long()
 
 
 def test_own_ones_keep_the_promises(files):
