@@ -25,7 +25,7 @@ from chiar.errors import InputError
 from chiar.model.cache import ChiarCache
 from chiar.model.modeling import ChiarForCausalLM
 from jobs import tensors
-from timing import interleave, parser, say, speedup, surroundings, synchronize
+from timing import exit_code, interleave, parser, say, speedup, surroundings, synchronize
 
 
 def dark_bytes(rows: int, first: int, count: int, fraction: float, device: str) -> Tensor:
@@ -173,12 +173,7 @@ def beside_blt(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    try:
-        beside_blt(options) if options.blt else measure(options)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(partial(beside_blt if options.blt else measure, options))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ One row. Plain and speculative writing continue the same prompts in turns; greed
 import argparse
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 from chiar.data.tokens import read_text_file
 from chiar.errors import InputError
 from chiar.generation.writer import Row, Sampling, Writer, open_writer
-from timing import elapsed, numbers, parser, say, surroundings
+from timing import elapsed, exit_code, numbers, parser, say, surroundings
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -65,12 +66,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    try:
-        measure(options)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(partial(measure, options))
 
 
 if __name__ == "__main__":

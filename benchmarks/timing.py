@@ -3,6 +3,7 @@
 import argparse
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from chiar.errors import InputError
 from chiar.training.run_folder import commit
 
 WARM_UP = 3
@@ -178,3 +180,13 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     """‖difference‖ / ‖expected‖"""
     found, expected = found.detach().double(), expected.detach().double()
     return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def exit_code(work: Callable[[], object]) -> int:
+    """Of a benchmark: 2 with one sentence where its input is wrong."""
+    try:
+        work()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
