@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from chiar import presets
 from chiar.config import ChiarConfig
@@ -150,7 +151,9 @@ class Timed:
 def prepare(name: str, options: argparse.Namespace, ids_BT: Tensor) -> Timed:
     device, length, trains = options.device, ids_BT.shape[1], options.mode == "train"
     resident = torch.cuda.memory_allocated() if device == "cuda" else 0
-    config = presets.get(f"v5-{options.size}", execution="auto", target_fraction=options.fraction)
+    config = presets.get(
+        f"v5-{options.size}", execution="auto", target_fraction=options.fraction, window=options.window
+    )
     layers = {"dense": len(config.layer_types or []), "equal": equal_layers(config, length)}
     torch.manual_seed(0)
     with torch.device(device):
@@ -195,6 +198,8 @@ def prepare(name: str, options: argparse.Namespace, ids_BT: Tensor) -> Timed:
     for _ in range(WARM_UP):
         plain()
     synchronize(device)
+    if options.profile:
+        kernels(name, plain, device)
     peak = (torch.cuda.max_memory_allocated() - resident) / 1e9 if device == "cuda" else None
 
     stops = False
@@ -220,6 +225,19 @@ def prepare(name: str, options: argparse.Namespace, ids_BT: Tensor) -> Timed:
         recorded()
     how = "a CUDA graph" if recorder.failure is None else f"launched from Python ({recorder.failure})"
     return Timed(name, model, recorded, peak, how, stops)
+
+
+def kernels(name: str, step: Callable[[], object], device: str) -> None:
+    """What one step launched from Python spends its time on."""
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as seen:
+        step()
+        synchronize(device)
+    spent = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    rows = sorted(seen.key_averages(), key=lambda row: -getattr(row, spent))
+    say(f"{name}: {sum(getattr(row, spent) for row in rows) / 1e3:.2f} ms in all kernels of a step")
+    for row in rows[:20]:
+        say(f"  {getattr(row, spent) / 1e3:8.3f} ms, {row.count} × {row.key[:90]}")
 
 
 def measure(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> None:
@@ -278,6 +296,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--lengths", type=numbers(int, 2, 1 << 20), default=[2048, 8192])
     add("--tokens", type=int, default=32768, help="bytes in a batch: tokens / length rows")
     add("--fraction", type=float, default=0.2, help="f: share of bytes that pass the stack")
+    add("--window", type=int, help="what v5's outer layers look back on")
+    add("--profile", action="store_true", help="tell what a step of each model spends its time on")
     add("--turns", type=int, default=6)
     add("--steps", type=int, default=3, help="steps a turn")
     add("--compile", action=argparse.BooleanOptionalAction, default=True)
