@@ -59,6 +59,8 @@ class StackOutput(Decision):
 
 
 class DarkStack(nn.Module):
+    """What stands around the dark layers from `first` on: early head and router before them, the carry behind."""
+
     def __init__(self, config: ChiarConfig, first: int) -> None:
         super().__init__()
         kind, D, inner = config.router_kind, config.hidden_size, config.inner_size
