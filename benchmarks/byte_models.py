@@ -67,7 +67,7 @@ def pack_in_rows(stack: DarkStack) -> None:
     def lay_out(x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory) -> Layout:
         room = min(x_BTD.shape[1], -(-int(1.3 * stack.share * x_BTD.shape[1]) // 16) * 16)
         inner = replace(context, keep_entropy=False, threshold=None, share=None)
-        return Together(dark_BT & (dark_BT.cumsum(1) <= room), inner, stack, room, in_rows=True)
+        return Together(dark_BT & (dark_BT.cumsum(1) <= room), inner, stack, room, room, in_rows=True)
 
     stack.lay_out = lay_out  # type: ignore[method-assign]
 
@@ -87,12 +87,13 @@ class BytesModel(nn.Module):
         loss = linear_cross_entropy(decoded.last_hidden_state.flatten(0, 1), head.weight, targets_BT.flatten())
         return loss + model.early_loss(decoded, targets_BT, head), None
 
-    def compile_parts(self) -> None:
-        for layer in self.language.model.layers:
-            layer.compile(dynamic=False)
+    def compile_parts(self, trains: bool) -> None:
+        """Each part for its shape; but a prompt has any number of dark bytes."""
+        for kind, layer in zip(self.config.layer_types or [], self.language.model.layers, strict=True):
+            layer.compile(dynamic=kind == "dark" and not trains)
         for stack in self.language.model.dark_stacks:
             for part in ("decide", "tell"):
-                setattr(stack, part, torch.compile(getattr(stack, part), dynamic=False))
+                setattr(stack, part, torch.compile(getattr(stack, part), dynamic=part == "tell" and not trains))
 
     def flops(self, length: int) -> float:
         return count_flops(self.config, length).total
@@ -126,7 +127,7 @@ class BltModel(nn.Module):
             return logits[:, -1], None
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets_BT.flatten()), None
 
-    def compile_parts(self) -> None:
+    def compile_parts(self, trains: bool) -> None:
         inner = self.model.model
         for part in (inner.local_encoder, inner.global_transformer, inner.local_decoder):
             for layer in part.layers:
@@ -173,7 +174,7 @@ def prepare(name: str, options: argparse.Namespace, ids_BT: Tensor) -> Timed:
         for stack in model.language.model.dark_stacks:
             pack_in_rows(stack)
     if options.compile:
-        model.compile_parts()
+        model.compile_parts(trains)
     targets_BT = ids_BT.roll(-1, 1)
 
     def train(ids: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
@@ -195,6 +196,8 @@ def prepare(name: str, options: argparse.Namespace, ids_BT: Tensor) -> Timed:
 
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    if not trains:  # a text with another number of dark bytes: what is compiled serves any
+        run((ids_BT + 1) % 256)
     for _ in range(WARM_UP):
         plain()
     synchronize(device)

@@ -347,24 +347,6 @@ def test_routes_may_be_asked_for_while_training():
     assert model(tokens(model), labels=tokens(model), output_routes=True).loss.isfinite()
 
 
-def test_a_guess_of_the_places_that_was_too_low_is_mended(monkeypatch):
-    """As on a GPU in evaluation: the stack runs again, and begins with more places the next time."""
-    lay_out(monkeypatch, "texts")
-    monkeypatch.setattr(dark, "host_guesses", lambda x: True)
-    model = build(target_fraction=0.2).eval()
-    ids, stack, made = tokens(model), model.model.dark_stacks[0], []
-    monkeypatch.setattr(stack, "run", lambda laid, *rest, run=stack.run: made.append(laid) or run(laid, *rest))
-    for share, runs in ((0.1, 1), (0.9, 2), (0.8, 1), (0.0, 1)):
-        routes = forced(model, share)
-        model.config.execution = "dense"
-        expected = model.model(ids, forced_routes=routes).last_hidden_state
-        model.config.execution, made[:] = "sparse", []
-        found = model.model(ids, forced_routes=routes, output_routes=True, output_routing=True)
-        assert len(made) == runs and int(found.stacks[0].dropped) == 0
-        assert len(found.routing.layers) == len(model.config.layer_types)
-        torch.testing.assert_close(found.last_hidden_state, expected, **ROUNDING)
-
-
 # Thresholds
 
 

@@ -28,7 +28,6 @@ from chiar.layers.routers import ChoiceRouter, Route, check_route
 from chiar.layers.stack_routers import DARK, BoundaryRouter, ForecastRouter, predictive_entropy, ratio_loss
 
 BLOCK = 128  # packed places are a multiple of this where their number is fixed
-SLACK = 1.05  # places for so many times the dark tokens that are expected
 Through = Callable[[Tensor, TokenContext], Tensor]  # the layers of a stack
 
 
@@ -68,7 +67,6 @@ class DarkStack(nn.Module):
         fractions = config.layer_fractions()
         self.share = kind.fraction(config) if kind.fraction else fractions[number] if fractions else 1.0
         self.room, self.follows = kind.room, config.follows_quantile
-        self.met = 0.0  # the largest share of dark tokens that found no place so far
         self.gap = config.temporal_window - 1 if config.temporal_everywhere else 0
         self.entropy_eps, self.entropy_dc_weight = config.entropy_eps, config.entropy_dc_weight
         self.reads_entropy, self.reads_prediction = kind.reads_entropy, kind.reads_prediction
@@ -89,10 +87,6 @@ class DarkStack(nn.Module):
         decided = self.decide(x_BTD, context, memory, forced_BT)
         laid = self.lay_out(x_BTD, decided.dark_BT, context, memory)
         change = None if laid.is_empty else self.run(laid, x_BTD, decided.route, through)
-        if laid.guessed is not None and laid.guessed.read() > 0:
-            self.met = int(decided.dark_BT.sum()) / decided.dark_BT.numel()
-            laid = self.lay_out(x_BTD, decided.dark_BT, context, memory, guess=False)
-            change = self.run(laid, x_BTD, decided.route, through)
         y_BTD = self.tell(laid, x_BTD, change, decided.route, memory)
         return y_BTD, StackOutput(**vars(decided), dropped=laid.dropped)
 
@@ -123,28 +117,22 @@ class DarkStack(nn.Module):
             check_route(self.router, route, seen_BTD, 2, context)
         return route
 
-    def lay_out(
-        self, x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory, guess: bool = True
-    ) -> "Layout":
+    def lay_out(self, x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory) -> "Layout":
         """How the stack sees its tokens. In decoding nothing runs where none is dark; elsewhere processes that share
-        the layers' weights would wait for each other. A GPU is not waited for: it has places for as many as are meant
-        to be dark, or have been before, and where these were too few, a pass that may drop none runs again."""
+        the layers' weights would wait for each other."""
         inner = replace(context, keep_entropy=False, threshold=None, share=None)
         looks = not (context.room_is_made or torch.compiler.is_compiling()) and host_looks(x_BTD, self.training)
         if memory is not None and looks and not torch.is_grad_enabled() and not bool(dark_BT.any()):
             return Everywhere(dark_BT, inner, is_empty=True)
-        if context.sparse and has_flash(x_BTD) and memory is None:
-            tokens, share = dark_BT.numel(), self.room * self.share if self.training else 1.0
-            if looks and guess and host_guesses(x_BTD):
-                share = SLACK * max(self.room * self.share, self.met)
-                laid = Together(dark_BT, inner, self, int(share * tokens) + 1, all_fit=False)
-                laid.guessed = Later(laid.dropped)
-                return laid
-            room = int(dark_BT.sum()) if looks else int(share * tokens) + 1
-            return Together(dark_BT, inner, self, room, all_fit=looks)
-        if context.sparse and looks:
-            return Together(dark_BT, inner, self, int(dark_BT.sum(1).max()), in_rows=True)
-        return Everywhere(dark_BT, inner)
+        one_behind_other = has_flash(x_BTD) and memory is None
+        if not context.sparse or not (looks or one_behind_other):
+            return Everywhere(dark_BT, inner)
+        if looks:
+            count_B = dark_BT.sum(1)
+            total, longest = torch.stack([count_B.sum(), count_B.max()]).tolist()
+            return Together(dark_BT, inner, self, total if one_behind_other else longest, longest, not one_behind_other)
+        share = self.room * self.share if self.training else 1.0
+        return Together(dark_BT, inner, self, int(share * dark_BT.numel()) + 1)
 
     def run(self, laid: "Layout", x_BTD: Tensor, route: Route, through: Through) -> Tensor:
         z_in = self.entered(laid, x_BTD)
@@ -212,7 +200,6 @@ class Layout:
     context: TokenContext  # as its layers see it
     dark_BT: Tensor
     is_empty = False  # surely no token is dark, and nothing needs to run
-    guessed: "Later | None" = None  # how many tokens found no place, where that was a guess
 
     @property
     def dropped(self) -> Tensor:
@@ -257,18 +244,18 @@ class Everywhere(Layout):
 
 class Together(Layout):
     """Dark tokens packed, each row's in order: in rows of `room` places, or one behind the other in `room` places, with
-    a gap behind each row that filters along time look back on. Where it is not known that `all_fit` and there are more,
-    some, evenly spread, are light in this pass, and `dropped` tells how many."""
+    a gap behind each row that filters along time look back on. Where the `longest` row is known there is room for all;
+    elsewhere some, evenly spread, may be light in this pass, and `dropped` tells how many."""
 
     def __init__(
-        self, dark_BT: Tensor, context: TokenContext, stack: DarkStack, room: int, in_rows: bool = False,
-        all_fit: bool = True,
+        self, dark_BT: Tensor, context: TokenContext, stack: DarkStack, room: int, longest: int | None = None,
+        in_rows: bool = False,
     ):  # fmt: skip
         (B, T), device = dark_BT.shape, dark_BT.device
         self.shape, numbers_N = (B, T), torch.arange(B * T, device=device)
         self.left_out: Maybe = None
         room = max(1, min(room, B * T))  # weights without a gradient would make processes wait for each other
-        if not all_fit:
+        if longest is None:
             dark_BT, self.left_out = thinned(dark_BT, room)
         self.dark_BT, rank_BT, count_B = dark_BT, dark_BT.cumsum(1) - 1, dark_BT.sum(1)
         if in_rows:
@@ -299,9 +286,11 @@ class Together(Layout):
             self.context.real_BT = used_P.view(shape) if B > 1 or torch.is_grad_enabled() else None
         else:
             # What lies behind the last row is cut into texts no longer than others, which nobody reads.
-            rest = end_B[-1:] + T * torch.arange(-(-places // T) + 1, device=device)
+            size, free = (T, places) if longest is None else (max(longest, 1), BLOCK)
+            size += stack.gap
+            rest = end_B[-1:] + size * torch.arange(-(-free // size) + 1, device=device)
             self.context.rows = torch.cat([start_B, rest.clamp(max=places)]).int()
-            self.context.longest, self.context.used_BT = max(T + stack.gap, 1), used_P.view(shape)
+            self.context.longest, self.context.used_BT = size, used_P.view(shape)
 
     @property
     def dropped(self) -> Tensor:
@@ -323,33 +312,10 @@ class Together(Layout):
         return spread(change.flatten(0, 1), *packed).view(*self.shape, -1)
 
 
-class Later:
-    """A number of the device: asked for now, read behind the launches of what comes next, so that none waits for it."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value, self.event = value, None
-        if value.is_cuda:
-            self.value = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-
-    def read(self) -> int:
-        if self.event is not None:
-            self.event.synchronize()
-        return int(self.value)
-
-
 def host_looks(x_BTD: Tensor, training: bool) -> bool:
     """Whether the number of dark tokens may be read. A GPU would have to be waited for in every training step, and
     cannot be while it records."""
     return not (x_BTD.is_cuda and (training or torch.cuda.is_current_stream_capturing()))
-
-
-def host_guesses(x_BTD: Tensor) -> bool:
-    """Whether reading it at once would leave the device without work. Processes that share weights cannot run again one
-    by one."""
-    shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return x_BTD.is_cuda and not shared
 
 
 def thinned(dark_BT: Tensor, room: int) -> tuple[Tensor, Tensor]:
