@@ -1,0 +1,60 @@
+"""Routers on trial, and one set of weights at many f."""
+
+import importlib
+import json
+import sys
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from chiar import ChiarForCausalLM, check_router, presets
+from chiar.registry import ROUTERS
+from helpers import token_ids
+from research import dial
+from small_corpora import measured_corpus, save, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def leads():
+    before = dict(ROUTERS)
+    sys.modules.pop("research.leads", None)
+    yield importlib.import_module("research.leads")
+    ROUTERS.clear()
+    ROUTERS.update(before)
+
+
+@pytest.mark.parametrize("router", ["rise", "half_rise", "dial", "rise_dial"])
+def test_routers_on_trial_are_causal_and_agree_with_their_cache(router):
+    check_router(router, layer_types=["attention", "dark", "attention"])
+
+
+def test_a_dial_draws_another_share_for_every_pass_in_training(leads):
+    model = ChiarForCausalLM(presets.get("v5-tiny", router="dial")).train()
+    passes = [model.model(token_ids(4, 100), output_routes=True).routes[0].choice_BT for _ in range(5)]
+    shares = {float(choice_BT.float().mean()) for choice_BT in passes}
+    assert len(shares) == 5 and all(leads.LEAST - 0.01 <= share <= leads.MOST for share in shares)
+
+
+def test_a_model_is_measured_at_many_shares_beside_random_ones(tmp_path):
+    corpus = measured_corpus(tmp_path / "text")
+    model = save(tiny_model("v5-tiny"), tmp_path / "model", corpus.tokenizer())
+    app = Typer()
+    app.command()(dial.main)
+    asked = [
+        str(model),
+        str(corpus.folder),
+        "--out",
+        str(tmp_path / "dial"),
+        "--fractions",
+        "0.1,0.5",
+        "--device",
+        "cpu",
+    ]
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    found = json.loads((tmp_path / "dial" / "dial.json").read_text())
+    assert [row["asked"] for row in found] == [0.1, 0.5]
+    for row in found:
+        assert row["own"]["fraction"] == pytest.approx(row["asked"], abs=0.1) and row["random"]["bits"] > 0
+    assert found[0]["own"]["flops"] < found[1]["own"]["flops"]
+    assert CliRunner().invoke(app, asked).exit_code != 0, "nothing is overwritten"
