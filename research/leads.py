@@ -1,11 +1,18 @@
-"""Routers of a dark stack that are on trial: `chiar --plugin research/leads.py study run leads …`."""
+"""Routers of a dark stack, and a stack, that are on trial: `chiar --plugin research/leads.py study run leads …`."""
+
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from chiar.config import ChiarConfig
-from chiar.layers.context import Maybe, TokenContext
+from chiar.errors import require
+from chiar.kernels.carry import last_marked
+from chiar.layers.context import Maybe, Memory, TokenContext, stored_in
+from chiar.layers.dark import Carry, DarkStack, Everywhere, Layout, StackOutput
 from chiar.layers.routers import EntropyRouter, Route
+from chiar.model import decoder
 from chiar.registry import ROUTERS, RouterKind
 
 LEAST, MOST = 0.05, 0.6  # f that a pass of `dial` draws from
@@ -41,6 +48,40 @@ class Dial(Rise):
         return (score_BT > sorted_N.gather(0, place[None])).long()
 
 
+class PooledStack(DarkStack):
+    """What a dark byte takes into the stack also has the mean of all bytes behind the dark one before it, itself among
+    them: a word without a dark byte is not lost to it. Only for routers called pooled_…, and without a cache."""
+
+    def __init__(self, config: ChiarConfig, first: int) -> None:
+        super().__init__(config, first)
+        pools = (config.router or "").startswith("pooled_")
+        self.pool = Carry(config.hidden_size, config.hidden_size, bias=False) if pools else None
+
+    def forward(self, x_BTD: Tensor, context: TokenContext, memory: Memory, *rest: Any) -> tuple[Tensor, StackOutput]:
+        require(self.pool is None or memory is None, "a pooled stack is on trial, and has no cache: use_cache=False.")
+        return super().forward(x_BTD, context, memory, *rest)
+
+    def entered(self, laid: Layout, x_BTD: Tensor) -> Tensor:
+        if self.pool is None:
+            return super().entered(laid, x_BTD)
+        (B, T, _), dtype = x_BTD.shape, stored_in(x_BTD.dtype)
+        place_BT1 = torch.arange(1, T + 1, device=x_BTD.device, dtype=dtype).expand(B, T)[..., None]
+        sums, counts = (self.since_last(laid, up_to) for up_to in (x_BTD.to(dtype).cumsum(1), place_BT1))
+        mean = sums / counts.clamp_min(1)
+        z_in = laid.taken(x_BTD) + laid.clean(self.pool(mean.to(x_BTD.dtype)))
+        return z_in if self.widen is None else self.widen(z_in)
+
+    def since_last(self, laid: Layout, up_to_BTC: Tensor) -> Tensor:
+        """Of sums from the first token on, those from behind the last dark token on."""
+        now = laid.taken(up_to_BTC)
+        if isinstance(laid, Everywhere):
+            return now - F.pad(last_marked(up_to_BTC, laid.dark_BT), (0, 0, 1, 0))[:, :-1]
+        return now - F.pad(now, (0, 0, 1, 0))[:, :-1]  # behind each row lies a gap that holds zeros
+
+
+decoder.DarkStack = PooledStack  # type: ignore[misc]
+
+
 def add(name: str, kind: type[Rise], before: float, room: float = 1.0) -> None:
     ROUTERS[name] = RouterKind(
         lambda config, layer: kind(config, layer, before),
@@ -56,3 +97,5 @@ add("rise", Rise, 1.0)
 add("half_rise", Rise, 0.5)
 add("dial", Dial, 0.0, room=MOST / 0.2)
 add("rise_dial", Dial, 1.0, room=MOST / 0.2)
+add("pooled_predictive", Rise, 0.0)
+add("pooled_rise", Rise, 1.0)

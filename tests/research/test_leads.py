@@ -5,28 +5,45 @@ import json
 import sys
 
 import pytest
+import torch
 from typer import Typer
 from typer.testing import CliRunner
 
 from chiar import ChiarForCausalLM, check_router, presets
+from chiar.layers import dark
+from chiar.model import decoder
 from chiar.registry import ROUTERS
-from helpers import token_ids
+from helpers import randomise, token_ids
 from research import dial
 from small_corpora import measured_corpus, save, tiny_model
 
 
 @pytest.fixture(autouse=True)
 def leads():
-    before = dict(ROUTERS)
+    before, stack = dict(ROUTERS), decoder.DarkStack
     sys.modules.pop("research.leads", None)
     yield importlib.import_module("research.leads")
     ROUTERS.clear()
     ROUTERS.update(before)
+    decoder.DarkStack = stack
 
 
 @pytest.mark.parametrize("router", ["rise", "half_rise", "dial", "rise_dial"])
 def test_routers_on_trial_are_causal_and_agree_with_their_cache(router):
     check_router(router, layer_types=["attention", "dark", "attention"])
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_a_pooled_stack_is_the_same_packed(texts, monkeypatch):
+    monkeypatch.setattr(dark, "has_flash", lambda x: texts)
+    model = randomise(ChiarForCausalLM(presets.get("v5-tiny", router="pooled_rise", target_fraction=0.4)).double())
+    ids, found = token_ids(3, 12), {}
+    for model.config.execution in ("dense", "sparse"):
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        found[model.config.execution] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    assert model.model.dark_stacks[0].pool.weight.grad.abs().max() > 0
+    torch.testing.assert_close(found["sparse"], found["dense"])
 
 
 def test_a_dial_draws_another_share_for_every_pass_in_training(leads):
