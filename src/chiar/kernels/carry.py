@@ -34,10 +34,18 @@ def spread_gradient(grad_ND: Tensor, token_P: Tensor, used_P: Tensor, said_N: Te
     "spread", lambda v, token, used, said, last: v.new_empty(said.shape[0], v.shape[1]), gradient=spread_gradient,
     saved=lambda inputs, outputs: inputs[1:],
 )  # fmt: skip
+def spread_with_gradient(
+    values_PD: Tensor, token_P: Tensor, used_P: Tensor, said_N: Tensor, last_N: Tensor
+) -> Tensor:  # fmt: skip
+    return torch.where(said_N[:, None], values_PD[last_N], 0)
+
+
 def spread(values_PD: Tensor, token_P: Tensor, used_P: Tensor, said_N: Tensor, last_N: Tensor) -> Tensor:
     """Of packed values, which belong to tokens `token_P` where `used_P`, the one at `last_N` for every token, and 0
     where nothing was `said` yet. Packed tokens stand in the order of the text."""
-    return torch.where(said_N[:, None], values_PD[last_N], 0)
+    if torch.is_grad_enabled():
+        return spread_with_gradient(values_PD, token_P, used_P, said_N, last_N)
+    return torch.where(said_N[:, None], values_PD[last_N], 0)  # which a compiler may look into
 
 
 def smoothed(values_BTD: Tensor, weight_BT: Tensor, before_B1D: Tensor | None = None, block: int = AT_ONCE) -> Tensor:
