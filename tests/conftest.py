@@ -9,12 +9,17 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Tables are as wide as where there is no terminal.
 os.environ["COLUMNS"] = "100"
 
+import importlib
+import sys
+
 import pytest
 import torch
 import transformers
 
 from chiar import presets
+from chiar.model import decoder
 from chiar.model.modeling import ChiarForCausalLM
+from chiar.registry import ROUTERS
 from helpers import ALONG_TIME, LENGTHS, ROWS, STACK_ROUTERS, TOKENS, randomise, router_options, token_ids
 
 THREE = ["spectral", "rbf", "attention"]
@@ -105,3 +110,14 @@ def lively():
         return randomise(kind(configuration(option, **changes)).eval(), seed)
 
     return build
+
+
+@pytest.fixture
+def leads():
+    """The plugin research/leads.py, until the end of a test."""
+    before, stack = dict(ROUTERS), decoder.DarkStack
+    sys.modules.pop("research.leads", None)
+    yield importlib.import_module("research.leads")
+    ROUTERS.clear()
+    ROUTERS.update(before)
+    decoder.DarkStack = stack

@@ -1,8 +1,6 @@
 """Routers on trial, and one set of weights at many f."""
 
-import importlib
 import json
-import sys
 
 import pytest
 import torch
@@ -11,21 +9,11 @@ from typer.testing import CliRunner
 
 from chiar import ChiarForCausalLM, check_router, presets
 from chiar.layers import dark
-from chiar.model import decoder
-from chiar.registry import ROUTERS
 from helpers import randomise, token_ids
 from research import dial
 from small_corpora import measured_corpus, save, tiny_model
 
-
-@pytest.fixture(autouse=True)
-def leads():
-    before, stack = dict(ROUTERS), decoder.DarkStack
-    sys.modules.pop("research.leads", None)
-    yield importlib.import_module("research.leads")
-    ROUTERS.clear()
-    ROUTERS.update(before)
-    decoder.DarkStack = stack
+pytestmark = pytest.mark.usefixtures("leads")
 
 
 @pytest.mark.parametrize("router", ["rise", "half_rise", "dial", "rise_dial"])

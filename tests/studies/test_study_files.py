@@ -22,7 +22,7 @@ def declared(study):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_variant_of_a_study_can_be_built_and_counted(name):
+def test_every_variant_of_a_study_can_be_built_and_counted(name, leads):
     for one in declared(find(name)).values():
         row = costs_of(one)
         assert row["parameters"] > 0
