@@ -75,3 +75,11 @@ def test_the_same_over_step_times():
     rows = rows_of(SMALL, LARGE, routed(0.85, 9e6), small=10.0, large=40.0, routed=20.0)
     assert rows["routed"]["gap_at_flops"] is None and rows["routed"]["gap_at_time"] == pytest.approx(-0.05)
     assert rows_of(SMALL, LARGE, routed(0.85, 9e6), small=10.0, large=40.0)["routed"]["gap_at_time"] is None
+
+
+def test_bits_are_a_mean_over_all_seeds_or_not_given_and_memory_is_the_most():
+    again = a_run("small", 1.1, 1e6, seed=1)
+    row = rows_of(SMALL | {"bits_per_byte": 1.4, "peak_memory_gb": 3.0}, again)["small"]
+    assert (row["bits_per_byte"], row["peak_memory_gb"]) == (None, 3.0)
+    row = rows_of(SMALL | {"bits_per_byte": 1.4, "peak_memory_gb": 3.0}, again | {"bits_per_byte": 1.6})["small"]
+    assert row["bits_per_byte"] == pytest.approx(1.5)

@@ -38,7 +38,7 @@ Point = tuple[float, float, str]  # cost, Δ, variant
 COLUMNS = (
     *(("variant", "label", ""), ("role", "role", ""), ("f", "fraction", ".3f")),
     *(("total", "forward", ",.3f"), ("÷ baseline", "flops_of_baseline", ".4f")),
-    *(("test loss", "test_loss", ".4f"), ("±", "test_loss_spread", ".4f")),
+    *(("test loss", "test_loss", ".4f"), ("±", "test_loss_spread", ".4f"), ("test bits/byte", "bits_per_byte", ".4f")),
     *(("Δ nats", "gap", "+.4f"), ("±", "gap_spread", ".4f"), ("paper", "paper_gap", "+.4f")),
     *(("Δ equal FLOPs", "gap_at_flops", "+.4f"), ("±", "gap_at_flops_spread", ".4f")),
     *(("Δ equal time", "gap_at_time", "+.4f"), ("seeds", "numbers", "")),
@@ -47,6 +47,7 @@ COLUMNS = (
     *(
         ("g", "gate", ".3f"),
         ("step ms", "step_ms", ",.2f"),
+        ("peak GB", "peak_memory_gb", ",.2f"),
         ("frontier", "best", ""),
         ("parameters", "parameters", ","),
     ),
@@ -58,6 +59,8 @@ NOTES = {
     "gap_at_flops": "Δ equal FLOPs is Δ less that of the dense curve at the same FLOPs: linear in log FLOPs between "
     "neighbours of {curve}, the dense variants that no cheaper one betters; – where a seed lies outside.",
     "gap_at_time": "Δ equal time is the same over log step ms.",
+    "bits_per_byte": "Bits/byte are of the test text, whose ends are predicted too, but are no bytes.",
+    "peak_memory_gb": "Peak GB is the most that a run allocated on its device.",
     "removed": f"† is no longer declared: what it needs was removed from the code. Commit {LAST_COMMIT} can run it.",
 }
 
@@ -79,8 +82,10 @@ def read_run(folder: StudyFolder, told: Run) -> Row:
     settings = replace(told.train_settings(), initial=stored["settings"].get("initial", ""))
     tau = {"thresholds": config.thresholds} if "thresholds" in told.after else {}
     speed, step = read_training(run).tokens_per_second, settings.batch * settings.length
+    peaks = [record["peak_memory_gb"] for record in RunFolder(run).read_metrics() if "peak_memory_gb" in record]
     return {
         **{"name": told.name, "variant": told.variant, "seed": told.seed, "test_loss": report.scores.loss},
+        **{"bits_per_byte": report.scores.derived()["bits_per_byte"], "peak_memory_gb": max(peaks, default=None)},
         "validation_loss": EvaluationReport.read(run / VALIDATION).scores.loss if told.validate else None,
         **{"fraction": report.routing.fraction, "threshold": tau.get("thresholds"), "gate": report.routing.gate},
         "flops_per_token": count_costs(config, settings.length, measured_shares(config, report.routing)),
@@ -213,8 +218,11 @@ def derive(results: dict[str, Any]) -> list[Row]:
         gaps = [(run["flops_per_token"]["forward"], run["test_loss"] - base[run["seed"]]) for run in routed]
         at_flops = above(by_flops, gaps)
         at_time = above(by_time, [(row["step_ms"], row["gap"])] if routed and row["step_ms"] else [])
+        bits, peaks = ([run.get(part) for run in own] for part in ("bits_per_byte", "peak_memory_gb"))
         more: Row = {"removed": any(map(needs_removed, own)), "curve": row["variant"] in named}
         more |= {"gap_at_flops": mean(at_flops), "gap_at_flops_spread": spread(at_flops), "gap_at_time": mean(at_time)}
+        more |= {"bits_per_byte": None if None in bits else mean(bits)}
+        more |= {"peak_memory_gb": max((peak for peak in peaks if peak is not None), default=None)}
         derived.append({**row, **more})
     return derived
 
