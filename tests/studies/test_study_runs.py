@@ -70,6 +70,7 @@ def test_every_run_is_an_ordinary_run_and_is_measured(study, corpus, tmp_path):
         model = str(out / "runs" / name / "final")
         report = evaluate(model, corpus, "test", length=16, rows=8, batch_size=2, device="cpu")
         assert one["test_loss"] == pytest.approx(report.scores.loss, rel=1e-5)  # computed by another process
+        assert one["bits_per_byte"] == pytest.approx(report.scores.derived()["bits_per_byte"], rel=1e-5)
         assert (one["tokens"], one["jobs"], one["attempts"]) == (384, 1, 1)
         assert one["wall_seconds"] > 0 and one["step_ms"] > 0 and f"{name}: done in" in output
     told = runs["learned-s1"]["command"]
@@ -118,6 +119,17 @@ def test_done_again_nothing_is_trained(copied, corpus, toml):
     # How it is shown may change.
     assert done(*command(toml(("warmup", "log_every = 7, warmup")), corpus, copied)).count("done before") == len(RUNS)
     assert {path: path.stat().st_mtime_ns for path in runs} == runs and (copied / "pareto.svg").is_file()
+
+
+def test_the_most_memory_a_run_logged_is_kept(copied):
+    metrics = copied / "runs" / "hash-s0" / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    peaks = [{"peak_memory_gb": 2.5}, {"peak_memory_gb": 2.0}, *[{}] * len(records)]
+    lines = [json.dumps(record | peak) for record, peak in zip(records, peaks, strict=False)]
+    metrics.write_text("\n".join(lines) + "\n")
+    assert len(records) > 1 and "peak GB" in done("study", "table", copied)
+    assert results(copied, "runs")["dense-s0"]["peak_memory_gb"] is None
+    assert results(copied, "variants")["hash"]["peak_memory_gb"] == 2.5
 
 
 def test_folders_that_are_not_free(copied, corpus, toml, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 from typer import echo
 
@@ -26,29 +27,42 @@ from chiar.routing.flops import Shares, count_flops, operator_shares
 from chiar.studies.runner import STUDY, VALIDATION, StudyFolder, held, read_json
 from chiar.studies.study import Plan, Run, make_plan
 from chiar.training.reporting import training_flops
-from chiar.training.run_folder import RunFolder
+from chiar.training.run_folder import MAY_CHANGE, RunFolder
 from chiar.training.settings import train_arguments
 
 FORMAT, RESULTS = "chiar-study-results/1", "results.json"
 FEW = 3  # up to so many seeds the spread is max − min, above it the standard deviation
 Row = dict[str, Any]
+Point = tuple[float, float, str]  # cost, Δ, variant
 # Heading, key and format; columns nobody has a value for are left out.
 COLUMNS = (
     *(("variant", "label", ""), ("role", "role", ""), ("f", "fraction", ".3f")),
     *(("total", "forward", ",.3f"), ("÷ baseline", "flops_of_baseline", ".4f")),
-    *(("test loss", "test_loss", ".4f"), ("±", "test_loss_spread", ".4f")),
-    *(("Δ nats", "gap", "+.4f"), ("±", "gap_spread", ".4f"), ("paper", "paper_gap", "+.4f"), ("seeds", "numbers", "")),
+    *(("test loss", "test_loss", ".4f"), ("±", "test_loss_spread", ".4f"), ("test bits/byte", "bits_per_byte", ".4f")),
+    *(("Δ nats", "gap", "+.4f"), ("±", "gap_spread", ".4f"), ("paper", "paper_gap", "+.4f")),
+    *(("Δ equal FLOPs", "gap_at_flops", "+.4f"), ("±", "gap_at_flops_spread", ".4f")),
+    *(("Δ equal time", "gap_at_time", "+.4f"), ("seeds", "numbers", "")),
     *(("valid. PPL", "validation_perplexity", ",.3f"), ("paper", "paper_validation", ".2f")),
     *(("test PPL", "test_perplexity", ",.3f"), ("paper", "paper_test", ".2f"), ("τ", "threshold", ".4f")),
     *(
         ("g", "gate", ".3f"),
         ("step ms", "step_ms", ",.2f"),
+        ("peak GB", "peak_memory_gb", ",.2f"),
         ("frontier", "best", ""),
         ("parameters", "parameters", ","),
     ),
     *(("layers", "layers", ",.3f"), ("÷ baseline", "layer_flops_of_baseline", ".4f"), ("logits", "logits", ",.3f")),
     *(("training", "training", ",.3f"), ("what", "title", "")),
 )
+# Said where a row has a value.
+NOTES = {
+    "gap_at_flops": "Δ equal FLOPs is Δ less that of the dense curve at the same FLOPs: linear in log FLOPs between "
+    "neighbours of {curve}, the dense variants that no cheaper one betters; – where a seed lies outside.",
+    "gap_at_time": "Δ equal time is the same over log step ms.",
+    "bits_per_byte": "Bits/byte are of the test text, whose ends are predicted too, but are no bytes.",
+    "peak_memory_gb": "Peak GB is the most that a run allocated on its device.",
+    "removed": f"† is no longer declared: what it needs was removed from the code. Commit {LAST_COMMIT} can run it.",
+}
 
 
 def count_costs(config: ChiarConfig, length: int, shares: Shares) -> dict[str, float]:
@@ -68,8 +82,10 @@ def read_run(folder: StudyFolder, told: Run) -> Row:
     settings = replace(told.train_settings(), initial=stored["settings"].get("initial", ""))
     tau = {"thresholds": config.thresholds} if "thresholds" in told.after else {}
     speed, step = read_training(run).tokens_per_second, settings.batch * settings.length
+    peaks = [record["peak_memory_gb"] for record in RunFolder(run).read_metrics() if "peak_memory_gb" in record]
     return {
         **{"name": told.name, "variant": told.variant, "seed": told.seed, "test_loss": report.scores.loss},
+        **{"bits_per_byte": report.scores.derived()["bits_per_byte"], "peak_memory_gb": max(peaks, default=None)},
         "validation_loss": EvaluationReport.read(run / VALIDATION).scores.loss if told.validate else None,
         **{"fraction": report.routing.fraction, "threshold": tau.get("thresholds"), "gate": report.routing.gate},
         "flops_per_token": count_costs(config, settings.length, measured_shares(config, report.routing)),
@@ -165,6 +181,58 @@ def summarise(study: dict[str, Any], runs: list[Row]) -> list[Row]:
     return rows
 
 
+def is_dense(run: Row, common: dict[str, Any]) -> bool:
+    """Nothing is routed, and it was trained as the study says."""
+    told, free = run["declaration"], dict.fromkeys(MAY_CHANGE["settings"] | {"seed"})
+    return run["fraction"] is None and not told.get("after") and told["settings"] | free == common["settings"] | free
+
+
+def dense_curve(points: Iterable[Point]) -> list[Point]:
+    """Those that none betters at the same cost or less, by rising cost."""
+    curve = list[Point]()
+    for point in sorted(points):
+        curve += [point] if not curve or point[1] < curve[-1][1] else []
+    return curve
+
+
+def above(curve: list[Point], own: list[tuple[float, float]]) -> list[float]:
+    """The Δ of each (cost, Δ) less the curve's; nothing where there is no curve, or one of them lies outside."""
+    costs, gaps = [point[0] for point in curve], [point[1] for point in curve]
+    if len(curve) < 2 or not all(costs[0] <= cost <= costs[-1] for cost, _ in own):
+        return []
+    return [gap - float(np.interp(math.log(cost), np.log(costs), gaps)) for cost, gap in own]
+
+
+def derive(results: dict[str, Any]) -> list[Row]:
+    """The rows with what follows from rows and runs, of earlier records too."""
+    rows, runs, common = results["variants"], results["runs"], results["common"]
+    base = {run["seed"]: run["test_loss"] for run in runs if run["variant"] == common["baseline"]}
+    plain = {run["variant"] for run in runs if is_dense(run, common)}
+    dense = [row for row in rows if row["variant"] in plain and row["gap"] is not None]
+    by_flops = dense_curve((row["flops_per_token"]["forward"], row["gap"], row["variant"]) for row in dense)
+    by_time = dense_curve((row["step_ms"], row["gap"], row["variant"]) for row in dense if row["step_ms"])
+    derived, named = [], {name for *_, name in by_flops}
+    for row in rows:
+        own = [run for run in runs if run["variant"] == row["variant"]]
+        routed = [run for run in own if run["fraction"] is not None and run["seed"] in base]
+        gaps = [(run["flops_per_token"]["forward"], run["test_loss"] - base[run["seed"]]) for run in routed]
+        at_flops = above(by_flops, gaps)
+        at_time = above(by_time, [(row["step_ms"], row["gap"])] if routed and row["step_ms"] else [])
+        bits, peaks = ([run.get(part) for run in own] for part in ("bits_per_byte", "peak_memory_gb"))
+        more: Row = {"removed": any(map(needs_removed, own)), "curve": row["variant"] in named}
+        more |= {"gap_at_flops": mean(at_flops), "gap_at_flops_spread": spread(at_flops), "gap_at_time": mean(at_time)}
+        more |= {"bits_per_byte": None if None in bits else mean(bits)}
+        more |= {"peak_memory_gb": max((peak for peak in peaks if peak is not None), default=None)}
+        derived.append({**row, **more})
+    return derived
+
+
+def needs_removed(run: Row) -> bool:
+    config = run["declaration"]["config"]
+    lost = any(config.get(name, default) != default for name, default in REMOVED.items())
+    return lost or bool({*REMOVED_OPERATORS} & {*(config.get("operators") or ())})
+
+
 def write_tables(results: dict[str, Any], out: Path) -> None:
     picture = svg_text(draw_pareto(results))  # first: where it cannot be drawn, nothing is written
     text = markdown(results["title"], results["variants"], results["notes"])
@@ -179,12 +247,7 @@ def read_results(path: Path) -> dict[str, Any]:
     """Of a study's folder, from its runs; of a results.json, or a folder with nothing else, as recorded."""
     begun = (path / STUDY).is_file()
     results = collect(StudyFolder(path)) if begun else read_json(path / RESULTS if path.is_dir() else path, FORMAT)
-    gone = set()
-    for run in results["runs"]:
-        config = run["declaration"]["config"]
-        lost = any(config.get(name, default) != default for name, default in REMOVED.items())
-        gone |= {run["variant"]} if lost or {*REMOVED_OPERATORS} & {*(config.get("operators") or ())} else set()
-    return {**results, "variants": [{**row, "removed": row["variant"] in gone} for row in results["variants"]]}
+    return {**results, "variants": derive(results)}
 
 
 def cells_of(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
@@ -200,8 +263,8 @@ def cells_of(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def all_notes(rows: list[Row], notes: list[str]) -> list[str]:
-    mark = f"† is no longer declared: what it needs was removed from the code. Commit {LAST_COMMIT} can run it."
-    return [*notes, *([mark] if any(row.get("removed") for row in rows) else [])]
+    curve = ", ".join(row["variant"] for row in rows if row.get("curve"))
+    return [*notes, *(note.format(curve=curve) for part, note in NOTES.items() if any(row.get(part) for row in rows))]
 
 
 def markdown(title: str, rows: list[Row], notes: list[str]) -> str:
