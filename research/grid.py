@@ -23,7 +23,7 @@ def draw_grid(
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, number + 1)
         fill(axes, panel)
-        axes.set_xlabel(axis if number + columns >= len(panels) else "")
+        axes.set_xlabel((axis or panel.axis) if number + columns >= len(panels) else "")
         if sizes:
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -5,6 +5,7 @@ chiar data prepare runs/enwiki44m-text --tokenizer bytes --out runs/enwiki44m-by
 """
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -30,7 +31,7 @@ def write_text(corpus: Path, out: Path) -> None:
         typer.echo(f"wrote {out / name}.txt, {(out / f'{name}.txt').stat().st_size:,} bytes")
 
 
-def main(corpus: Path, out: Path) -> None:
+def main(corpus: Path, out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder.")]) -> None:
     """The text of a prepared corpus, one file a split."""
     guarded(lambda: write_text(corpus, out))
 

@@ -44,6 +44,22 @@ def test_v4_is_what_was_studied(name):
     assert {key for key in preset if preset[key] != studied[key]} <= {"max_position_embeddings", "vocab_size"}
 
 
+# What costs as much as predictive: in layers alone, and with the early head in the count.
+EQUAL = {"tokens8k": ("dense-6", "dense-8"), "tokens50k": ("dense-6", "dense-wide"), "tokens1k": ("dense-6", "dense-6")}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_token_studies_train_far_enough_and_compare_equal_flops(name):
+    study = find(name)
+    rows = {variant: costs_of(one) for variant, one in declared(study).items()}
+    assert all(study.tokens > 10 * row["parameters"] for row in rows.values())
+    (layers, total), flops = EQUAL[name], {variant: row["flops_per_token"] for variant, row in rows.items()}
+    assert study.baseline == layers
+    # There is no part of a layer: a whole one is 5 to 17% of these.
+    assert flops["hash"]["layers"] == pytest.approx(flops[layers]["layers"], rel=0.03)
+    assert flops["predictive"]["forward"] == pytest.approx(flops[total]["forward"], rel=0.05)
+
+
 # Tables 1 and 2 of the paper, typed again from its text: validation and test perplexity; and counted parameters.
 TABLES = {
     "table1": ([(45.78, 44.63), (46.75, 45.62), (46.86, 45.67), (49.62, 48.34), (49.70, 48.45)], 36_124, 500, 10),

@@ -1,0 +1,111 @@
+"""Surprisal by symbol: Gini and Lorenz by hand, the losses of chiar eval, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from chiar.data.tokenizers import TokenizerChoice
+from chiar.evaluation.harness import evaluate
+from commands import run
+from research.surprisal import Measured, draw, gini, lorenz, main, share_below
+from small_corpora import measured_corpus, save, tiny_model
+
+SCRIPT = typer.Typer()
+SCRIPT.command()(main)
+
+
+def surprisal(*arguments):
+    done = CliRunner().invoke(SCRIPT, [str(one) for one in (*arguments, "--device", "cpu")])
+    return done.exit_code, done.output
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A run over bytes and a model of BPE tokens, each beside its corpus, of one text."""
+    place = tmp_path_factory.mktemp("surprisal")
+    measured_corpus(place / "bytes")
+    bpe = measured_corpus(place / "bpe", tokenizer=TokenizerChoice("bpe", vocab_size=280))
+    save(tiny_model("v5-tiny", vocab_size=bpe.vocab_size), place / "bpe" / "model", bpe.tokenizer())
+    short = ["--steps", "2", "--batch", "4", "--micro-batch", "4", "--length", "16", "--no-compile", "--device", "cpu"]
+    code, said = run("train", "v5-tiny", "--data", place / "bytes" / "corpus", "--out", place / "bytes" / "run", *short)
+    assert code == 0, said
+    return place
+
+
+@pytest.fixture
+def pairs(place):
+    return [place / part for part in ("bytes/run", "bytes/corpus", "bpe/model", "bpe/corpus")]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 100])
+def test_gini_of_equals_and_of_one_that_has_everything(n):
+    one = np.zeros(n)
+    one[n // 2] = 7.5
+    # Sums of a hundred float64 shares.
+    assert gini(np.full(n, 0.1)) == pytest.approx(0, abs=1e-12) and gini(np.zeros(n)) == pytest.approx(0, abs=1e-12)
+    assert gini(one) == pytest.approx((n - 1) / n, abs=1e-12)
+
+
+def test_gini_is_half_the_mean_difference_over_the_mean():
+    values = np.random.default_rng(0).exponential(size=60)
+    by_pairs = np.abs(values[:, None] - values).mean() / 2 / values.mean()
+    assert gini(values) == pytest.approx(by_pairs, rel=1e-12)
+
+
+def test_lorenz_by_hand():
+    assert lorenz(np.array([4, 1, 3, 2])).tolist() == [0, 0.1, 0.3, 0.6, 1]
+    assert share_below(np.array([4, 1, 3, 2]), np.array([0, 0.5, 0.875, 1])).tolist() == [0, 0.3, 0.8, 1]
+
+
+def test_it_measures_what_eval_does_and_draws_it(pairs, tmp_path):
+    (tmp_path / "gains.json").write_text('{"bytes": 0.05, "bpe-280": -0.01}')
+    out = tmp_path / "out"
+    code, said = surprisal(*pairs, "--rows", 6, "--batch", 4, "--gains", tmp_path / "gains.json", "--out", out)
+    assert code == 0 and {path.name for path in out.iterdir()} == {f"surprisal.{end}" for end in ("json", "md", "svg")}
+    record = json.loads((out / "surprisal.json").read_text())
+    assert [one["kind"] for one in record["kinds"]] == ["bytes", "bpe-280"]
+    for one, model, corpus in zip(record["kinds"], pairs[::2], pairs[1::2], strict=True):
+        scores = evaluate(str(model), corpus, "test", rows=6, device="cpu").scores
+        assert one["symbols"] == scores.tokens == 6 * 16 and one["bytes"] == scores.bytes
+        assert one["bits_per_byte"] == pytest.approx(scores.derived()["bits_per_byte"], rel=1e-5)  # of fp32 logits
+        assert one["bits_per_symbol"] == pytest.approx(one["bits_per_byte"] * one["bytes_per_symbol"])
+        assert (one["lorenz"][0], one["lorenz"][-1]) == (0, 1) and 0 < one["gini"] < 1
+        assert 0.2 < one["top_share"] == pytest.approx(1 - one["lorenz"][80])
+    table = (out / "surprisal.md").read_text()
+    assert table in said and "| -0.0100 |" in table and len(table.splitlines()) == 4
+    assert "bpe-280, Gini" in (out / "surprisal.svg").read_text()
+    found = [Measured(**one) for one in record["kinds"]]
+    assert len(draw(found).axes) == 2
+    for one in found:
+        one.gain = None
+    assert len(draw(found).axes) == 1
+
+
+WRONG = {
+    "half a pair": ([0, 1, 2], None, "in pairs"),
+    "a kind twice": ([0, 1, 0, 1], None, "bytes is named twice"),
+    "another tokenizer": ([0, 3], None, "more than the 257 entries"),
+    "no corpus": ([0, 0], None, "is not a prepared corpus"),
+    "gains of what is not drawn": ([0, 1], '{"bits": 1}', "unknown kind of symbols"),
+    "gains that are none": ([0, 1], '{"bytes": "much"}', "holds no gains like"),
+    "no gain of a number": ([0, 1], '{"bytes": NaN}', "is no number"),
+}
+
+
+@pytest.mark.parametrize(("chosen", "gains", "sentence"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_is_one_sentence(pairs, tmp_path, chosen, gains, sentence):
+    (tmp_path / "gains.json").write_text(gains or "")
+    more = ["--gains", tmp_path / "gains.json"] if gains else []
+    code, said = surprisal(*(pairs[number] for number in chosen), *more, "--out", tmp_path / "out")
+    assert code == 2 and sentence in said and not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten_and_a_preset_has_nothing_to_say(pairs, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    code, said = surprisal(*pairs, "--out", tmp_path)
+    assert code == 2 and "exists already" in said and [path.name for path in tmp_path.iterdir()] == ["mine"]
+    code, said = surprisal("v5-tiny", pairs[1], "--out", tmp_path / "out")
+    assert code == 2 and "random weights" in said and not (tmp_path / "out").exists()

@@ -1,0 +1,16 @@
+"""The text of a prepared corpus, as it was before."""
+
+import typer
+from typer.testing import CliRunner
+
+from research.text_of import main
+from small_corpora import SPLITS, measured_corpus
+
+
+def test_the_text_comes_back(tmp_path):
+    corpus, script = measured_corpus(tmp_path / "text").folder, typer.Typer()
+    script.command()(main)
+    for code in (0, 2):  # nothing is overwritten
+        assert CliRunner().invoke(script, [str(corpus), "--out", str(tmp_path / "out")]).exit_code == code
+    for split in SPLITS:
+        assert (tmp_path / "out" / f"{split}.txt").read_text() == (tmp_path / "text" / f"{split}.txt").read_text()
