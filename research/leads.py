@@ -12,6 +12,7 @@ from chiar.kernels.carry import last_marked
 from chiar.layers.context import Maybe, Memory, TokenContext, stored_in
 from chiar.layers.dark import Carry, DarkStack, Everywhere, Layout, StackOutput
 from chiar.layers.routers import EntropyRouter, Route
+from chiar.layers.stack_routers import SpaceRouter
 from chiar.model import decoder
 from chiar.registry import ROUTERS, RouterKind
 
@@ -48,6 +49,19 @@ class Dial(Rise):
         return (score_BT > sorted_N.gather(0, place[None])).long()
 
 
+class SpaceOrEntropy(EntropyRouter):
+    """Dark are the ends of words by the rule for spaces, and then where H is high."""
+
+    def __init__(self, config: ChiarConfig, layer: int, _: float) -> None:
+        super().__init__(config, layer)
+        self.rule = SpaceRouter(config, layer)
+
+    def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
+        assert entropy_BT is not None
+        score_BT = entropy_BT + self.rule.choose(x_BTD, None, context)
+        return super().forward(x_BTD, score_BT, context, forced_BT)
+
+
 class PooledStack(DarkStack):
     """What a dark byte takes into the stack also has the mean of all bytes behind the dark one before it, itself among
     them: a word without a dark byte is not lost to it. Only for routers called pooled_…, and without a cache."""
@@ -82,7 +96,7 @@ class PooledStack(DarkStack):
 decoder.DarkStack = PooledStack  # type: ignore[misc]
 
 
-def add(name: str, kind: type[Rise], before: float, room: float = 1.0) -> None:
+def add(name: str, kind: type[Rise] | type[SpaceOrEntropy], before: float, room: float = 1.0) -> None:
     ROUTERS[name] = RouterKind(
         lambda config, layer: kind(config, layer, before),
         reads_prediction=True,
@@ -99,3 +113,4 @@ add("dial", Dial, 0.0, room=MOST / 0.2)
 add("rise_dial", Dial, 1.0, room=MOST / 0.2)
 add("pooled_predictive", Rise, 0.0)
 add("pooled_rise", Rise, 1.0)
+add("space_or_entropy", SpaceOrEntropy, 0.0)
