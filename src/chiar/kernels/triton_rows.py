@@ -19,6 +19,7 @@ SOFTMAX_BLOCK, SOFTMAX_WARPS = 4096, 16
 # while it is read W times; the taps' gradients stay in registers while a program walks along time.
 FILTER = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
 STEPS, TAP_COLUMNS, TAP_WARPS = 16, 64, 2
+PROGRAMS = 1024  # of the taps' gradients: a GPU's multiprocessors must have several each before one takes more steps
 PRODUCTS = 128  # of one channel in a program of the taps' gradients: taps × tokens
 
 
@@ -415,9 +416,12 @@ def filter_backward(grad_BTD: Tensor, x_BTD: Tensor, taps_WD: Tensor) -> tuple[T
     taps, grad_BTD = triton.next_power_of_2(W), grad_BTD.contiguous()
     rows = max(1, PRODUCTS // taps)
     columns = max(16, TAP_COLUMNS * PRODUCTS // (rows * taps))
-    blocks = triton.cdiv(T, rows * STEPS)
+    across = triton.cdiv(D, columns)
+    enough = B * triton.cdiv(T, rows) * across // PROGRAMS
+    steps = min(STEPS, 1 << max(enough.bit_length() - 1, 0))
+    blocks = triton.cdiv(T, rows * steps)
     sums_PWD = taps_WD.new_empty(B * blocks, W, D, dtype=torch.float32)
-    grid, sizes = (blocks, triton.cdiv(D, columns), B), (T, D, W, taps, rows, columns, STEPS)
+    grid, sizes = (blocks, across, B), (T, D, W, taps, rows, columns, steps)
     launch(_tap_gradients, grid, grad_BTD, x_BTD.contiguous(), sums_PWD, *sizes, num_warps=TAP_WARPS)
     return launch_filter(grad_BTD, taps_WD, ahead=True), sums_PWD.sum(0).to(taps_WD.dtype)
 
