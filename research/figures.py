@@ -1,6 +1,8 @@
 """What draws the documents' figures from docs/results: `python -m research.figures [NAME…]`, or `make figures`."""
 
 import csv
+import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -63,8 +65,44 @@ def recorded_routes(path: Path, heading: str) -> "Figure":
     return draw_routing(trace, [chr(byte) for byte in trace.token_ids_BT[0].tolist()], heading)
 
 
+# Of docs/results/bytes: what is drawn, and what the legend calls it.
+CHOOSERS = {
+    "rise": "rise of the predictive entropy",
+    "predictive": "predictive entropy",
+    "forecast": "forecast of the final entropy",
+    "space": "rule for spaces",
+    "boundary": "H-Net's boundaries",
+    "spectral": "the paper's H",
+    "learned": "learned score",
+    "hash": "hash of the byte",
+    "stride": "every fifth byte",
+    "random": "random places",
+}
+
+
+def choosers() -> "Figure":
+    """Loss against FLOPs of the byte study, every run a mark; plain layers of seed 0 joined by a line."""
+    with (RESULTS / "bytes" / "results.json").open(encoding="utf-8") as file:
+        runs = json.load(file)["runs"]
+    found: dict[str, list[tuple[float, float]]] = {}
+    for run in runs:
+        found.setdefault(run["variant"], []).append((run["flops_per_token"]["forward"] / 1e6, run["bits_per_byte"]))
+    dense = sorted(points[0] for name, points in found.items() if re.fullmatch(r"dense-\d+", name))
+    lines = [Line(dense, "plain layers", color="#444444", marker="s")]
+    lines += [Line([point], color="#444444", marker="s") for point in found["dense-6"][1:]]
+    colours = [*COLOURS, *COLOURS]
+    marks = "o" * len(COLOURS) + "^" * len(COLOURS)
+    for (name, label), colour, mark in zip(CHOOSERS.items(), colours, marks, strict=False):
+        own = [
+            point for variant, points in found.items() if re.fullmatch(rf"{name}(-\d+)?", variant) for point in points
+        ]
+        lines.append(Line(sorted(own), label if own else "", color=colour, marker=mark, linestyle="none"))
+    return draw_grid("bits/byte of the test set, 140M bytes", [Panel("bits/byte", lines)], "MFLOP a byte", 1, 4.2)
+
+
 FIGURES: "dict[str, Callable[[], Figure]]" = {
     **{name: lambda name=name: draw_model([name]) for name in MODELS},  # type: ignore[misc]
+    "choosers": choosers,
     "demo-routing": lambda: recorded_routes(RESULTS / "demo" / "routing.json", "runs/demo/v5"),
     "entropy-null": lambda: draw_entropy(read_report(RESULTS / "reproduction-16m" / "threshold")),
     "routers40m_long": lambda: draw_study([str(RESULTS / "routers40m_long" / "results.json")]),
