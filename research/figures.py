@@ -11,16 +11,10 @@ from typing import TYPE_CHECKING
 from chiar.console import guarded
 from chiar.errors import unknown_name
 from chiar.model.trace import RoutingTrace
-from chiar.plots import (
-    COLOURS,
-    DASHES,
-    Line,
-    Panel,
-    draw_model,
-    draw_routing,
-    draw_study,
-    save,
-)
+from chiar.plots.figure import COLOURS, DASHES, Line, Panel, save
+from chiar.plots.model import draw_model
+from chiar.plots.routes import draw_routing
+from chiar.plots.study import draw_study
 from research.grid import draw_grid
 from research.nulltest.pictures import draw_entropy
 from research.nulltest.report import read_report

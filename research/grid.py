@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from chiar.plots import Panel, fill, new_figure, style
+from chiar.plots.figure import Panel, fill, new_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from chiar.console import Overwrite, guarded
 from chiar.errors import InputError, unknown_name
 from chiar.evaluation.report import differences, read_entry
 from chiar.model.load import count_parameters, load_config
-from chiar.plots import COLOURS, DASHES, Line, Panel, Points, check_picture, save
+from chiar.plots.figure import COLOURS, DASHES, Line, Panel, Points, check_picture, save
 from chiar.routing.flops import compare_flops, operator_shares
 from chiar.routing.tables import PAPER_ATTENTION, PAPER_TOTAL, describe_fraction
 from research.grid import draw_grid

@@ -28,7 +28,7 @@ from chiar.files import check_file, new_folder
 from chiar.kernels.linear_cross_entropy import linear_cross_entropy
 from chiar.model.load import choose_device, load_model
 from chiar.model.modeling import ChiarForCausalLM
-from chiar.plots import COLOURS, DASHES, UNIT, Line, Panel, save
+from chiar.plots.figure import COLOURS, DASHES, UNIT, Line, Panel, save
 from research.grid import draw_grid
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from chiar.files import check_new, write_new
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import Transform, dct_matrix, random_orthogonal
 from chiar.kernels.white_noise import white_noise_entropy
-from chiar.plots import COLOURS, DASHES, Line, Panel, check_picture, save
+from chiar.plots.figure import COLOURS, DASHES, Line, Panel, check_picture, save
 from research.grid import draw_grid
 
 if TYPE_CHECKING:

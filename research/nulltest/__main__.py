@@ -8,7 +8,7 @@ from rich.table import Table
 
 from chiar.console import Overwrite, guarded, show
 from chiar.files import check_new, new_folder, write_new
-from chiar.plots import save
+from chiar.plots.figure import save
 from research.nulltest import nulltest
 from research.nulltest.measures import KLT
 from research.nulltest.pictures import pictures

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chiar.plots import COLOURS, Line, Panel, new_figure, style
+from chiar.plots.figure import COLOURS, Line, Panel, new_figure, style
 from research.grid import draw_grid
 from research.nulltest.report import NullTest, Worth
 

@@ -11,7 +11,7 @@ from chiar.evaluation.cli import evaluate
 from chiar.explore.cli import explore
 from chiar.generation.cli import generate
 from chiar.model.cli import convert, models
-from chiar.plots import plot
+from chiar.plots.cli import plot
 from chiar.registry import add_plugins
 from chiar.routing.cli import calibrate, flops, trace
 from chiar.serving.cli import serve

@@ -15,7 +15,8 @@ from chiar.errors import optional_module, require
 from chiar.evaluation.report import REPORT, EvaluationReport, figures
 from chiar.explore.view import STATIC, LoadedModel, open_models, route_text
 from chiar.files import check_new, write_new
-from chiar.plots import draw_curves, svg_text
+from chiar.plots.curves import draw_curves
+from chiar.plots.figure import svg_text
 from chiar.training.run_folder import METRICS, RunFolder
 from chiar.visible import visible
 

@@ -16,7 +16,7 @@ from chiar.explore.steering import Steering, lead, steered, ways_to_steer, why_n
 from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind, score_prompt
 from chiar.model.load import count_parameters
 from chiar.model.trace import LayerTrace, RoutingTrace
-from chiar.plots import RULES
+from chiar.plots.model import RULES
 from chiar.routing.calibration import noise_entropies
 from chiar.routing.flops import compare_flops
 from chiar.visible import HALVES, visible

@@ -22,7 +22,8 @@ from chiar.evaluation.harness import measured_shares
 from chiar.evaluation.report import REPORT, EvaluationReport, perplexity, read_training, shown
 from chiar.files import write_whole
 from chiar.model.load import count_parameters, load_config
-from chiar.plots import draw_pareto, svg_text
+from chiar.plots.figure import svg_text
+from chiar.plots.study import draw_pareto
 from chiar.routing.flops import Shares, count_flops, operator_shares
 from chiar.studies.runner import STUDY, VALIDATION, StudyFolder, held, read_json
 from chiar.studies.study import Plan, Run, make_plan

@@ -11,9 +11,15 @@ import pytest
 import torch
 from matplotlib.text import Text
 
-from chiar import plots, presets
+from chiar import presets
+from chiar.colours import operator_colour
 from chiar.errors import InputError
-from chiar.plots import KINDS, draw_model, draw_routing
+from chiar.plots.cli import KINDS
+from chiar.plots.curves import draw_curves
+from chiar.plots.figure import svg_text
+from chiar.plots.model import RULES, draw_model
+from chiar.plots.routes import draw_routing
+from chiar.plots.study import draw_pareto
 from chiar.registry import ROUTERS, built_in
 from commands import run
 from small_corpora import language_corpus
@@ -39,7 +45,7 @@ def make_run(folder, preset="v3-tiny", steps=4, **changes):
 
 
 def words(figure):
-    return [element.text for element in ElementTree.fromstring(plots.svg_text(figure)).iter(f"{SVG}text")]
+    return [element.text for element in ElementTree.fromstring(svg_text(figure)).iter(f"{SVG}text")]
 
 
 def panels_of(figure):
@@ -50,7 +56,7 @@ def panels_of(figure):
 def test_every_measurement_of_every_run_is_a_line(tmp_path):
     gates = tuple({"text": g, "symbols": 0.99} for g in (0.21, 0.21, 0.21, 0.9))
     runs = [make_run(tmp_path / "baseline", "baseline-tiny"), make_run(tmp_path / "v3", loss=2.0, gate=gates)]
-    drawn = panels_of(plots.draw_curves(runs))
+    drawn = panels_of(draw_curves(runs))
     # Losses (train and validation), their difference, learning rates, f by layer, g by corpus and its histogram.
     assert [len(lines) for lines in drawn.values()] == [4, 1, 2, 2, 2, 2]
     assert drawn["loss minus that of baseline"] == [("v3: train", [[1, -4], [2, -1], [3, 0], [4, 0.5]])]
@@ -60,29 +66,29 @@ def test_every_measurement_of_every_run_is_a_line(tmp_path):
     assert min(heights) == 10 and max(heights) == 46  # nothing beside what was measured
     assert name == "v3: g on text" and heights[10] == 0.75 and heights[45] == 0.25 and sum(heights.values()) == 1
     three = make_run(tmp_path / "v1", "v1-tiny", use=[[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]])
-    drawn = panels_of(plots.draw_curves([three]))
+    drawn = panels_of(draw_curves([three]))
     shares = [[points[0][1] for _, points in drawn[f"share of tokens sent to {name}"]] for name in ("rbf", "attention")]
     assert shares == [[0.3, 0.0], [0.2, 0.0]]
     config = {"layer_types": ["routed"] * 5, "operators": ["spectral", "attention"]}
     deep = make_run(tmp_path / "deep", use=[[0.4, 0.6]] * 5, run={"config": config})
-    lines = panels_of(plots.draw_curves([deep]))["share of tokens sent to attention"]
+    lines = panels_of(draw_curves([deep]))["share of tokens sent to attention"]
     assert lines[0][0] == "deep: mean of 5 layers (thin: each)" and len(lines) == 6
     stack = make_run(tmp_path / "v5", "v5-tiny", use=[[0.8, 0.2]], gate={})
-    lines = panels_of(plots.draw_curves([stack]))["share of tokens sent to attention"]
+    lines = panels_of(draw_curves([stack]))["share of tokens sent to attention"]
     assert lines == [("v5: layer 2–3", [[s, 0.2] for s in (1, 2, 3, 4)])]
     folder = make_run(tmp_path / "run", tokens_per_second=(1.0, 64.0, 32.0, 16.0))
     # The first step compiles and is not counted.
     for over, places in (("tokens", [32, 64, 96, 128]), ("time", [0, 0.5, 1.5, 3.5])):
-        losses = panels_of(plots.draw_curves([folder], over=over))["loss, nats per token"]
+        losses = panels_of(draw_curves([folder], over=over))["loss, nats per token"]
         assert [x for x, _ in losses[0][1]] == places
 
 
 def test_a_run_that_goes_on_and_runs_that_cannot_be_drawn(tmp_path):
     folder = make_run(tmp_path / "run")
-    whole = plots.svg_text(plots.draw_curves([folder]))
+    whole = svg_text(draw_curves([folder]))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')
-    assert plots.svg_text(plots.draw_curves([folder])) == whole
+    assert svg_text(draw_curves([folder])) == whole
     settings = {"batch": 4, "length": 8, "data": ["a", "b"], "mixing": "added"}
     for name, changes, over, sentence in (
         ("new", {"steps": 0}, "steps", "no measurements yet"),
@@ -93,11 +99,11 @@ def test_a_run_that_goes_on_and_runs_that_cannot_be_drawn(tmp_path):
         ("run-2", {}, "weeks", "unknown axis 'weeks'"),
     ):
         with pytest.raises(InputError, match=sentence):
-            plots.draw_curves([make_run(tmp_path / name, **changes)], over=over)
+            draw_curves([make_run(tmp_path / name, **changes)], over=over)
     (tmp_path / "empty").mkdir()
     for runs, sentence in (([tmp_path / "empty"], "not a training run"), ([folder, folder], "named twice")):
         with pytest.raises(InputError, match=sentence):
-            plots.draw_curves(runs)
+            draw_curves(runs)
 
 
 def variant(name, flops, loss, role="control", **times):
@@ -118,20 +124,20 @@ def pareto(*rows, **configs):
 def test_pareto_has_a_frontier_and_far_marks_at_its_edge():
     near = [variant(f"near-{n}", n, 4.0 + n / 100) for n in range(1, 10)]
     rows = *near, variant("far", 5, 9.0, "candidate"), variant("best", 9, 3.99), variant("dear", 90, 4.0)
-    axes = plots.draw_pareto(pareto(*rows)).axes[0]
+    axes = draw_pareto(pareto(*rows)).axes[0]
     assert {"10  far ↑9.00", "9  near-9", "frontier", "12  dear →90"} <= set(axes.get_legend_handles_labels()[1])
     assert axes.get_ylim()[1] < 4.2 and axes.get_xlim()[1] < 10  # what is far off does not press the others together
     assert axes.lines[0].get_xydata().tolist() == [[1, 4.01], [9, 3.99]]
-    assert plots.draw_pareto(pareto(*near[:3], variant("far", 5, 9.0))).axes[0].get_ylim()[1] > 9  # of few, none is far
+    assert draw_pareto(pareto(*near[:3], variant("far", 5, 9.0))).axes[0].get_ylim()[1] > 9  # of few, none is far
     timed = [variant("a", 1, 4, step_ms=3.0), variant("b", 2, 3), variant("c", 3, 2, step_ms=4.0)]
-    first, second = plots.draw_pareto(pareto(*timed)).axes
+    first, second = draw_pareto(pareto(*timed)).axes
     assert second.get_xlabel() == "measured training step, ms, H"
     assert [[note.get_text() for note in axes.texts] for axes in (first, second)] == [["1", "2", "3"], ["1", "3"]]
 
 
 def test_pareto_marks_and_numbers_cover_nothing():
     rows = [variant(f"v{n}", 5 + n % 3 / 1000, 4 + n % 2 / 1000) for n in range(12)]
-    figure = plots.draw_pareto(pareto(*rows, variant("wide", 9, 3.5)))
+    figure = draw_pareto(pareto(*rows, variant("wide", 9, 3.5)))
     axes, places = figure.axes[0], []
     figure.draw_without_rendering()
     for mark in axes.lines[2 : 2 * 13 + 1 : 2]:
@@ -148,7 +154,7 @@ def test_pareto_marks_and_numbers_cover_nothing():
 
 
 def test_pareto_marks_are_made_of_what_the_models_are_made_of():
-    light, dark, time = (plots.operator_colour(name) for name in ("spectral", "attention", "temporal"))
+    light, dark, time = (operator_colour(name) for name in ("spectral", "attention", "temporal"))
     made = {
         "dense": ({"layer_types": ["attention"] * 4}, (dark, "full", False)),
         "routed": ({}, (dark, "left", False)),
@@ -159,7 +165,7 @@ def test_pareto_marks_are_made_of_what_the_models_are_made_of():
         "filtered": ({"layer_types": ["attention"] * 4, "temporal_everywhere": True}, (dark, "full", True)),
     }
     rows = [variant(name, n, 4.0) for n, name in enumerate(made, 1)]
-    axes = plots.draw_pareto(pareto(*rows, **{name: config for name, (config, _) in made.items()})).axes[0]
+    axes = draw_pareto(pareto(*rows, **{name: config for name, (config, _) in made.items()})).axes[0]
     marks = [(m.get_markerfacecolor(), m.get_fillstyle(), m.get_markeredgecolor() == time) for m in axes.lines[2:15:2]]
     assert marks == [look for _, look in made.values()]
     names = {"dark: attention alone", "light or dark by token", "light and dark layers", "light layers only"}
@@ -190,7 +196,7 @@ def test_a_diagram_packs_the_stack_between_router_and_carry():
     order += ["layers 3–14 (×12)", "dark: among dark tokens", "carry", "layers 15–16 (×2)", "output"]
     assert [word for word in found if word in order] == order
     for name, kind in ROUTERS.items():
-        assert not built_in(kind) or name in plots.RULES
+        assert not built_in(kind) or name in RULES
 
 
 @pytest.mark.parametrize(("light_ffn", "columns"), [(True, [0.46, 0.74]), (False, [0.74])])
@@ -210,7 +216,7 @@ def test_routing_colours_are_routes_and_tokens_are_text(lively):
         trace = lively({})(torch.arange(len(pieces))[None] % 20, output_routing=True).routing
     figure = draw_routing(trace, pieces, HOSTILE)
     assert {"</text><script>", "$x^2$", "\\x00\\x1b", "⏎⇥", "日本"} <= set(words(figure))
-    assert "<script" not in plots.svg_text(figure)
+    assert "<script" not in svg_text(figure)
     parts = [axes.images[0].get_array() for axes in figure.axes]
     assert [part.shape for part in parts] == [(4, 19, 3)] * 2  # 38 tokens: no line is left half empty
     for row, seen in enumerate(trace.layers):
@@ -229,7 +235,7 @@ def test_bytes_are_coloured_by_the_entropy_that_was_cut(lively):
     layer.choice_BT[0] = (layer.entropy_BT[0] > 0.3).long()
     figure = draw_routing(trace, pieces, HOSTILE)
     (axes,), dark = figure.axes, int(layer.choice_BT.sum())
-    assert "<script" not in plots.svg_text(figure) and "dashed: τ = 0.300" in words(figure)
+    assert "<script" not in svg_text(figure) and "dashed: τ = 0.300" in words(figure)
     heights = [bar.get_height() for bar in axes.patches[: len(pieces)]]
     assert heights == pytest.approx(layer.entropy_BT[0].tolist())
     assert [luminance(bar.get_facecolor()[:3]) < 0.7 for bar in axes.patches[: len(pieces)]] == [
@@ -244,10 +250,10 @@ def luminance(colour):
 
 def test_text_is_safe_and_pictures_are_deterministic(tmp_path):
     run_of_it = make_run(tmp_path / HOSTILE.replace("/", ""), gate={HOSTILE: 0.5})
-    text = plots.svg_text(plots.draw_curves([run_of_it]))
-    assert text == plots.svg_text(plots.draw_curves([run_of_it])) and "<script" not in text
+    text = svg_text(draw_curves([run_of_it]))
+    assert text == svg_text(draw_curves([run_of_it])) and "<script" not in text
     assert re.search(r'^<svg role="img" aria-label="[^"]*&lt;script', text)
-    assert any("$x^2$\\x1b: g on" in (word or "") for word in words(plots.draw_curves([run_of_it])))
+    assert any("$x^2$\\x1b: g on" in (word or "") for word in words(draw_curves([run_of_it])))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,1 @@
+"""Pictures with matplotlib. Every `draw_…` returns a Figure."""
