@@ -6,7 +6,8 @@
 In turns, in one process: `dense`, attention in all layers; `v5`, which routes itself (in training f is exact); `equal`,
 as many plain layers as come closest to v5's counted FLOPs; `rows`, v5 packed in rows of 1.3 f T places; `blt`,
 transformers' BltForCausalLM with as many layers around and inside, its patches given, 1/f bytes each. Weights are
-random, bytes are of the standard library's sources. Layers are compiled, steps of training recorded as CUDA graphs.
+random, bytes are of the standard library's sources. Layers are compiled; passes that wait for nothing are recorded as
+CUDA graphs.
 """
 
 import argparse

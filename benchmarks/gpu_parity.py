@@ -101,12 +101,12 @@ def run(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, forced: Any) -
     return output.logits.detach(), gradients, output.routing
 
 
-def packed(changes: dict[str, Any], compile: bool) -> tuple[float, float]:
-    """Relative differences of a training pass in bf16, dark tokens packed, from its definition, with the same routes:
-    of logits, and of the gradient that differs most."""
+def packed(changes: dict[str, Any], compile: bool, training: bool = True) -> tuple[float, float]:
+    """Relative differences of a pass in bf16, dark tokens packed, from its definition, with the same routes: of logits,
+    and of the gradient that differs most."""
     torch.manual_seed(0)
     found = {}
-    model = ChiarForCausalLM(presets.get("v5-16m", num_hidden_layers=6, **changes)).cuda().train()
+    model = ChiarForCausalLM(presets.get("v5-16m", num_hidden_layers=6, **changes)).cuda().train(training)
     for parameter in model.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
     ids = torch.randint(32, 128, (6, 700), device="cuda")
@@ -175,10 +175,10 @@ def main() -> int:
         failed += logits > LOGITS or gradients > GRADIENTS
         print(f"{name} {changes}: logits {logits:.1e}, gradients {gradients:.1e}, {flips} routes flip", flush=True)
     for changes in STACKS:
-        for compile in (False, True):
-            logits, gradients = packed(changes, compile)
+        for how, ways in (("", (False, True)), (" and compiled", (True, True)), (", evaluated", (False, False))):
+            logits, gradients = packed(changes, *ways)
             failed += logits > PACKED or gradients > PACKED
-            told = f"v5-16m {changes}, packed{' and compiled' if compile else ''}"
+            told = f"v5-16m {changes}, packed{how}"
             print(f"{told}: logits {logits:.1e}, gradients {gradients:.1e}", flush=True)
     for name, changes in DECODED:
         for compile in (False, True):

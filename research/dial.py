@@ -36,8 +36,9 @@ def with_random_bytes(model: ChiarForCausalLM, fraction: float) -> ChiarForCausa
     config.router, config.random_key = "random", "both"
     config.random_fraction = config.target_fraction = fraction
     made = ChiarForCausalLM(config)
-    missing, _ = made.load_state_dict(model.state_dict(), strict=False)
-    require(not missing, f"random choice has weights that the model does not: {', '.join(missing)}.")
+    missing, left = made.load_state_dict(model.state_dict(), strict=False)
+    differ = [*missing, *(name for name in left if ".router." not in name and "router_state" not in name)]
+    require(not differ, f"with random bytes it would be another model, which differs in {', '.join(differ)}.")
     return made.to(model.device).eval()
 
 

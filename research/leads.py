@@ -38,7 +38,8 @@ class Rise(EntropyRouter):
 
 
 class Dial(Rise):
-    """Every pass in training has another f. Evaluation cuts at the τ of the configuration's f, or a calibrated one."""
+    """Every pass in training has another f. Evaluation cuts at the τ of the configuration's f, or a calibrated one. The
+    configuration's f must be 0.2, of which `room` is a multiple; training costs what the mean f of 0.325 does."""
 
     def drawn(self, score_BT: Tensor, context: TokenContext) -> Maybe:
         if context.share is None:
@@ -69,6 +70,7 @@ class PooledStack(DarkStack):
     def __init__(self, config: ChiarConfig, first: int) -> None:
         super().__init__(config, first)
         pools = (config.router or "").startswith("pooled_")
+        require(self.gap > 0 or not pools, "a pooled stack reads the gaps behind rows: set temporal_everywhere.")
         self.pool = Carry(config.hidden_size, config.hidden_size, bias=False) if pools else None
 
     def forward(self, x_BTD: Tensor, context: TokenContext, memory: Memory, *rest: Any) -> tuple[Tensor, StackOutput]:
@@ -93,7 +95,7 @@ class PooledStack(DarkStack):
         return now - F.pad(now, (0, 0, 1, 0))[:, :-1]  # behind each row lies a gap that holds zeros
 
 
-decoder.DarkStack = PooledStack  # type: ignore[misc]
+decoder.DarkStack = PooledStack  # type: ignore[misc]  # there is no registry of stacks, and one lead makes none worth it
 
 
 def add(name: str, kind: type[Rise] | type[SpaceOrEntropy], before: float, room: float = 1.0) -> None:

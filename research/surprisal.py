@@ -95,7 +95,7 @@ def surprisals(model: ChiarForCausalLM, ids_RT: np.ndarray, batch: int) -> np.nd
     return np.concatenate(found)
 
 
-def read_rows(split: Split, length: int, rows: int) -> np.ndarray:
+def read_rows(split: Split, length: int, rows: int | None) -> np.ndarray:
     """Rows side by side, as chiar eval reads them, each from the last symbol of the one before; whole ones only."""
     starts = np.arange(0, split.tokens - length, length)[:rows]
     require(len(starts), f"split {split.name!r} has {split.tokens} symbols, not one row of {length} and the next.")
@@ -106,7 +106,7 @@ def kind_of(corpus: Corpus) -> str:
     return f"bpe-{corpus.vocab_size}" if corpus.tokenizer_kind == "bpe" else corpus.tokenizer_kind
 
 
-def measure(name: str, corpus: Corpus, split: str, rows: int, batch: int, device: str) -> Measured:
+def measure(name: str, corpus: Corpus, split: str, rows: int | None, batch: int, device: str) -> Measured:
     model, folder = load_model(name)
     require(folder, f"{name} is a preset with random weights: name a trained model.")
     require(corpus.kind == "language", f"{corpus.folder} is a {corpus.kind} corpus: surprisal is of running text.")
@@ -185,7 +185,7 @@ def main(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder.")],
     gains: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON: bits/byte that routing gained.")] = None,
     split: SplitName = "test",
-    rows: Annotated[int, typer.Option(min=1, help="Rows of the trained length to read at most.")] = 512,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of the trained length. [default: all]")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 16,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")] = "auto",
 ) -> None:

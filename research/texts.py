@@ -49,7 +49,7 @@ def without_spaces(folder: Path, out: Out) -> None:
 def sources(folders: list[Path]) -> Iterator[bytes]:
     """Every Python file of UTF-8 once, in order of their paths."""
     seen = set()
-    for path in sorted({path for folder in folders for path in folder.rglob("*.py")}):
+    for path in sorted({path for folder in folders for path in folder.rglob("*.py") if path.is_file()}):
         text = path.read_bytes().rstrip()
         try:
             text.decode()

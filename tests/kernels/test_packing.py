@@ -125,7 +125,10 @@ def filter_definition(x, taps):
 # One token, fewer tokens than taps, more than a kernel's tile, more taps than it multiplies at once.
 @implementations("auto")
 @pytest.mark.parametrize("shape", [(2, 1, 4, 2), (3, 4, 2, 12), (2, 90, 70, 16), (1, 20, 3, 130)], ids=str)
-def test_the_filter_along_time_is_its_definition(shape, implementation):
+@pytest.mark.parametrize("programs", [1, 1024])
+def test_the_filter_along_time_is_its_definition(shape, programs, implementation, monkeypatch):
+    if implementation == "triton":
+        monkeypatch.setattr("chiar.kernels.triton_rows.PROGRAMS", programs)  # few: each takes several steps
     *shape, window = shape
     x = torch.randn(shape, dtype=DTYPE, requires_grad=True)
     taps = torch.randn(window, shape[-1], dtype=DTYPE, requires_grad=True)

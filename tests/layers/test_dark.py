@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chiar import ChiarForCausalLM, ChiarForSequenceClassification
 from chiar.layers import dark
-from chiar.layers.dark import thinned
+from chiar.layers.dark import Together, thinned
 from chiar.layers.routers import SAMPLE
 from chiar.layers.stack_routers import predictive_entropy
 from chiar.model.inputs import make_context
@@ -345,6 +345,23 @@ def test_too_many_dark_tokens(carry, monkeypatch):
 def test_routes_may_be_asked_for_while_training():
     model = build().train()
     assert model(tokens(model), labels=tokens(model), output_routes=True).loss.isfinite()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_texts_of_a_pass_that_looks_are_as_long_as_it_says_and_fill_all_places(share, rows, monkeypatch):
+    """Flash attention reads no further than the longest."""
+    lay_out(monkeypatch, "texts")
+    model, made = build().eval(), []
+    monkeypatch.setattr(dark, "Together", lambda *a, **k: made.append(Together(*a, **k)) or made[-1])
+    ids = token_ids(rows, TOKENS)
+    chosen = (torch.rand(rows, TOKENS, generator=torch.Generator().manual_seed(0)) < share).long()
+    model.config.execution = "sparse"
+    model.model(ids, forced_routes={1: chosen})
+    (laid,) = made
+    lengths = laid.context.rows.diff()
+    assert lengths.max() <= laid.context.longest and laid.context.rows[-1] == laid.used_P.numel()
+    assert laid.used_P.sum() == chosen.sum()
 
 
 # Thresholds

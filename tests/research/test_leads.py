@@ -60,6 +60,7 @@ def test_a_model_is_measured_at_many_shares_beside_random_ones(tmp_path):
     found = json.loads((tmp_path / "dial" / "dial.json").read_text())
     assert [row["asked"] for row in found] == [0.1, 0.5]
     for row in found:
-        assert row["own"]["fraction"] == pytest.approx(row["asked"], abs=0.1) and row["random"]["bits"] > 0
+        # Calibrated on a hundred bytes, measured on others.
+        assert row["own"]["fraction"] == pytest.approx(row["asked"], abs=0.2) and row["random"]["bits"] > 0
     assert found[0]["own"]["flops"] < found[1]["own"]["flops"]
     assert CliRunner().invoke(app, asked).exit_code != 0, "nothing is overwritten"

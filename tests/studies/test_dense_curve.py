@@ -7,8 +7,9 @@ from chiar.studies.results import all_notes, derive, summarise
 RATE = {"learning_rate": 1e-3, "log_every": 10}
 
 
-def a_run(variant, loss, flops, seed=0, fraction=None, after=None, **settings):
-    told = {"config": {}, "settings": {**RATE, "steps": 5, "seed": seed, **settings}, "after": after or {}}
+def a_run(variant, loss, flops, seed=0, fraction=None, after=None, kind="attention", **settings):
+    told = {"settings": {**RATE, "steps": 5, "seed": seed, **settings}, "after": after or {}}
+    told |= {"preset": "v5-tiny", "config": {"layer_types": [kind]}}
     known = {"variant": variant, "seed": seed, "test_loss": loss, "fraction": fraction, "declaration": told}
     costs = dict.fromkeys(("forward", "layers"), flops)
     return {**known, "flops_per_token": costs, "step_ms": None, "parameters": 1}
@@ -25,7 +26,7 @@ def rows_of(*runs, **step_ms):
 
 
 def routed(loss, flops, seed=0):
-    return a_run("routed", loss, flops, seed, fraction=0.2)
+    return a_run("routed", loss, flops, seed, fraction=0.2, kind="dark")
 
 
 SMALL, LARGE = a_run("small", 1.0, 1e6), a_run("large", 0.8, 4e6)
@@ -56,8 +57,9 @@ def test_between_three_only_the_neighbours_count():
         [routed(0.9, 1e6)],
         [a_run("large", 0.8, 4e6, learning_rate=2e-3), routed(0.9, 2e6)],
         [a_run("large", 0.8, 4e6, after={"weights": "small-s0"}), routed(0.9, 2e6)],
+        [a_run("large", 0.8, 4e6, kind="spectral"), routed(0.9, 2e6)],
     ],
-    ids=["above", "below", "one seed below", "no baseline", "one point", "own rate", "own start"],
+    ids=["above", "below", "one seed below", "no baseline", "one point", "own rate", "own start", "filters"],
 )
 def test_where_there_is_no_curve_nothing_is_said(runs):
     rows = rows_of(SMALL, *runs)

@@ -122,17 +122,18 @@ class DarkStack(nn.Module):
         the layers' weights would wait for each other."""
         inner = replace(context, keep_entropy=False, threshold=None, share=None)
         looks = not (context.room_is_made or torch.compiler.is_compiling()) and host_looks(x_BTD, self.training)
-        if memory is not None and looks and not torch.is_grad_enabled() and not bool(dark_BT.any()):
-            return Everywhere(dark_BT, inner, is_empty=True)
-        one_behind_other = has_flash(x_BTD) and memory is None
-        if not context.sparse or not (looks or one_behind_other):
-            return Everywhere(dark_BT, inner)
-        if looks:
+        texts = has_flash(x_BTD) and memory is None  # one behind the other
+        if looks and (context.sparse or memory is not None):
             count_B = dark_BT.sum(1)
             total, longest = torch.stack([count_B.sum(), count_B.max()]).tolist()
-            return Together(dark_BT, inner, self, total if one_behind_other else longest, longest, not one_behind_other)
-        share = self.room * self.share if self.training else 1.0
-        return Together(dark_BT, inner, self, int(share * dark_BT.numel()) + 1)
+            if total == 0 and memory is not None and not torch.is_grad_enabled():
+                return Everywhere(dark_BT, inner, is_empty=True)
+            if context.sparse:
+                return Together(dark_BT, inner, self, total if texts else longest, longest, in_rows=not texts)
+        elif context.sparse and texts:
+            share = self.room * self.share if self.training else 1.0
+            return Together(dark_BT, inner, self, int(share * dark_BT.numel()) + 1)
+        return Everywhere(dark_BT, inner)
 
     def run(self, laid: "Layout", x_BTD: Tensor, route: Route, through: Through) -> Tensor:
         z_in = self.entered(laid, x_BTD)

@@ -14,6 +14,7 @@ import numpy as np
 from rich.table import Table
 from typer import echo
 
+from chiar import presets
 from chiar.config import ChiarConfig
 from chiar.config_checks import LAST_COMMIT, REMOVED, REMOVED_OPERATORS
 from chiar.console import show
@@ -183,9 +184,11 @@ def summarise(study: dict[str, Any], runs: list[Row]) -> list[Row]:
 
 
 def is_dense(run: Row, common: dict[str, Any]) -> bool:
-    """Nothing is routed, and it was trained as the study says."""
+    """All its layers are attention, and it was trained as the study says."""
     told, free = run["declaration"], dict.fromkeys(MAY_CHANGE["settings"] | {"seed"})
-    return run["fraction"] is None and not told.get("after") and told["settings"] | free == common["settings"] | free
+    kinds = {**presets.get(told["preset"]).to_dict(), **told["config"]}["layer_types"]
+    plain = {*kinds} == {"attention"} and not told.get("after")
+    return plain and told["settings"] | free == common["settings"] | free
 
 
 def dense_curve(points: Iterable[Point]) -> list[Point]:
@@ -265,7 +268,10 @@ def cells_of(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 def all_notes(rows: list[Row], notes: list[str]) -> list[str]:
     curve = ", ".join(row["variant"] for row in rows if row.get("curve"))
-    return [*notes, *(note.format(curve=curve) for part, note in NOTES.items() if any(row.get(part) for row in rows))]
+    return [
+        *notes,
+        *(note.format(curve=curve) for part, note in NOTES.items() if any(row.get(part) is not None for row in rows)),
+    ]
 
 
 def markdown(title: str, rows: list[Row], notes: list[str]) -> str:
