@@ -268,10 +268,8 @@ def cells_of(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 def all_notes(rows: list[Row], notes: list[str]) -> list[str]:
     curve = ", ".join(row["variant"] for row in rows if row.get("curve"))
-    return [
-        *notes,
-        *(note.format(curve=curve) for part, note in NOTES.items() if any(row.get(part) is not None for row in rows)),
-    ]
+    said = {part for row in rows for part, value in row.items() if value is not None and value is not False}
+    return [*notes, *(note.format(curve=curve) for part, note in NOTES.items() if part in said)]
 
 
 def markdown(title: str, rows: list[Row], notes: list[str]) -> str:
