@@ -93,8 +93,7 @@ class BytesModel(nn.Module):
         for kind, layer in zip(self.config.layer_types or [], self.language.model.layers, strict=True):
             layer.compile(dynamic=kind == "dark" and not trains)
         for stack in self.language.model.dark_stacks:
-            for part in ("decide", "entered", "tell"):
-                setattr(stack, part, torch.compile(getattr(stack, part), dynamic=part != "decide" and not trains))
+            stack.compile(dynamic=False if trains else None)
 
     def flops(self, length: int) -> float:
         return count_flops(self.config, length).total

@@ -526,3 +526,17 @@ def test_dropout_and_a_classifier():
     loss.backward()
     unused = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     assert unused == {"model.stacks.1.early.weight", "model.stacks.1.norm.weight"}
+
+
+def test_what_stands_around_the_layers_can_be_compiled_and_not():
+    model, ids, graphs = build().train(), token_ids(ROWS, TOKENS), []
+    expected = model(ids, labels=ids).loss
+    stack = model.model.dark_stacks[0]
+    stack.compile(backend=lambda graph, inputs: graphs.append(graph) or graph)
+    torch.testing.assert_close(model(ids, labels=ids).loss, expected)
+    assert len(graphs) >= 2
+    stack.uncompile()
+    graphs.clear()
+    torch.compiler.reset()
+    torch.testing.assert_close(model(ids, labels=ids).loss, expected)
+    assert not graphs

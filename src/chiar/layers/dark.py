@@ -10,6 +10,7 @@ and light ones are padding there: no keys, and nothing looks back on them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +90,15 @@ class DarkStack(nn.Module):
         change = None if laid.is_empty else self.run(laid, x_BTD, decided.route, through)
         y_BTD = self.tell(laid, x_BTD, change, decided.route, memory)
         return y_BTD, StackOutput(**vars(decided), dropped=laid.dropped)
+
+    def compile(self, *how: Any, **options: Any) -> None:
+        """What stands around the layers, which are compiled by themselves. `uncompile` undoes it."""
+        for step in ("decide", "tell"):
+            setattr(self, step, torch.compile(getattr(self, step), *how, **options))
+
+    def uncompile(self) -> None:
+        for step in ("decide", "tell"):
+            vars(self).pop(step, None)
 
     def decide(self, x_BTD: Tensor, context: TokenContext, memory: Memory, forced_BT: Maybe) -> Decision:
         seen_BTD = x_BTD if self.shares_state or not self.reads_prediction else x_BTD.detach()

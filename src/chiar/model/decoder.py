@@ -261,7 +261,6 @@ class ChiarModel(ChiarPreTrainedModel):
         dids: list[LayerOutput] = []
 
         def through(z_BTD: Tensor, inner: TokenContext) -> Tensor:
-            dids.clear()  # of a first run that had too few places
             for i in layers:
                 memory = None if cache is None else cache.layers[i]
                 z_BTD, did = self._run_layer(self.layers[i], None, z_BTD, inner, memory, None)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from chiar.config import ChiarConfig
 from chiar.errors import InputError, first_line
+from chiar.layers.dark import DarkStack
 from chiar.registry import OPERATORS
 
 PLAIN = 4  # passes of a shape before it is recorded: compiling and first allocations happen in them
@@ -71,8 +72,10 @@ class Forward:
             return False
         if self.sharded:  # other processes may be in the middle of the same step: it cannot be begun again
             raise InputError(f"torch.compile failed ({first_line(inner)}): add --no-compile.") from error
-        for part in self.parts:  # torch has no call that undoes Module.compile
-            part._compiled_call_impl = None
+        for part in self.parts:
+            if isinstance(part, DarkStack):
+                part.uncompile()
+            part._compiled_call_impl = None  # torch has no call that undoes Module.compile
         self.call, self.compiled, self.failure = self.model, False, first_line(inner)
         return True
 

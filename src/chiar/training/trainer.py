@@ -81,7 +81,12 @@ class Trainer:
         # The first step whose gradient was not finite; kept on the device so that no step waits for it.
         self.first_bad_step = torch.full((), -1, device=processes.device)
         self.parallel = self.model if self.sharded else replicate(self.model, processes)
-        parts = list(self.model.language.model.layers) if self.sharded or settings.compile_layers else []
+        decoder = self.model.language.model
+        parts: list[nn.Module] = list(decoder.layers) if self.sharded or settings.compile_layers else []
+        if (
+            parts and processes.device.type == "cuda"
+        ):  # a CPU has as many places as a pass needs: other shapes every time
+            parts += decoder.dark_stacks
         obstacle = miscompiled(config, processes.device, settings.precision)
         self.forward = Forward(self.parallel, settings.compile, parts, self.sharded, obstacle)
         alone = processes.count == 1 and not self.sharded and processes.device.type == "cuda"
