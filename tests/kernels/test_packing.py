@@ -128,7 +128,7 @@ def filter_definition(x, taps):
 @pytest.mark.parametrize("programs", [1, 1024])
 def test_the_filter_along_time_is_its_definition(shape, programs, implementation, monkeypatch):
     if implementation == "triton":
-        monkeypatch.setattr("chiar.kernels.triton_rows.PROGRAMS", programs)  # few: each takes several steps
+        monkeypatch.setattr("chiar.kernels.triton_filter.PROGRAMS", programs)  # few: each takes several steps
     *shape, window = shape
     x = torch.randn(shape, dtype=DTYPE, requires_grad=True)
     taps = torch.randn(window, shape[-1], dtype=DTYPE, requires_grad=True)
@@ -157,13 +157,13 @@ def test_operators_are_well_formed(implementation):
     torch.library.opcheck(row_sum, (x.detach(), count, implementation))
     if implementation == "auto":
         return
-    from chiar.kernels import triton_attention, triton_rows
+    from chiar.kernels import triton_attention, triton_filter, triton_rows
 
     where = token, everything.place_N, everything.chosen_N, count
     norm = x, *where, weight, weight, torch.randn(6, 4), torch.randn(4), "layer", 1e-5, torch.float32, True
     torch.library.opcheck(triton_rows.norm_forward, norm)
     torch.library.opcheck(triton_rows.gelu_forward, (x, weight, count))
-    torch.library.opcheck(triton_rows.filter_forward, (x[None].mT, torch.randn(3, 6, requires_grad=True)))
+    torch.library.opcheck(triton_filter.filter_forward, (x[None].mT, torch.randn(3, 6, requires_grad=True)))
     qkv, bias = torch.randn(6, 3, 2, 16, requires_grad=True), torch.randn(3, 2, 16, requires_grad=True)
     inputs = qkv, bias, *torch.randn(2, 3, 16), token % 3
     layout = everything.rows, count, everything.before_N + 1, 3

@@ -17,7 +17,7 @@ def temporal_basis(window: int, coefficients: int) -> Tensor:
 def temporal_filter(x_BTD: Tensor, taps_WD: Tensor, implementation: str = "auto") -> Tensor:
     """In the dtype of x, summed in the precision of the taps. There is nothing before the first token."""
     if wants_triton(x_BTD, implementation):
-        from chiar.kernels.triton_rows import filter_forward
+        from chiar.kernels.triton_filter import filter_forward
 
         return filter_forward(x_BTD, taps_WD)
     with torch.autocast(x_BTD.device.type, enabled=False):

@@ -83,10 +83,8 @@ class Trainer:
         self.parallel = self.model if self.sharded else replicate(self.model, processes)
         decoder = self.model.language.model
         parts: list[nn.Module] = list(decoder.layers) if self.sharded or settings.compile_layers else []
-        if (
-            parts and processes.device.type == "cuda"
-        ):  # a CPU has as many places as a pass needs: other shapes every time
-            parts += decoder.dark_stacks
+        # On a CPU a stack has as many places as the pass needs, so other shapes every time.
+        parts += decoder.dark_stacks if parts and processes.device.type == "cuda" else []
         obstacle = miscompiled(config, processes.device, settings.precision)
         self.forward = Forward(self.parallel, settings.compile, parts, self.sharded, obstacle)
         alone = processes.count == 1 and not self.sharded and processes.device.type == "cuda"
