@@ -18,14 +18,15 @@ def implementations(*plain: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("implementation", ["triton"] if INTERPRETED else plain)
 
 
-def agree(found, expected, allowed: float = ALLOWED) -> None:
-    """Up to the rows that `expected` has; what lies behind them in `found` is nobody's."""
+def agree(found, expected, allowed: float = ALLOWED, least: float = 1e-3) -> None:
+    """Up to the rows that `expected` has; what lies behind them in `found` is nobody's. `least`: the size of the terms
+    of a sum, where they may cancel."""
     for ours, true in zip(found, expected, strict=True):
         ours, true = ours.detach().double(), true.detach().double()
         ours = ours[: len(true)] if true.ndim else ours
         assert ours.shape == true.shape
         largest = float(true.abs().max()) if true.numel() else 0.0
-        assert ((ours - true).abs() <= allowed * max(largest, 1e-3)).all()
+        assert ((ours - true).abs() <= allowed * max(largest, least)).all()
 
 
 def relative(found, expected) -> float:

@@ -82,7 +82,9 @@ def test_value_and_gradients_are_those_of_each_row(split, padding, keys, impleme
     lengths, chosen, heads, d = SPLITS[split]
     inputs, grad, layout = example(lengths, chosen, keys, heads, d, padding)
     grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
-    agree(with_gradients(inputs, grad, layout, implementation=implementation), truth(inputs, grad, layout))
+    found = with_gradients(inputs, grad, layout, implementation=implementation)
+    # One token attends to itself whatever its query and key: their gradients are differences of equal terms of size 1.
+    agree(found, truth(inputs, grad, layout), least=1.0)
 
 
 @two_keys
