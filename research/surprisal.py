@@ -6,7 +6,8 @@ less that of `predictive`, in bits/byte (gains.json: {"bytes": 0.05, "bpe-8192":
 python -m research.surprisal BYTES/runs/dense-6-s0/final runs/enwiki44m-bytes \
   TOKENS8K/runs/dense-6-s0/final runs/enwiki44m-8k --gains gains.json --out FOLDER
 
-FOLDER holds surprisal.json, surprisal.md and surprisal.svg."""
+A model of bytes reads any corpus: the bits of a token are then the sum of its bytes' bits, so that only the cut into
+symbols differs, not the model. FOLDER holds surprisal.json, surprisal.md and surprisal.svg."""
 
 import json
 import math
@@ -20,8 +21,8 @@ import torch
 import typer
 
 from chiar.console import SplitName, guarded
-from chiar.data.shards import Corpus, Split
-from chiar.data.tokenizers import check_tokenizer
+from chiar.data.shards import Corpus
+from chiar.data.tokenizers import Tokenizer, check_tokenizer
 from chiar.errors import errors_as, optional_module, require, unknown_name
 from chiar.evaluation.report import shown
 from chiar.files import check_file, new_folder
@@ -95,11 +96,29 @@ def surprisals(model: ChiarForCausalLM, ids_RT: np.ndarray, batch: int) -> np.nd
     return np.concatenate(found)
 
 
-def read_rows(split: Split, length: int, rows: int | None) -> np.ndarray:
-    """Rows side by side, as chiar eval reads them, each from the last symbol of the one before; whole ones only."""
-    starts = np.arange(0, split.tokens - length, length)[:rows]
-    require(len(starts), f"split {split.name!r} has {split.tokens} symbols, not one row of {length} and the next.")
-    return split.rows(starts, length + 1)
+def spelled(corpus: Corpus, ids_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of tokens, as ids of a model of bytes, and how many each has; an end of text is one id there too."""
+    end = Tokenizer.of_bytes().end_of_text
+    words = [np.frombuffer(word, np.uint8).astype(np.int64) for word in corpus.tokenizer().token_bytes]
+    words[corpus.end_of_text] = np.array([end])
+    sizes_S = np.array([*map(len, words)])[ids_S]
+    return np.concatenate([words[i] for i in ids_S]), sizes_S
+
+
+def whole_symbols(bits_N: np.ndarray, sizes_S: np.ndarray) -> tuple[np.ndarray, slice]:
+    """Sums of bits over symbols of so many ids, without the first symbol and what is cut off at the end, and which they
+    are. `bits_N` begins with the second id."""
+    ends_S = sizes_S.cumsum() - 1  # of the id behind the first
+    last = int(np.searchsorted(ends_S, len(bits_N), side="right"))
+    require(last > 1, "a row of the model holds no whole token behind the first: name a longer model.")
+    return np.add.reduceat(bits_N[: ends_S[last - 1]], ends_S[: last - 1]), slice(1, last)
+
+
+def in_rows(ids_N: np.ndarray, length: int, rows: int | None, name: str) -> np.ndarray:
+    """Rows side by side, as chiar eval reads them, each from the last id of the one before; whole ones only."""
+    starts = np.arange(0, len(ids_N) - length, length)[:rows]
+    require(len(starts), f"split {name!r} has {len(ids_N)} symbols, not one row of {length} and the next.")
+    return ids_N[starts[:, None] + np.arange(length + 1)]
 
 
 def kind_of(corpus: Corpus) -> str:
@@ -110,12 +129,18 @@ def measure(name: str, corpus: Corpus, split: str, rows: int | None, batch: int,
     model, folder = load_model(name)
     require(folder, f"{name} is a preset with random weights: name a trained model.")
     require(corpus.kind == "language", f"{corpus.folder} is a {corpus.kind} corpus: surprisal is of running text.")
-    check_tokenizer(str(folder), model.config, corpus)
-    length = model.config.max_position_embeddings
-    ids_RT = read_rows(corpus.split(split), length, rows)
-    bits_N = surprisals(model.to(choose_device(device)), ids_RT, batch)
-    require(np.isfinite(bits_N).all(), f"the losses of {name} are not finite: its training diverged.")
-    size = int(np.array([*map(len, corpus.tokenizer().token_bytes)])[ids_RT[:, 1:]].sum())
+    length, text = model.config.max_position_embeddings, corpus.split(split)
+    wanted = text.tokens if rows is None else min(rows * length + 1, text.tokens)  # a symbol has an id or more
+    symbols_S = ids_N = text.read(0, wanted).astype(np.int64)
+    sizes_S = np.ones_like(ids_N)
+    if model.config.vocab_size == Tokenizer.of_bytes().vocab_size < corpus.vocab_size:
+        ids_N, sizes_S = spelled(corpus, symbols_S)
+    else:
+        check_tokenizer(str(folder), model.config, corpus)
+    found_N = surprisals(model.to(choose_device(device)), in_rows(ids_N, length, rows, split), batch)
+    require(np.isfinite(found_N).all(), f"the losses of {name} are not finite: its training diverged.")
+    bits_N, which = whole_symbols(found_N, sizes_S)
+    size = int(np.array([*map(len, corpus.tokenizer().token_bytes)])[symbols_S[which]].sum())
     total, count = float(bits_N.sum()), len(bits_N)
     about = kind_of(corpus), str(folder), corpus.name, corpus.fingerprint, length, count, size
     quantiles = dict(zip(map(str, QUANTILES), np.quantile(bits_N, QUANTILES).tolist(), strict=True))

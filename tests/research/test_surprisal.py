@@ -7,10 +7,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from chiar.data.shards import Corpus
 from chiar.data.tokenizers import TokenizerChoice
 from chiar.evaluation.harness import evaluate
 from commands import run
-from research.surprisal import Measured, draw, gini, lorenz, main, share_below
+from research.surprisal import Measured, draw, gini, lorenz, main, share_below, whole_symbols
 from small_corpora import measured_corpus, save, tiny_model
 
 SCRIPT = typer.Typer()
@@ -84,10 +85,31 @@ def test_it_measures_what_eval_does_and_draws_it(pairs, tmp_path):
     assert len(draw(found).axes) == 1
 
 
+def test_tokens_have_the_bits_of_their_bytes(pairs, tmp_path):
+    run, text, _, tokens = pairs
+    code, said = surprisal(run, text, run, tokens, "--rows", 6, "--out", tmp_path / "out")
+    assert code == 0, said
+    of_bytes, of_tokens = json.loads((tmp_path / "out" / "surprisal.json").read_text())["kinds"]
+    assert (of_bytes["kind"], of_tokens["kind"]) == ("bytes", "bpe-280")
+    # Behind the first token and without one cut off at the end the text is the same.
+    words = [len(word) for word in Corpus.open(tokens).tokenizer().token_bytes]
+    ids = Corpus.open(tokens).split("test").read(0, 97)
+    sizes = np.array([words[i] for i in ids]).cumsum()
+    inside = sizes[sizes <= 6 * 16 + 1]
+    assert of_tokens["symbols"] == len(inside) - 1 and of_tokens["bytes"] == inside[-1] - inside[0]
+
+
+def test_bits_of_whole_symbols():
+    bits, which = whole_symbols(np.array([1.0, 2, 4, 8, 16, 32]), np.array([2, 1, 3, 2]))
+    assert bits.tolist() == [2, 4 + 8 + 16] and which == slice(1, 3)  # of the last symbol a byte is missing
+    bits, which = whole_symbols(np.array([1.0, 2, 4]), np.ones(4, int))
+    assert bits.tolist() == [1, 2, 4] and which == slice(1, 4)
+
+
 WRONG = {
     "half a pair": ([0, 1, 2], None, "in pairs"),
     "a kind twice": ([0, 1, 0, 1], None, "bytes is named twice"),
-    "another tokenizer": ([0, 3], None, "more than the 257 entries"),
+    "another tokenizer": ([2, 1], None, "prepared with another tokenizer"),
     "no corpus": ([0, 0], None, "is not a prepared corpus"),
     "gains of what is not drawn": ([0, 1], '{"bits": 1}', "unknown kind of symbols"),
     "gains that are none": ([0, 1], '{"bytes": "much"}', "holds no gains like"),
