@@ -19,35 +19,30 @@ from chiar.registry import ROUTERS, RouterKind
 LEAST, MOST = 0.05, 0.6  # f that a pass of `dial` draws from
 
 
-class Rise(EntropyRouter):
-    """Dark is where H_t − λ · H_{t−1} is high: where uncertainty begins, rather than where it lasts."""
+class Part(EntropyRouter):
+    """Dark is where H_t − λ · H_{t−1} is high; with λ = 1 the router `rise`."""
 
     def __init__(self, config: ChiarConfig, layer: int, before: float) -> None:
         super().__init__(config, layer)
         self.before = before
 
-    def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
-        assert entropy_BT is not None
-        rise_BT = entropy_BT - self.before * context.past("entropy", entropy_BT, 1)[..., 0]
-        chosen_BT = self.drawn(rise_BT, context) if forced_BT is None else forced_BT
-        return super().forward(x_BTD, rise_BT, context, chosen_BT)
-
-    def drawn(self, score_BT: Tensor, context: TokenContext) -> Maybe:
-        """The choice, where it is not a cut at τ."""
-        return None
+    def scores(self, x_BTD: Tensor, entropy_BT: Tensor, context: TokenContext) -> Tensor:
+        return entropy_BT - self.before * context.past("entropy", entropy_BT, 1)[..., 0]
 
 
-class Dial(Rise):
+class Dial(Part):
     """Every pass in training has another f. Evaluation cuts at the τ of the configuration's f, or a calibrated one. The
     configuration's f must be 0.2, of which `room` is a multiple; training costs what the mean f of 0.325 does."""
 
-    def drawn(self, score_BT: Tensor, context: TokenContext) -> Maybe:
-        if context.share is None:
-            return None
-        sorted_N = score_BT.detach().flatten().sort().values
-        fraction = LEAST + (MOST - LEAST) * torch.rand((), device=score_BT.device)
-        place = (len(sorted_N) * (1 - fraction)).long().clamp(0, len(sorted_N) - 1)
-        return (score_BT > sorted_N.gather(0, place[None])).long()
+    def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
+        assert entropy_BT is not None
+        if context.share is not None and forced_BT is None:
+            score_BT = self.scores(x_BTD, entropy_BT, context)
+            sorted_N = score_BT.detach().flatten().sort().values
+            fraction = LEAST + (MOST - LEAST) * torch.rand((), device=score_BT.device)
+            place = (len(sorted_N) * (1 - fraction)).long().clamp(0, len(sorted_N) - 1)
+            forced_BT = (score_BT > sorted_N.gather(0, place[None])).long()
+        return super().forward(x_BTD, entropy_BT, context, forced_BT)
 
 
 class SpaceOrEntropy(EntropyRouter):
@@ -57,10 +52,8 @@ class SpaceOrEntropy(EntropyRouter):
         super().__init__(config, layer)
         self.rule = SpaceRouter(config, layer)
 
-    def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
-        assert entropy_BT is not None
-        score_BT = entropy_BT + self.rule.choose(x_BTD, None, context)
-        return super().forward(x_BTD, score_BT, context, forced_BT)
+    def scores(self, x_BTD: Tensor, entropy_BT: Tensor, context: TokenContext) -> Tensor:
+        return entropy_BT + self.rule.choose(x_BTD, None, context)
 
 
 class PooledStack(DarkStack):
@@ -98,7 +91,7 @@ class PooledStack(DarkStack):
 decoder.DarkStack = PooledStack  # type: ignore[misc]  # there is no registry of stacks, and one lead makes none worth it
 
 
-def add(name: str, kind: type[Rise] | type[SpaceOrEntropy], before: float, room: float = 1.0) -> None:
+def add(name: str, kind: type[Part] | type[SpaceOrEntropy], before: float, room: float = 1.0) -> None:
     ROUTERS[name] = RouterKind(
         lambda config, layer: kind(config, layer, before),
         reads_prediction=True,
@@ -109,10 +102,9 @@ def add(name: str, kind: type[Rise] | type[SpaceOrEntropy], before: float, room:
     )
 
 
-add("rise", Rise, 1.0)
-add("half_rise", Rise, 0.5)
+add("half_rise", Part, 0.5)
 add("dial", Dial, 0.0, room=MOST / 0.2)
 add("rise_dial", Dial, 1.0, room=MOST / 0.2)
-add("pooled_predictive", Rise, 0.0)
-add("pooled_rise", Rise, 1.0)
+add("pooled_predictive", Part, 0.0)
+add("pooled_rise", Part, 1.0)
 add("space_or_entropy", SpaceOrEntropy, 0.0)

@@ -91,7 +91,7 @@ class TestDefaults:
         assert ChiarConfig(trained_by="someone").trained_by == "someone", "a folder may carry notes of other tools"
         dark = ChiarConfig(layer_types=["attention", "dark", "dark", "attention", "dark"], norm_position="pre")
         assert dark.stacks == {1: range(1, 3), 4: range(4, 5)} and dark.routed_layers == [1, 4]
-        assert (dark.router, dark.routing, dark.target_fraction) == ("predictive", "threshold", 0.2)
+        assert (dark.router, dark.routing, dark.target_fraction) == ("rise", "threshold", 0.2)
         assert dark.operators == ["carry", "attention"] and dark.layer_fractions() == [0.2, 0.2]
         temporal = {"layer_types": ["temporal", "routed", "routed"], "operators": ["temporal", "attention"]}
         config = ChiarConfig(router="static", **temporal)

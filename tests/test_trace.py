@@ -97,7 +97,8 @@ def test_controls_choose_as_they_say(lively, control, ids):
 
 def test_a_stack_is_one_part_and_says_which_entropy_it_cut(lively, ids):
     layers = ["attention", "dark", "dark", "attention", "dark"]
-    names = {"predictive": "predictive", "forecast": "forecast", "spectral": "spectral", "learned": "spectral"}
+    names = {name: name for name in ("predictive", "forecast", "spectral")}
+    names |= {"rise": "rise of the predictive", "learned": "spectral"}
     for router in (*names, "space", "stride", "random", "boundary"):
         model = lively({"preset": "v5-tiny", "router": router, "layer_types": layers, "vocab_size": 257})
         routing = run(model, ids).routing

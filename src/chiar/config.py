@@ -49,7 +49,7 @@ class ChiarConfig(PreTrainedConfig):
     stack carry, attention: light tokens get what the stack said last."""
     router: str | None = None
     """What chooses a token's operator: entropy, learned, random or static in routed layers; before a dark stack
-    predictive, forecast, learned, boundary, spectral, space, stride or random."""
+    rise, predictive, forecast, learned, boundary, spectral, space, stride or random."""
     routing: str | None = None
     """threshold (entropy, random and static routers), hard or soft (the learned router)."""
     thresholds: float | list | None = None
@@ -171,7 +171,7 @@ class ChiarConfig(PreTrainedConfig):
             self.operators = ["carry" if "dark" in self.layer_types else "spectral", "attention"]
         self.operators = list(self.operators)
         if self.router is None:
-            self.router = "learned" if self.routing in ("hard", "soft") else "predictive" if self.stacks else "entropy"
+            self.router = "learned" if self.routing in ("hard", "soft") else "rise" if self.stacks else "entropy"
         kind = registry.ROUTERS.get(self.router)
         if self.routing is None:
             self.routing = "threshold" if kind is None else kind.routings[0]

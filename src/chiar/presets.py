@@ -44,7 +44,7 @@ V5: dict[str, Any] = {
     "temporal_everywhere": True,
     "temporal_window": 4,
     "tie_word_embeddings": False,
-    "router": "predictive",
+    "router": "rise",
     "target_fraction": 0.2,
     "keys": "routed",
     "light_ffn": False,

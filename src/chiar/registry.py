@@ -107,6 +107,13 @@ ROUTERS: dict[str, RouterKind] = {
         "chiar.layers.routers:RandomRouter", fraction=lambda config: config.random_fraction, room=1.25
     ),
     "static": RouterKind("chiar.layers.routers:StaticRouter", decides_by_layer=True, of_stacks=False),
+    "rise": RouterKind(
+        "chiar.layers.stack_routers:RiseRouter",
+        reads_prediction=True,
+        can_follow=True,
+        score="rise of the predictive entropy",
+        of_layers=False,
+    ),
     "predictive": RouterKind(
         "chiar.layers.routers:EntropyRouter",
         reads_prediction=True,

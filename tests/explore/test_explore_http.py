@@ -80,7 +80,7 @@ def test_a_dark_stack_is_shown_once_by_the_entropy_it_cuts(tmp_path):
         )
     outer, stack, _ = view["layers"]
     assert [layer["number"] for layer in view["layers"]] == ["1", "2–3", "4"]
-    assert stack["entropy_name"] == "predictive entropy" and "predictive entropy H" in about["router"]
+    assert stack["entropy_name"] == "rise of the predictive entropy" and "rise of the predictive" in about["router"]
     assert outer["entropy"] is None, "another H than that of the stack"
     assert [h > stack["thresholds"][0] for h in stack["entropy"]] == [bool(choice) for choice in stack["choice"]]
     histogram = view["histogram"]
@@ -270,7 +270,7 @@ KINDS = {
     **{preset: {"preset": preset} for preset in ("v1-tiny", "v2-tiny")},
     **{"target": {"target_fraction": 0.3}, "batch-gate": {"gate_pool": "batch"}},
     "temporal": {"operators": ["temporal", "attention"], "layer_types": ["temporal", "routed", "attention"]},
-    **{f"v5-{router}": {"preset": "v5-tiny", "router": router} for router in ("predictive", "space", "random")},
+    **{f"v5-{router}": {"preset": "v5-tiny", "router": router} for router in ("rise", "predictive", "space", "random")},
     "sparse": {"norm_position": "pre", "keys": "routed", "execution": "sparse"},
 }
 

@@ -22,7 +22,7 @@ SCORED = {
 SCALED = {"router": "learned", "routing": "hard", "hard_estimator": "selected", "norm_position": "pre"}
 SCORED["scaled"] = {**SCALED, "router_scale": "probability"}
 STACKS = {"preset": "v5-tiny", "layer_types": ["attention", "dark", "dark", "attention", "dark", "attention"]}
-SCORED |= {router: {**STACKS, "router": router} for router in ("predictive", "forecast", "spectral", "learned")}
+SCORED |= {router: {**STACKS, "router": router} for router in ("rise", "predictive", "forecast", "spectral", "learned")}
 scored = pytest.mark.parametrize("option", SCORED.values(), ids=SCORED.keys())
 
 

@@ -93,7 +93,7 @@ def test_a_dark_stack_shows_how_uncertain_each_byte_was(tmp_path, monkeypatch):
     folder = make(tmp_path / "model", preset="v5-tiny")
     arguments = [folder, "--prompt", PROMPT, "--max-new-tokens", 1, "--routes"]
     legend, shown = generate(*arguments)[1].split("\n", 1)
-    assert "H from 0 to 1, predictive entropy, τ half-way" in legend and "passed layers 2–3" in legend
+    assert "rise of the predictive entropy, τ half-way" in legend and "passed layers 2–3" in legend
     model, out, _ = expected(folder, max_new_tokens=1)
     with torch.no_grad():
         layer = model(out[None], output_routing=True).routing.layers[1]

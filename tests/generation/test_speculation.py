@@ -14,6 +14,7 @@ from helpers import dark_model, routed_model, token_ids
 CODEC = TextCodec(None, None)
 STACKS = {
     "one": {},
+    "no past": {"router": "predictive"},
     "narrow window": {"window": 5, "layer_types": ["attention", "attention", "dark", "attention", "attention"]},
     "smoothed": {"carry": "smoothed"},
     "wider, no carry": {"carry": "none", "inner_size": 32},
@@ -59,7 +60,7 @@ def test_greedy_texts_are_those_of_plain_decoding(design):
             for found, expected in zip(row.tokens, plain.tokens, strict=True):
                 assert math.isclose(found.logprob, expected.logprob, abs_tol=1e-5)  # scores are fp32
             drafted, kept = drafted + writer.drafted, kept + writer.kept
-    assert 30 < kept < drafted - 30
+    assert 15 < kept < drafted - 30
 
 
 def test_what_is_confirmed_is_drawn_from_p():

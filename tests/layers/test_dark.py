@@ -241,7 +241,7 @@ def cases(draw):
         "temporal_everywhere": draw(st.booleans()),
         "temporal_window": draw(kinds([2, 4])),
         "temporal_coefficients": 2,
-        "router": draw(kinds(["predictive", "learned", "boundary"])),
+        "router": draw(kinds(["rise", "learned", "boundary"])),
         "hidden_size": 8,
     }
     length = draw(st.integers(1, 9))
@@ -367,7 +367,7 @@ def test_texts_of_a_pass_that_looks_are_as_long_as_it_says_and_fill_all_places(s
 # Thresholds
 
 
-@pytest.mark.parametrize("router", ["predictive", "forecast", "learned", "spectral"])
+@pytest.mark.parametrize("router", ["rise", "predictive", "forecast", "learned", "spectral"])
 def test_training_cuts_its_own_quantile_and_evaluation_keeps_the_mean(router, tmp_path):
     model = build(router=router, target_fraction=0.3).train()
     state = model.model.router_state
@@ -398,7 +398,7 @@ def test_training_cuts_its_own_quantile_and_evaluation_keeps_the_mean(router, tm
 
 def test_thresholds_can_be_moved_where_there_are_any():
     model, ids = build(**TWO_STACKS), token_ids(ROWS, TOKENS)
-    model.model.set_thresholds([0.0, 1.0])
+    model.model.set_thresholds([-1.0, 1.0])
     first, second = (stack.route.choice_BT for stack in stacks_of(model, ids))
     assert first.all() and not second.any()
     model.model.set_thresholds(1.0)
@@ -459,13 +459,13 @@ def gradients_of(model, loss):
     return gradients(model)
 
 
-@pytest.mark.parametrize("router", ["predictive", "forecast"])
+@pytest.mark.parametrize("router", ["rise", "forecast"])
 def test_without_a_weight_the_head_learns_and_nothing_else_feels_it(router):
     model = build(router=router, early_weight=0.0).train()
     ids, routes = tokens(model), forced(model, 0.4)
     own = gradients_of(model, F.cross_entropy(model(ids, forced_routes=routes).logits[:, :-1].float().mT, ids[:, 1:]))
     all_of_it = gradients_of(model, model(ids, labels=ids, forced_routes=routes).loss)
-    parts = ("stacks.1.early.", "stacks.1.norm.") if router == "predictive" else ("stacks.1.router.",)
+    parts = ("stacks.1.early.", "stacks.1.norm.") if router == "rise" else ("stacks.1.router.",)
     assert all_of_it.keys() - own.keys() == {
         name for name, _ in model.named_parameters() if any(p in name for p in parts)
     }

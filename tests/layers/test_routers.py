@@ -121,7 +121,7 @@ def test_scores_of_a_compiled_layer_are_those_of_a_plain_one(monkeypatch, operat
     grad = torch.randn_like(true)
     for compiled in (False, True):
         monkeypatch.setattr(routers, "joins_a_norm", lambda _, compiled=compiled: compiled)
-        found = router.scores(x, entropy)
+        found = router.scores(x, entropy, None)
         torch.testing.assert_close(found, true)
         ours, theirs = (torch.autograd.grad(y, inputs, grad, retain_graph=True) for y in (found, true))
         torch.testing.assert_close(ours, theirs)

@@ -83,6 +83,19 @@ def test_a_stride(fraction, stride):
     ]
 
 
+@pytest.mark.parametrize("padding", ["left", "holes"])
+def test_the_rise_of_the_entropy(padding):
+    """From real token to real token, the first from 0; and what is cut is what the router `predictive` reads."""
+    model, ids, mask = stack_model(router="rise"), token_ids(3, 12), padding_mask(padding, 3, 12)
+    rises = routed(model, ids, mask).score_BT
+    model.config.router = "predictive"
+    plain = ChiarForCausalLM(model.config).double().eval()
+    plain.load_state_dict(model.state_dict())
+    entropies = routed(plain, ids, mask).score_BT
+    for rise, entropy, real in zip(rises, entropies, mask.bool(), strict=True):
+        torch.testing.assert_close(rise[real], entropy[real].diff(prepend=entropy.new_zeros(1)))
+
+
 def test_the_learned_score_scales_by_2p():
     model = stack_model(router="learned", hard_estimator="both").train()
     ids = token_ids(3, 12)

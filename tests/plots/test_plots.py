@@ -192,7 +192,7 @@ def test_a_diagram_shows_what_the_configuration_says(tmp_path):
 
 def test_a_diagram_packs_the_stack_between_router_and_carry():
     found = words(draw_model(["v5-16m"]))
-    order = ["layers 1–2 (×2)", "early head", "predictive router", "light tokens", "pack dark tokens", "H > τ, f = 0.2"]
+    order = ["layers 1–2 (×2)", "early head", "rise router", "light tokens", "pack dark tokens", "rise > τ, f = 0.2"]
     order += ["layers 3–14 (×12)", "dark: among dark tokens", "carry", "layers 15–16 (×2)", "output"]
     assert [word for word in found if word in order] == order
     for name, kind in ROUTERS.items():

@@ -97,7 +97,7 @@ def test_three_operators_get_two_thresholds_and_what_does_not_settle_is_said():
 TWO_STACKS = {"layer_types": ["attention", "dark", "dark", "attention", "dark", "attention"]}
 
 
-@pytest.mark.parametrize("router", ["predictive", "forecast", "learned", "spectral"])
+@pytest.mark.parametrize("router", ["rise", "predictive", "forecast", "learned", "spectral"])
 def test_the_threshold_of_a_stack_moves_to_any_share(router):
     model = make("v5-tiny", router=router, **TWO_STACKS)
     before = model.model.router_state.threshold_L.clone()
@@ -117,7 +117,7 @@ def test_a_stack_has_its_own_share_and_what_chooses_without_a_threshold_says_so(
     model = make("v5-tiny", target_fraction=[0.1, 0.6], **TWO_STACKS)
     found = calibrate(model, stream(), tolerance=0.001)
     assert [layer.split[-1] for layer in found.layers] == pytest.approx([0.1, 0.6], abs=0.005)
-    assert found.score == "predictive entropy"
+    assert found.score == "rise of the predictive entropy"
     for router, message in (("space", "'space' compares nothing"), ("random", "its share is random_fraction")):
         with pytest.raises(InputError, match=message):
             calibrate(make("v5-tiny", router=router), stream(), fraction=0.3)

@@ -49,4 +49,4 @@ def test_presets_count_their_dark_layers():
     for name in ("v5-16m", "v5-400m"):
         outer = presets.get(name).layer_types.count("attention")
         assert f"0+0+{len(presets.get(name).layer_types) - outer}+{outer}" in output
-    assert "predictive" in output and "carry" in output
+    assert "rise" in output and "carry" in output

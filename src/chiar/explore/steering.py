@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -61,9 +61,10 @@ def move_cut(stack: ExitStack, steering: Steering, layer: int, router: Any, give
     shifts, by_entropy = steering.kind == SHIFT, isinstance(router, EntropyRouter)
     own = [float(context.threshold)] if router.follows else router.values if by_entropy else [0.0]
     if not shifts and layer not in steering.cuts:
-        scores = entropy_BT if by_entropy else router.scores(x_BTD, entropy_BT)
+        unkept = replace(context, memory=None)  # what it remembers, it writes in its own pass
+        scores = router.scores(x_BTD, entropy_BT, unkept)
         score_BT = scores if scores.ndim == 2 else lead(scores)
-        steering.cuts[layer] = cut_at(score_BT, steering.value, (0.0, 1.0) if by_entropy else FAR)
+        steering.cuts[layer] = cut_at(score_BT, steering.value, (-1.0, 1.0) if by_entropy else FAR)
     cut = own[-1] + steering.value if shifts else steering.cuts[layer]
     if router.follows:  # in its place, where a trace reads it
         stack.callback(context.threshold.copy_, context.threshold.clone())

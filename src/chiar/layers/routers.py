@@ -94,13 +94,18 @@ class EntropyRouter(DerivedBuffers):
     def derive(self) -> dict[str, Tensor]:
         return {"thresholds": torch.tensor(self.values, dtype=torch.float64)}
 
+    def scores(self, x_BTD: Tensor, entropy_BT: Tensor, context: TokenContext) -> Tensor:
+        """What τ cuts."""
+        return entropy_BT
+
     def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
         assert entropy_BT is not None
+        score_BT = self.scores(x_BTD, entropy_BT, context)
         thresholds = self.thresholds  # a buffer: a compiled graph must not depend on the numbers
         if self.follows:
-            thresholds = context.cut(entropy_BT)[None]
-        choice_BT = (entropy_BT[..., None] > thresholds).sum(-1) if forced_BT is None else forced_BT
-        return Route(choice_BT, one_hot(choice_BT, thresholds.shape[0] + 1), score_BT=entropy_BT)
+            thresholds = context.cut(score_BT)[None]
+        choice_BT = (score_BT[..., None] > thresholds).sum(-1) if forced_BT is None else forced_BT
+        return Route(choice_BT, one_hot(choice_BT, thresholds.shape[0] + 1), score_BT=score_BT)
 
 
 class LearnedRouter(nn.Module):
@@ -117,7 +122,7 @@ class LearnedRouter(nn.Module):
         self.follows = config.follows_quantile
         self.score = nn.Linear(config.hidden_size + 1, len(config.operators or []))
 
-    def scores(self, x_BTD: Tensor, entropy_BT: Tensor) -> Tensor:
+    def scores(self, x_BTD: Tensor, entropy_BT: Tensor, context: TokenContext) -> Tensor:
         # In fp32 at least: H varies by 0.004 at width 1024, which is one step of bf16.
         dtype, width = stored_in(x_BTD.dtype), x_BTD.shape[-1]
         with torch.autocast(x_BTD.device.type, enabled=False):
@@ -130,7 +135,7 @@ class LearnedRouter(nn.Module):
 
     def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
         assert entropy_BT is not None
-        scores_BTK = self.scores(x_BTD, entropy_BT)
+        scores_BTK = self.scores(x_BTD, entropy_BT, context)
         lead_BT = scores_BTK[..., -1] - scores_BTK[..., 0]
         if self.follows:
             if self.training:

@@ -11,10 +11,17 @@ from transformers import initialization as init
 from chiar.config import ChiarConfig
 from chiar.errors import InputError
 from chiar.layers.context import Maybe, TokenContext, stored_in
-from chiar.layers.routers import ChoiceRouter, Route, mean_over_tokens, one_hot
+from chiar.layers.routers import ChoiceRouter, EntropyRouter, Route, mean_over_tokens, one_hot
 from chiar.registry import FORECAST_WIDTH
 
 LIGHT, DARK = 0, 1
+
+
+class RiseRouter(EntropyRouter):
+    """Dark is where uncertainty begins rather than where it lasts: H_t − H_{t−1} > τ. Before the first token H is 0."""
+
+    def scores(self, x_BTD: Tensor, entropy_BT: Tensor, context: TokenContext) -> Tensor:
+        return entropy_BT - context.past("entropy", entropy_BT, 1)[..., 0]
 
 
 class ForecastRouter(nn.Module):
@@ -26,7 +33,7 @@ class ForecastRouter(nn.Module):
         self.follows = config.follows_quantile
         self.up, self.down = nn.Linear(config.hidden_size, FORECAST_WIDTH), nn.Linear(FORECAST_WIDTH, 1)
 
-    def scores(self, x_BTD: Tensor, entropy_BT: Maybe = None) -> Tensor:
+    def scores(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
         # In fp32 at least: a score of bf16 would be compared with a τ rounded to bf16.
         dtype = stored_in(x_BTD.dtype)
         with torch.autocast(x_BTD.device.type, enabled=False):
@@ -34,7 +41,7 @@ class ForecastRouter(nn.Module):
             return linear(self.down, hidden_BTh)[..., 0]
 
     def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
-        score_BT = self.scores(x_BTD)
+        score_BT = self.scores(x_BTD, entropy_BT, context)
         choice_BT = (score_BT > context.cut(score_BT)).long() if forced_BT is None else forced_BT
         return Route(choice_BT, one_hot(choice_BT, 2), score_BT=score_BT)
 

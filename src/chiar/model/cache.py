@@ -46,12 +46,14 @@ class LayerState(DynamicLayer):
             self.lines.add(name)
         self.put(name, line_BSC)
 
-    def step_back(self, tokens: int) -> None:
-        """Forget the last so many tokens, up to the shelf's `slack`. What is no line stays as it is."""
+    def step_back(self, tokens: int, decided: int | None = None) -> None:
+        """Forget the last so many tokens, up to the shelf's `slack`; of a router that decided about more tokens than
+        the layer saw, `decided`. What is no line stays as it is."""
         for store in self.stores.values():
             store.step_back(tokens)
-        for name in self.lines if tokens else ():
-            self.put(name, self.state[name][:, :-tokens])
+        for name in self.lines:
+            if back := tokens if decided is None or not name.startswith("router.") else decided:
+                self.put(name, self.state[name][:, :-back])
 
     def ragged(self, name: str, window: int | None = None) -> RaggedStore:
         if name not in self.stores:

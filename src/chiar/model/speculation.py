@@ -32,7 +32,7 @@ class Half:
 
 def check_can_draft(config: ChiarConfig) -> None:
     fits = len(config.stacks) == 1 and config.router_kind.reads_prediction and not config.meta_router
-    require(fits, "speculation needs one dark stack with router='predictive', and no gate: leave it off.")
+    require(fits, "speculation needs one dark stack with router='rise' or 'predictive', and no gate: leave it off.")
 
 
 class SplitModel:
@@ -98,8 +98,8 @@ class SplitModel:
         for i, layer in enumerate(self.cache.layers):
             if i not in self.inner:
                 layer.step_back(wrong)
-            elif wrong and halves[-1].is_dark:
-                layer.step_back(1)
+            else:
+                layer.step_back(int(wrong > 0 and halves[-1].is_dark), wrong)
         if wrong and halves[-1].is_dark and self.told_11D is not None:
             self.cache.layers[self.inner.start].put("stack", self.told_11D)
         self.at += count

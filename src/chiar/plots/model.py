@@ -18,6 +18,7 @@ PLAIN, ROUTER, GATE = "#999999", COLOURS[2], COLOURS[1]
 # By router, in the configuration's words; and where each operator's tokens lie.
 RULES = {"entropy": "spectral entropy H(x), cut at τ", "random": "hash of the {random_key}, f = {random_fraction:g}"}
 RULES |= {"learned": "linear map of x, {routing}", "static": "one operator a layer"}
+RULES |= {"rise": "rise of the predictive entropy H, cut at τ"}
 RULES |= {"predictive": "predictive entropy H, cut at τ", "forecast": "forecast of the final entropy, cut at τ"}
 RULES |= {"spectral": RULES["entropy"], "boundary": "neighbours that differ: cosine below 0"}
 RULES |= {"space": "the first space behind a word", "stride": "every so many tokens, f = {target_fraction}"}
@@ -128,7 +129,8 @@ def around_stack(config: "ChiarConfig", names: list[str], rows: list[list[Box]])
     """What stands before and behind the layers of a dark stack."""
     kind, light, dark = config.router_kind, operator_colour("carry"), operator_colour("attention")
     rule = RULES.get(config.router or "", "a router of your own").format(**config.to_dict())
-    below, above = ("H ≤ τ", "H > τ") if kind.score else ("pass by", "")
+    score = "rise" if config.router == "rise" else "H"
+    below, above = (f"{score} ≤ τ", f"{score} > τ") if kind.score else ("pass by", "")
     if kind.can_follow or kind.has_gradient:
         above += f"{', ' if above else ''}f = {', '.join(f'{f:g}' for f in config.layer_fractions() or [])}"
     width = f" to width {config.inner_size}" if config.inner_size else ""

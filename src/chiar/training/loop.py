@@ -118,8 +118,8 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus
         raise InputError("target_fraction already moves the thresholds in training: leave recalibrate_every at 0.")
     fits = config.positions != "learned" or settings.length <= config.max_position_embeddings
     require(fits, f"length {settings.length} exceeds the {config.max_position_embeddings} learned positions.")
-    guesses = config.stacks and not (text_first or settings.initial) and config.router in ("predictive", "forecast")
-    if guesses:
+    predicts = config.router_kind.reads_prediction or config.router == "forecast"
+    if config.stacks and predicts and not (text_first or settings.initial):
         notes.append(f"router={config.router} learns from text, and the run has none: it stays as it begins.")
     if settings.tensorboard:
         optional_module("tensorboard", "tensorboard", "the setting tensorboard=true")
