@@ -1,6 +1,6 @@
 #!/bin/sh
-# v5 in small, on a CPU and without a network: an inner stack of four layers that one byte in five passes, the one whose
-# next byte is uncertain, beside plain layers of equal FLOPs. Both are trained, evaluated, compared and drawn, and v5 writes
+# v5 in small, on a CPU and without a network: an inner stack of four layers that one byte in five passes, the one at
+# which the next becomes uncertain, beside plain layers of equal FLOPs. Both are trained, evaluated, compared and drawn, and v5 writes
 # a sentence. Needs chiar on the path. Everything goes to $DEMO_OUT; a folder an earlier demo made there is replaced, any
 # other is left alone.
 set -eu
@@ -56,7 +56,7 @@ cat <<WORDS
 How to read this: both had the same text, width, learning rate, about the same FLOPs and $steps steps of
 $((batch * length)) bytes, one seed. So early plain layers are ahead: layers that see one byte in five learn from one byte in
 five. In larger models on Wikipedia it turns after 20 million bytes, and after 140 million v5 is 0.05
-bits/byte ahead of plain layers of equal FLOPs, and 0.09 ahead of itself with bytes chosen at random (docs/bytes.md).
+bits/byte ahead of plain layers of equal FLOPs, and 0.10 ahead of itself with bytes chosen at random (docs/bytes.md).
 What a minute does show is where a model is uncertain: below, the bytes that pass the stack stand where words
 begin. Nobody told it what a word is.
 WORDS
