@@ -17,6 +17,7 @@ from chiar.model import decoder
 from chiar.registry import ROUTERS, RouterKind
 
 LEAST, MOST = 0.05, 0.6  # f that a pass of `dial` draws from
+GAP = 8
 
 
 class Part(EntropyRouter):
@@ -42,6 +43,21 @@ class Dial(Part):
             fraction = LEAST + (MOST - LEAST) * torch.rand((), device=score_BT.device)
             place = (len(sorted_N) * (1 - fraction)).long().clamp(0, len(sorted_N) - 1)
             forced_BT = (score_BT > sorted_N.gather(0, place[None])).long()
+        return super().forward(x_BTD, entropy_BT, context, forced_BT)
+
+
+class OrGap(Part):
+    """Where the score is high, and every GAP bytes behind the last dark one: no stretch of text is without a key. The
+    configuration's f is that of the score, gaps come on top. Without a cache."""
+
+    def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
+        assert entropy_BT is not None
+        require(context.memory is None, "rise_or_gap is on trial, and has no cache: use_cache=False.")
+        if forced_BT is None:
+            score_BT = self.scores(x_BTD, entropy_BT, context)
+            dark_BT, place_BT = score_BT > context.cut(score_BT), context.positions_BT
+            last_BT = torch.where(dark_BT, place_BT, -1).cummax(1).values
+            forced_BT = ((place_BT - last_BT) % GAP == 0).long()
         return super().forward(x_BTD, entropy_BT, context, forced_BT)
 
 
@@ -105,6 +121,7 @@ def add(name: str, kind: type[Part] | type[SpaceOrEntropy], before: float, room:
 add("half_rise", Part, 0.5)
 add("dial", Dial, 0.0, room=MOST / 0.2)
 add("rise_dial", Dial, 1.0, room=MOST / 0.2)
+add("rise_or_gap", OrGap, 1.0, room=1.5)
 add("pooled_predictive", Part, 0.0)
 add("pooled_rise", Part, 1.0)
 add("space_or_entropy", SpaceOrEntropy, 0.0)

@@ -21,6 +21,21 @@ def test_routers_on_trial_are_causal_and_agree_with_their_cache(router):
     check_router(router, layer_types=["attention", "dark", "attention"])
 
 
+def test_no_gap_is_longer_and_later_tokens_change_no_choice(leads):
+    model = randomise(ChiarForCausalLM(presets.get("v5-tiny", router="rise_or_gap", target_fraction=0.1))).eval()
+    model.model.set_thresholds(0.4)
+    ids = token_ids(4, 60)
+    (route,) = model.model(ids, output_routes=True).routes
+    for row, score in zip(route.choice_BT.tolist(), route.score_BT, strict=True):
+        since = 0
+        for choice, high in zip(row, (score > 0.4).tolist(), strict=True):
+            since += 1
+            assert choice == (high or since == leads.GAP)
+            since = 0 if choice else since
+    (first,) = model.model(ids[:, :31], output_routes=True).routes
+    assert torch.equal(first.choice_BT, route.choice_BT[:, :31]) and 0.125 < route.choice_BT.float().mean() < 0.6
+
+
 @pytest.mark.parametrize("texts", [False, True])
 def test_a_pooled_stack_is_the_same_packed(texts, monkeypatch):
     monkeypatch.setattr(dark, "has_flash", lambda x: texts)
