@@ -228,6 +228,7 @@ UNMATCHED = [("entropy", "hard"), ("entropy", "soft"), ("learned", "threshold"),
 OPERATOR_SETS = [[], ["spectral"], ["attention"], ["attention", "spectral"], ["spectral", "rbf"]]
 OPERATOR_SETS += [["spectral", "spectral"], ["temporal", "spectral", "attention"]]
 DARK = {"layer_types": ["attention", "dark", "dark"], "norm_position": "pre"}
+STRIDE = {**DARK, "router": "stride"}
 STACKS = [name for name, kind in ROUTERS.items() if not kind.of_layers]
 EQUATION, STATIC = {"spectral_form": "equation"}, {"router": "static"}
 COMBINATIONS = [
@@ -257,7 +258,12 @@ COMBINATIONS = [
     ("soft routing runs everything", {**DARK, "router": "learned", "routing": "soft"}),
     ("dark layers need norm_position='pre'", {"layer_types": ["dark"]}),
     ("router='space' reads bytes, 255 ids are fewer", {**DARK, "router": "space", "vocab_size": 255}),
-    ("strictly between 0 and 1, got 1.0", {**DARK, "router": "stride", "target_fraction": 0.7}),
+    ("every second token at most: .* at most 0.5, got 0.51", {**STRIDE, "target_fraction": 0.51}),
+    (
+        "at most 0.5, got .0.2, 0.7",
+        {**STRIDE, "target_fraction": [0.2, 0.7], "layer_types": ["dark", "attention", "dark"]},
+    ),
+    ("strictly between 0 and 1, got 1.5", {**STRIDE, "target_fraction": 1.5}),
     ("dark stacks keep their thresholds with the weights", {**DARK, "thresholds": 0.5}),
     *[(f"inner_size={n} must be a multiple of the head size 64", {**DARK, "inner_size": n}) for n in (0, -64, 100)],
     ("target_fraction has 2 entries for 1", {**DARK, "target_fraction": [0.2, 0.3]}),

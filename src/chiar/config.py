@@ -179,8 +179,8 @@ class ChiarConfig(PreTrainedConfig):
             self.meta_router = self.positions == "rope" and self.layer_types[:1] in ([kind] for kind in LIGHT_LAYERS)
         if self.stacks and self.target_fraction is None and not (kind and kind.fraction):
             self.target_fraction = 0.2
-        if self.stacks and self.router == "stride":  # every k-th token is 1/k of them
-            exact = [1 / max(round(1 / f), 1) if f > 0 else f for f in self.layer_fractions() or ()]
+        if self.stacks and self.router == "stride":  # every k-th token is 1/k of them; others are refused as given
+            exact = [1 / round(1 / f) if 0 < f <= 0.5 else f for f in self.layer_fractions() or ()]
             self.target_fraction = exact if isinstance(self.target_fraction, list) else exact[0]
         if kind is not None and kind.decides_by_layer and self.static_operators is None:
             count = self.layer_types.count("routed")

@@ -203,6 +203,9 @@ def check_thresholds(config: "ChiarConfig") -> None:
         check_entries(config, "target_fraction")
         if not all(0.0 < fraction < 1.0 for fraction in fractions):
             raise InputError(f"target_fraction must lie strictly between 0 and 1, got {config.target_fraction!r}.")
+        if config.router == "stride" and max(fractions) > 0.5:
+            got = f"target_fraction must be at most 0.5, got {config.target_fraction!r}"
+            raise InputError(f"router='stride' takes every second token at most: {got}.")
     check_entries(config, "thresholds")
     for values in map(list, config.layer_thresholds() if config.thresholds is not None else ()):
         require(len(values) == count - 1, f"{count} operators need {count - 1} threshold(s) a layer, got {values}.")

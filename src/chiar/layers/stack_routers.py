@@ -106,7 +106,7 @@ class StrideRouter(ChoiceRouter):
     def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__(2)
         fractions = config.layer_fractions() or [0.2]
-        self.stride = max(1, round(1 / fractions[config.routed_layers.index(layer)]))
+        self.stride = round(1 / fractions[config.routed_layers.index(layer)])
 
     def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
         return (context.positions_BT % self.stride == 0).long()
