@@ -39,6 +39,12 @@ def test_trainable_parameters(preset, routing, parameters):
     assert all(p.requires_grad for p in model.parameters())
 
 
+def test_presets_are_named_by_size_and_inside_by_family():
+    ranks = [["tiny", "16m", "50m", "400m", "1b"], list(presets.FAMILIES)]
+    order = [[ranks[0].index(size), ranks[1].index(family)] for family, size in (n.split("-") for n in presets.NAMES)]
+    assert order == sorted(order)
+
+
 class TestDefaults:
     def test_the_default_is_v3_16m(self):
         default, preset = ChiarConfig().to_dict(), presets.get("v3-16m").to_dict()

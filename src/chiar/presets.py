@@ -73,8 +73,8 @@ PATTERNS = {"baseline": ["attention"], "v4": ["routed", "attention"]}
 NAMES = (
     *(f"{family}-{size}" for size in ("tiny", "16m") for family in FAMILIES),
     "v5-50m",
-    *(f"{family}-{size}" for size in ("400m", "1b") for family in ("baseline", "v3", "v4")),
-    "v5-400m",
+    *(f"{family}-400m" for family in ("baseline", "v3", "v4", "v5")),
+    *(f"{family}-1b" for family in ("baseline", "v3", "v4")),
 )
 
 
