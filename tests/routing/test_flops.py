@@ -185,6 +185,17 @@ def test_light_and_dark_tokens_weighted_by_their_shares_make_the_stack(changes):
     assert routes["carry"] == costs[2, "router"] + told
 
 
+@pytest.mark.parametrize(("preset", "window"), [("baseline-tiny", 0), ("v2-tiny", 0), ("v4-tiny", 16), ("v5-tiny", 4)])
+def test_attention_layers_alone_are_their_own_baseline(preset, window):
+    """With their filter along time, and where the head size is one that only learned positions can have."""
+    changes = {"hidden_size": 33, "num_attention_heads": 1} if preset == "v2-tiny" else {}
+    config = presets.get(preset, layer_types=["attention"] * 3, **changes)
+    savings = compare_flops(config, 48)
+    assert savings.total == 0 and savings.chiar.part("temporal") == 3 * 2 * window * config.hidden_size
+    routed = compare_flops(presets.get(preset, **changes), 48).baseline
+    assert routed.part("temporal", layers=[0, 1, 2]) == savings.chiar.part("temporal")
+
+
 def test_the_baseline_of_a_dark_stack_has_its_depth_and_its_filters():
     config = presets.get("v5-16m")
     baseline = baseline_of(config)

@@ -213,15 +213,15 @@ def model_costs(config: ChiarConfig) -> Costs:
 
 
 SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")
-DESIGN = ("norm", "norm_position", "embedding_norm", "temporal_everywhere", "temporal_window", "temporal_coefficients")
+FILTER = ("temporal_everywhere", "temporal_window", "temporal_coefficients")
+DESIGN = ("norm", "norm_position", "embedding_norm", "positions", *FILTER)
 
 
 def baseline_of(config: ChiarConfig) -> ChiarConfig:
-    """The same sizes with attention to all earlier tokens in every layer; instead of a dark stack's model one of its
-    design, with the same filters along time."""
-    same = (*SIZES, *(DESIGN if config.stacks else ()))
+    """The same sizes and design, with its filters along time, and attention to all earlier tokens in every layer. So a
+    model of such layers alone is its own baseline."""
     layer_types = ["attention"] * len(config.layer_types or [])
-    return ChiarConfig(layer_types=layer_types, **{name: getattr(config, name) for name in same})
+    return ChiarConfig(layer_types=layer_types, **{name: getattr(config, name) for name in (*SIZES, *DESIGN)})
 
 
 class Savings(NamedTuple):
