@@ -7,11 +7,13 @@
 Weights are random, so routes are forced unless --own-routes is given: of every row exactly a share f of the bytes is
 dark, evenly spread, and rows take turns. On CUDA models are bf16, and steps are captured as CUDA graphs. With --blt
 transformers' `generate` writes instead, with the preset and with a BltForCausalLM of as many layers around and inside,
-each routing itself; BLT without a cache, which it cannot make there.
+each routing itself; BLT without a cache, which it cannot make there. The peak printed of each on CUDA is the most
+that was allocated in its first generation, captures included, with both models on the device.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,6 +34,17 @@ def dark_bytes(rows: int, first: int, count: int, fraction: float, device: str) 
     """(B, T): exactly f of a long text, evenly spread; each row begins elsewhere."""
     place_BT = torch.arange(first, first + count).double() + (torch.arange(rows) / rows / fraction)[:, None]
     return ((place_BT + 1) * fraction).floor().sub((place_BT * fraction).floor()).long().to(device)
+
+
+def peak_of(work: Callable[[], object], device: str) -> int:
+    """Bytes of the device that are held at most while it is done, by whatever there is; 0 on a CPU."""
+    if device != "cuda":
+        work()
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated()
 
 
 class Contender:
@@ -83,10 +96,7 @@ class Contender:
 
     def peak(self) -> int:
         """Bytes of the device that reading takes, with weights and cache, without what others hold."""
-        torch.cuda.reset_peak_memory_stats()
-        self.read()
-        synchronize("cuda")
-        return torch.cuda.max_memory_allocated() - self.held
+        return peak_of(self.read, self.options.device) - self.held
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -119,7 +129,7 @@ def measure(options: argparse.Namespace) -> None:
     names, both, peaks = [f"dense, {layers} layers", options.preset], [], []
     for one in (dense, config):
         both.append(Contender(one, options))
-        peaks.append(both[-1].peak() if options.device == "cuda" else both[-1].read())
+        peaks.append(both[-1].peak())
     for contender in both:
         contender.write()  # warms up, captures and compiles
     timed = partial(interleave, device=options.device, turns=options.turns, per_turn=1)
@@ -147,7 +157,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def beside_blt(options: argparse.Namespace) -> None:
-    """Seconds of whole calls, the prompt read with them."""
+    """Seconds and peak memory of whole calls, the prompt read with them."""
     config, ids_BT = presets.get(options.preset), source_bytes(options.rows, options.prompt).to(options.device)
     torch.manual_seed(0)
     ours = ChiarForCausalLM(config).to(options.device).train()
@@ -161,13 +171,13 @@ def beside_blt(options: argparse.Namespace) -> None:
         model.generate(ids_BT, max_new_tokens=options.new, do_sample=False, eos_token_id=None, **how)
 
     both = [partial(write, ours.eval()), partial(write, blt.eval(), use_cache=False)]
-    for one in both:
-        one()
+    peaks = [peak_of(one, options.device) for one in both]
     times = interleave(both, options.device, options.turns, 1)
     say(f"{options.preset} ({', '.join(surroundings(options.device).values())}), {options.rows} rows")
-    for name, time in zip((options.preset, "BltForCausalLM, no cache"), times, strict=True):
+    for name, time, peak in zip((options.preset, "BltForCausalLM, no cache"), times, peaks, strict=True):
         rate = 1e3 * options.rows * options.new / time.median
-        say(f"{name}: {time.median:.0f} ms for {options.new} bytes behind {options.prompt}, {rate:.1f} bytes/s")
+        held = f", peak {peak / 1e6:.0f} MB with both models on the device" * bool(peak)
+        say(f"{name}: {time.median:.0f} ms for {options.new} bytes behind {options.prompt}, {rate:.1f} bytes/s{held}")
     say(f"{speedup(times[1], times[0]):.1f} times as fast (median over turns)")
 
 

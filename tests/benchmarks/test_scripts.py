@@ -39,6 +39,17 @@ def test_bytes_read_and_written_are_timed_against_the_dense_model(capsys):
         assert torch.equal(dark_BT[:, 90:], byte_decoding.dark_bytes(3, 90, 110, fraction, "cpu"))
 
 
+@pytest.mark.parametrize("peak", [0, 2_400_000])
+def test_writing_beside_blt_is_timed_and_on_a_gpu_its_peak_measured(capsys, monkeypatch, peak):
+    if peak:  # as if on a GPU
+        monkeypatch.setattr(byte_decoding, "peak_of", lambda work, device: work() or peak)
+    small = ["--device", "cpu", "--prompt", "40", "--new", "5", "--turns", "1", "--preset", "v5-tiny", "--blt"]
+    assert byte_decoding.main(small) == 0
+    found, held = capsys.readouterr().out, ", peak 2 MB with both models on the device" if peak else ""
+    for name in ("v5-tiny", "BltForCausalLM, no cache"):
+        assert re.search(rf"^{name}: \d+ ms for 5 bytes behind 40, [\d.]+ bytes/s{held}$", found, re.MULTILINE)
+
+
 def test_drafts_are_timed_against_plain_writing(capsys, tmp_path):
     (tmp_path / "text.txt").write_text("light and dark, " * 9)
     small = ["--device", "cpu", "--prompt", "20", "--new", "8", "--prompts", "2", "--drafts", "1,3"]
