@@ -179,6 +179,9 @@ def test_a_calibrated_stack_is_written_and_opened(place, tmp_path):
     command = ["calibrate", "v5-tiny", "--data", place / "corpus", "--length", 32, "--fraction", 0.35]
     code, output = run(*command, "--out", tmp_path / "new")
     assert code == 0 and "predictive entropy" in output and " 2–3 " in output and "noise" not in output
+    assert "note: away from the share trained at, the loss may rise, also where more tokens pass a stack." in output
+    for other in (command[:-2], ["calibrate", "v3-tiny", *command[2:]]):
+        assert "the loss may rise" not in run(*other)[1], "a stack's own share, routed layers"
     again, _ = load_model(str(tmp_path / "new"))
     (layer,) = json.loads((tmp_path / "new" / "calibration.json").read_text())["layers"]
     assert again.model.router_state.threshold_L.tolist() == layer["thresholds"] != [0.0]

@@ -105,6 +105,8 @@ def calibrate(
         show(calibration_table(found, model, measured.config))
         if not found.converged:
             typer.echo("warning: the splits were still moving in the last pass: read more rows.")
+        if measured.config.stacks and fraction is not None:
+            typer.echo("note: away from the share trained at, the loss may rise, also where more tokens pass a stack.")
     if out is not None:
         measured.model.set_thresholds(found.thresholds(len(measured.config.routed_layers)))
         if measured.config.stacks and fraction is not None:
