@@ -10,13 +10,15 @@ import pytest
 import torch
 from runs import assert_same_run, command, final_state, metrics, run, sets, torchrun
 
-from chiar import ChiarForCausalLM
+from chiar import ChiarForCausalLM, presets
 from chiar.training import checkpoint
 from commands import wait_until
+from helpers import randomise
 
 # Hard routing, where an operator may get no token; five batches to validate on, more than three processes share evenly.
 CHANGES = ("dropout=0.0", "gate_pool=causal", "routing=hard", "sample=light", "ema=0.5", "keep=9", "evaluate_rows=10")
 CHANGES += ("learning_rate=0.003", "warmup=3")
+STATE = "model.language.model.router_state."
 
 
 def arguments(corpus, out, parallel, *more):
@@ -36,16 +38,19 @@ def finished(parallel, count):
 alone, replicated, sharded = finished("ddp", 1), finished("ddp", 2), finished("fsdp", 2)
 
 
-def assert_close(first, second):
-    """Sums over six micro-batches in another order, six steps of fp32."""
+def assert_close(first, second, evaluated=True):
+    """Sums over six micro-batches in another order, six steps of fp32. What counts in evaluation alone may be left out:
+    validation losses and the state of routers."""
     for ours, theirs in zip(metrics(first), metrics(second), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-5)
         assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], abs=1e-4)
-        assert ours.get("validation", {}) == pytest.approx(theirs.get("validation", {}), abs=2e-5)
+        if evaluated:
+            assert ours.get("validation", {}) == pytest.approx(theirs.get("validation", {}), abs=2e-5)
     ours, theirs = final_state(first), final_state(second)
     assert ours.keys() == theirs.keys()
     for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], atol=2e-4, rtol=0, msg=name)
+        if evaluated or not name.startswith(STATE):
+            torch.testing.assert_close(ours[name], theirs[name], atol=2e-4, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
@@ -104,6 +109,49 @@ def test_dark_stacks_in_two_processes(parallel, count, corpus, tmp_path):
         assert 0.1 < record["use"][0][1] < 0.5 and record["dropped"] == 0.0
 
 
+@pytest.fixture(scope="module")
+def predictive(corpus, tmp_path_factory):
+    """Runs of a v5 that begins with large weights: usual ones predict so much alike that rounding decides which
+    entropies are above others."""
+    place = tmp_path_factory.mktemp("predictive")
+    randomise(ChiarForCausalLM(presets.get("v5-tiny", hidden_size=16))).save_pretrained(place / "model")
+    changes = ("routing=threshold", "router=predictive", f"initial={place / 'model'}")
+
+    def go(out, parallel, count, *more):
+        given = arguments(corpus, out, parallel, "--steps", "4", *sets(*changes), *more)
+        return run(of_dark_layers(given), place / "log", count)
+
+    for name, parallel, count in (("alone", "ddp", 1), ("replicated", "ddp", 2), ("sharded", "fsdp", 2)):
+        go(place / name, parallel, count)
+    return go, place
+
+
+def assert_same_but_for_thresholds(first, second, passes):
+    """In training τ is a micro-batch's own, the same in any process. Evaluation takes its running mean, which each
+    process moves by its own micro-batches before both are averaged: that weighs them otherwise."""
+    assert_close(first, second, evaluated=False)
+    ours, theirs = final_state(first), final_state(second)
+    # Of one micro-batch, 32 entropies, it spreads by 0.003.
+    name = STATE + "threshold_L"
+    torch.testing.assert_close(ours[name], theirs[name], atol=0.005, rtol=0)
+    assert theirs[STATE + "updates_L"].tolist() == [1 + passes], "the model came with one"
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_stacks_that_follow_entropies_in_two_processes(kind, predictive):
+    _, place = predictive
+    assert_same_but_for_thresholds(place / "alone", place / kind, 4 * 3)
+
+
+def test_a_sharded_run_of_dark_stacks_goes_on_in_three_processes(predictive, tmp_path):
+    go, place = predictive
+    out = tmp_path / "run"
+    shutil.copytree(place / "sharded", out, symlinks=True)
+    shutil.rmtree(out / "checkpoints" / checkpoint.step_name(4))
+    assert "resuming after step 2 of 4" in go(out, "fsdp", 3, "--resume")
+    assert_same_but_for_thresholds(place / "alone", out, 2 * 3 + 2 * 2)
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_stack_without_tokens_leaves_no_parameter_out(parallel, corpus, labelled, tmp_path):
     """Whether for want of dark tokens or, in a batch of labelled documents, of a next token to learn from. Evaluation
@@ -125,12 +173,12 @@ def test_thresholds_are_those_of_all_processes(corpus, tmp_path):
     """Each process sees half of the tokens; the mean of their thresholds goes on in both, or the routes would differ
     from a single process's."""
     more = ("--steps", "4", *sets("routing=threshold", "target_fraction=0.3", "sample="))
-    name, found = "model.language.model.router_state.", {}
+    found = {}
     for count, parallel in ((1, "ddp"), (2, "fsdp")):
         run(arguments(corpus, tmp_path / parallel, parallel, *more), tmp_path / "log", count)
         found[count] = final_state(tmp_path / parallel)
-        assert set(found[count][name + "updates_L"].tolist()) == {4 * 6 / count}
-    distance = (found[1][name + "threshold_L"] - found[2][name + "threshold_L"]).abs()
+        assert set(found[count][STATE + "updates_L"].tolist()) == {4 * 6 / count}
+    distance = (found[1][STATE + "threshold_L"] - found[2][STATE + "threshold_L"]).abs()
     # Averages over about 5 passes of 32 tokens; entropies at this width spread by 0.04 (white noise).
     assert (distance < 0.02).all()
 
