@@ -35,12 +35,13 @@ def entropy_colours(share: float) -> tuple[str, str]:
     return back, "black" if share < 0.7 else "white"
 
 
-def uncertainty(entropy: float, cut: float | None, low: float = 0.0, high: float = 1.0) -> float:
-    """Where H lies between light (0) and dark (1): the threshold, where there is one, is half-way."""
-    if cut is None or not low < cut < high:
-        return min(max((entropy - low) / max(high - low, 1e-9), 0.0), 1.0)
-    share = (entropy - low) / (cut - low) if entropy <= cut else 1 + (entropy - cut) / (high - cut)
-    return min(max(share / 2, 0.0), 1.0)
+def uncertainty(score: float, cut: float | None, low: float = 0.0, high: float = 1.0) -> float:
+    """Where a score lies between light (0) and dark (1): in the light half up to the threshold, where there is one."""
+    if cut is None:
+        share = (score - low) / max(high - low, 1e-9)
+    else:
+        share = 0.5 + (score - cut) / max(cut - low if score <= cut else high - cut, 1e-9) / 2
+    return min(max(share, 0.0), 1.0)
 
 
 def layer_numbers(layers: Sequence[int]) -> str:

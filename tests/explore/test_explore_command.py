@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import httpx
 import pytest
 from page_server import save_model
 
-from chiar.colours import LIGHT, NAMES, RAMPS, between
+from chiar.colours import LIGHT, NAMES, RAMPS, between, uncertainty
 from chiar.evaluation.report import EvaluationReport, LanguageScores, LayerUse, RoutingUse
 from chiar.explore.report import STATIC, digest
 from chiar.explore.server import Explorer
@@ -127,6 +128,18 @@ def test_a_run_brings_its_curves_settings_and_evaluation(tmp_path, monkeypatch):
     monkeypatch.setattr("chiar.explore.report.open_models", lambda *_, **__: pytest.fail("worked first"))
     code, said = run("explore", folder, "--prompt", "light", "--out", tmp_path / "other.html")
     assert code == 2 and "pip install 'chiar[plots]'" in said
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
+def test_the_script_says_how_uncertain_as_pictures_do():
+    texts = [([0.2, 0.25, 0.3], cut) for cut in (0.1, 0.25, 0.9, None)] + [([-0.5, 0.1], -0.2), ([0.3, 0.3], 0.3)]
+    layers = [{"kind": "dark", "entropy": scores, "thresholds": cut and [cut]} for scores, cut in texts]
+    shown = f"{json.dumps(layers)}.map((layer) => ChiarMarks.uncertainty({{ layers: [layer] }}))"
+    script = f"{(STATIC / 'marks.js').read_text()}\nconsole.log(JSON.stringify({shown}));"
+    found = subprocess.run(["node", "-"], input=script, capture_output=True, text=True, check=True).stdout
+    assert json.loads(found) == [
+        pytest.approx([uncertainty(score, cut, min(scores), max(scores)) for score in scores]) for scores, cut in texts
+    ]
 
 
 def test_the_scripts_have_the_colours_and_names_of_pictures():

@@ -10,7 +10,7 @@ from chiar.cli import app
 from chiar.data.tokenizers import Tokenizer
 from chiar.data.tokens import TextCodec
 from chiar.generation.cli import SHADES
-from chiar.generation.writer import BROKEN, Piece, Row, Sampling, TokenScore, write_text
+from chiar.generation.writer import BROKEN, Piece, Row, Sampling, TokenScore, shades, write_text
 from chiar.model import modeling
 from chiar.model.decoding import FastDecoder
 from chiar.model.modeling import ChiarForCausalLM
@@ -93,11 +93,14 @@ def test_a_dark_stack_shows_how_uncertain_each_byte_was(tmp_path, monkeypatch):
     folder = make(tmp_path / "model", preset="v5-tiny")
     arguments = [folder, "--prompt", PROMPT, "--max-new-tokens", 1, "--routes"]
     legend, shown = generate(*arguments)[1].split("\n", 1)
-    assert "rise of the predictive entropy, τ half-way" in legend and "passed layers 2–3" in legend
+    assert "dark: rise of the predictive entropy, τ half-way" in legend and "passed layers 2–3" in legend
     model, out, _ = expected(folder, max_new_tokens=1)
     with torch.no_grad():
         layer = model(out[None], output_routing=True).routing.layers[1]
     dark = (layer.entropy_BT[0] > layer.thresholds[0]).tolist()
+    routing = model(out[None], output_routing=True).routing
+    routing.layers[1].thresholds, routing.layers[1].entropy_BT[0, :3] = [0.0], torch.tensor([-0.5, -0.25, 0.5])
+    assert shades(routing)[:3] == [0.25, 0.375, 0.75], "a rise goes from −1 to 1, here with τ = 0"
     assert [mark in SHADES[2:] for mark in shown[: 2 * len(PROMPT) : 2]] == dark[: len(PROMPT)]
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")

@@ -244,6 +244,26 @@ def test_bytes_are_coloured_by_the_entropy_that_was_cut(lively):
     assert len(axes.lines) == dark + 1, "a line below each dark byte, and the threshold"
 
 
+@pytest.mark.parametrize("cut", [-0.6, 0.0, 0.9])
+def test_a_text_beside_its_threshold_has_one_half_of_the_colours(lively, cut):
+    pieces = [*"a rise has any sign"]
+    with torch.no_grad():
+        trace = lively({"preset": "v5-tiny"})(torch.arange(len(pieces))[None] % 20, output_routing=True).routing
+    layer = trace.layers[1]
+    layer.entropy_BT[0], layer.thresholds = torch.linspace(-0.5, 0.7, len(pieces)), [cut]
+    figure = draw_routing(trace, pieces, "a model")
+    (axes,), (legend,) = figure.axes, figure.legends
+    bars = [luminance(bar.get_facecolor()[:3]) < 0.7 for bar in axes.patches[: len(pieces)]]
+    assert bars == [score > cut for score in layer.entropy_BT[0].tolist()]
+    low, high = axes.get_ylim()
+    assert low < min(cut, -0.5) and max(cut, 0.7) < high
+    shown = {
+        text.get_text(): patch.get_facecolor() for text, patch in zip(legend.texts, legend.get_patches(), strict=True)
+    }
+    assert shown["least, -0.50"] == axes.patches[0].get_facecolor()
+    assert shown["most, 0.70"] == axes.patches[len(pieces) - 1].get_facecolor() and "at τ" in shown
+
+
 def luminance(colour):
     return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), colour, strict=True))
 

@@ -1,18 +1,27 @@
 """What the commands show of a dark stack: once, with the entropy that was cut, and no claim of the paper's."""
 
+import pytest
 import torch
 
 from chiar import presets
 from chiar.colours import entropy_colours, operator_colour, uncertainty
-from chiar.routing.tables import entropy_styles, route_text, routing_views
+from chiar.routing.tables import entropy_legend, entropy_styles, route_text, routing_views
 from commands import run
 
 
 def test_the_threshold_is_half_way_between_light_and_dark():
     assert [uncertainty(h, 0.4) for h in (0.0, 0.2, 0.4, 0.7, 1.0)] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert uncertainty(0.2, 0.3, 0.2, 0.4) == 0 and uncertainty(0.9, 0.3, 0.2, 0.4) == 1
-    assert uncertainty(0.3, None, 0.2, 0.6) == uncertainty(0.3, 0.1, 0.2, 0.6) == (0.3 - 0.2) / (0.6 - 0.2)
-    assert uncertainty(0.5, 0.5, 0.5, 0.5) == 0, "a text of one H"
+    assert uncertainty(0.3, None, 0.2, 0.6) == (0.3 - 0.2) / (0.6 - 0.2) and uncertainty(0.5, None, 0.5, 0.5) == 0
+
+
+@pytest.mark.parametrize("cut", [-0.7, -0.2, 0.0, 0.1, 0.3, 0.9])
+@pytest.mark.parametrize("scores", [[0.2, 0.25, 0.3], [-0.5, -0.2, 0.1], [0.3, 0.3], [0.0]], ids=str)
+def test_up_to_the_threshold_a_score_is_light_whatever_the_text(scores, cut):
+    for ends in ((min(scores), max(scores)), (0.0, 1.0)):
+        shares = [uncertainty(score, cut, *ends) for score in scores]
+        assert [0 <= share <= 0.5 for share in shares] == [score <= cut for score in scores]
+        assert shares == sorted(shares) and shares[-1] <= 1
 
 
 def test_colours_of_entropy_are_those_of_light_and_dark_routes():
@@ -35,6 +44,19 @@ def test_a_text_is_coloured_by_predictive_entropy_and_dark_bytes_are_underlined(
     assert text.plain.strip() == "light and dark bytes"
     assert stack.plain == "layer 2–3    " + "░" * 10 + "█" * 10
     assert list(table.columns[0].cells) == ["1", "2–3", "4"]
+
+
+@pytest.mark.parametrize(("cut", "where"), [(0.5, "half-way"), (0.9, "above all of it"), (-0.6, "below all of it")])
+def test_the_legend_shows_the_colours_of_the_text(cut, where):
+    trace = route_text("v5-tiny", "light and dark bytes", None, 0).trace
+    layer = trace.coloured_by
+    layer.entropy_BT[0], layer.thresholds = torch.linspace(-0.5, 0.8, 20), [cut]
+    layer.entropy_name, layer.choice_BT[0] = "rise of the predictive entropy", 0
+    legend, styles = entropy_legend(trace), entropy_styles(trace)
+    assert legend.plain.startswith(f"the text by its rise of the predictive entropy, τ = {cut:.2f} ")
+    assert f"{where}: -0.50 " in legend.plain and " 0.80" in legend.plain
+    ends = legend.spans[0].style, legend.spans[-1].style
+    assert [style.split(" ", 1)[1] for style in (styles[0], styles[-1])] == list(ends)
 
 
 def test_flops_of_a_stack():

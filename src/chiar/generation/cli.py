@@ -90,7 +90,7 @@ def generate(
         steps = [marked("  " if by_entropy else f" {share:.0%} ", share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
         meaning = "share of the routed layers that chose attention"
         if by_entropy and layer is not None:
-            meaning = f"H from 0 to 1, {layer.entropy_name}" + (", τ half-way" if layer.thresholds else "")
+            meaning = layer.entropy_name + (", τ half-way" if layer.thresholds else " from 0 to 1")
         passed = f"; underlined: passed layers {stacks}" if stacks else ""
         console.print(Text.assemble("light ", *steps, f" dark: {meaning}{passed}"))
     writer.begin(read, [row])  # where it fails, no half a line is left before the sentence

@@ -358,12 +358,13 @@ def darkness(trace: RoutingTrace) -> list[float]:
 
 
 def shades(trace: RoutingTrace) -> list[float]:
-    """How dark to show each token: by H where it is of a prediction, with τ half-way; else by route."""
+    """How dark to show each token: by its score where that is of a prediction; else by route."""
     layer = trace.coloured_by
     if layer is None or layer.entropy_BT is None or layer.entropy_name == "spectral entropy":
         return darkness(trace)
     cut = layer.thresholds[0] if layer.thresholds else None
-    return [uncertainty(entropy, cut) for entropy in layer.entropy_BT[0].tolist()]
+    low = -1.0 if layer.entropy_name.startswith("rise") else 0.0
+    return [uncertainty(score, cut, low) for score in layer.entropy_BT[0].tolist()]
 
 
 def open_writer(

@@ -61,16 +61,16 @@ def draw_routing(trace: "RoutingTrace", pieces: list[str], heading: str, most: i
 
 
 def draw_uncertainty(trace: "RoutingTrace", pieces: list[str], heading: str, most: int = 72) -> "Figure":
-    """Before a dark stack: how uncertain each token is, H as a bar and as the colour of the token; dark ones are
-    underlined."""
+    """Before a dark stack: how uncertain each token is, as a bar and as its colour; dark ones are underlined."""
     from matplotlib.patches import Patch
 
     layer, lines = trace.coloured_by, -(-len(pieces) // most)
     assert layer is not None and layer.entropy_BT is not None
     own = next(part for part in trace.parts if layer.index in part)
     entropies, cut = layer.entropy_BT[0].tolist(), layer.thresholds[0] if layer.thresholds else None
-    low, high = (0.0, max(*entropies, cut or 0.0)) if min(entropies) >= 0 else (min(entropies), max(entropies))
-    shares = [uncertainty(entropy, cut, min(entropies), max(entropies)) for entropy in entropies]
+    low, high = min(0.0, *entropies, cut or 0.0), max(0.0, *entropies, cut or 0.0)
+    ends = min(entropies), max(entropies)
+    shares = [uncertainty(entropy, cut, *ends) for entropy in entropies]
     step, most = (high - low) / 4 or 1.0, -(-len(pieces) // lines)
     figure = new_figure(f"{layer.entropy_name.capitalize()} of a text by {heading}", 10.0, 1.15 * lines + 1.0)
     for line, (axes,) in enumerate(figure.subplots(lines, squeeze=False)):
@@ -88,12 +88,14 @@ def draw_uncertainty(trace: "RoutingTrace", pieces: list[str], heading: str, mos
                 axes.plot([place - 0.42, place + 0.42], [low - 1.7 * step] * 2, color=COLOURS[2], linewidth=2.5)
         if cut is not None:
             axes.axhline(cut, color="#444444", dashes=(2, 4), linewidth=1)
-        axes.set(xlim=(-0.6, most - 0.4), ylim=(low - 2 * step, high * 1.03), xticks=[], ylabel="H")
-        axes.set_yticks([low, high], [f"{low:.1f}", f"{high:.2f}"])
+        axes.set(xlim=(-0.6, most - 0.4), ylim=(low - 2 * step, high * 1.03), xticks=[])
+        axes.set_yticks([low, high], [f"{low:.2f}", f"{high:.2f}"])
         axes.grid(False)
     dark = f"{trace.attention_fraction(layer.index):.0%}"
-    ends = {0.0: "sure of the next token", 0.5: "at τ", 1.0: "most uncertain"}
-    patches = [Patch(color=entropy_colours(end)[0], label=label) for end, label in ends.items() if cut or end != 0.5]
+    named = {f"least, {ends[0]:.2f}": min(shares), f"most, {ends[1]:.2f}": max(shares)}
+    named |= {} if cut is None else {"at τ": 0.5}
+    looks = sorted(named.items(), key=lambda pair: pair[1])
+    patches = [Patch(color=entropy_colours(share)[0], label=label) for label, share in looks]
     patches.append(Patch(color="none", label=f"underlined: {dark} pass layers {layer_numbers(own)}"))
     patches += [Patch(color="none", label=f"dashed: τ = {cut:.3f}")] if cut is not None else []
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), handlelength=1)

@@ -183,7 +183,7 @@ def rows_of(trace: "RoutingTrace") -> list[list[int]]:
 
 
 def entropy_styles(trace: "RoutingTrace") -> list[str]:
-    """Of each token of the first row: a background between light and dark by H; dark tokens are underlined."""
+    """Of each token of the first row: a background between light and dark by its score; dark tokens are underlined."""
     layer = trace.coloured_by
     if layer is None or layer.entropy_BT is None:
         return [""] * trace.real_BT.shape[1]
@@ -200,11 +200,14 @@ def entropy_legend(trace: "RoutingTrace") -> Text | None:
     layer = trace.coloured_by
     if layer is None or layer.entropy_BT is None:
         return None
-    ends = f"{layer.entropy_BT[0].min():.2f} ", f" {layer.entropy_BT[0].max():.2f}"
-    steps = [("  ", f"on {entropy_colours(step / 8)[0]}") for step in range(9)]
-    cut = f", τ = {layer.thresholds[0]:.2f} half-way" if layer.thresholds else ""
-    said = f"the text by H, its {layer.entropy_name}{cut}: "
-    return Text.assemble(said, ends[0], *steps, ends[1], "; underlined: dark")
+    low, high = float(layer.entropy_BT[0].min()), float(layer.entropy_BT[0].max())
+    said, cut = f"the text by its {layer.entropy_name}", layer.thresholds[0] if layer.thresholds else None
+    if cut is not None:
+        where = "half-way" if low < cut < high else f"at or {'above' if cut >= high else 'below'} all of it"
+        said += f", τ = {cut:.2f} {where}"
+    first, last = (uncertainty(end, cut, low, high) for end in (low, high))
+    steps = [("  ", f"on {entropy_colours(first + (last - first) * step / 8)[0]}") for step in range(9)]
+    return Text.assemble(f"{said}: {low:.2f} ", *steps, f" {high:.2f}; underlined: dark")
 
 
 def routing_csv(routed: RoutedText) -> str:

@@ -57,15 +57,13 @@ const ChiarMarks = (() => {
   const routed = (view) => view.layers.filter(chooses);
   const stackOf = (view) => view.layers.find((layer) => layer.kind === "dark");
 
-  // How uncertain each token was before a dark stack, 0 to 1 with τ half-way; null where that is not known.
+  // How uncertain each token was before a dark stack, 0 to 1, at most ½ up to τ; null where that is not known.
   function uncertainty(view) {
     const { entropy, thresholds } = stackOf(view) ?? {};
     if (!entropy) return null;
     const low = Math.min(...entropy), high = Math.max(...entropy), cut = thresholds?.[0];
-    return entropy.map((H) => {
-      if (!(low < cut && cut < high)) return (H - low) / Math.max(high - low, 1e-9);
-      return H <= cut ? (H - low) / (cut - low) / 2 : 0.5 + (H - cut) / (high - cut) / 2;
-    });
+    return entropy.map((score) => cut === undefined ? (score - low) / Math.max(high - low, 1e-9)
+      : 0.5 + (score - cut) / Math.max(score <= cut ? cut - low : high - cut, 1e-9) / 2);
   }
 
   // The light ramp, at ½ palest, then the dark one.

@@ -200,10 +200,10 @@ const ChiarView = (() => {
         step.style.backgroundColor = css(byLoss ? hue(WIDE_GAP * (2 * part - 1)) : own);
         return step;
       }));
-      const ends = byLoss ? [`${WIDE_GAP} nats less`, `${WIDE_GAP} more`] : shares ? ["low H", "high H"] : ["light", "dark"];
+      const ends = byLoss ? [`${WIDE_GAP} nats less`, `${WIDE_GAP} more`] : shares ? ["low", "high"] : ["light", "dark"];
       const other = byLoss && (this.rival.view?.model.name ?? "the other model");
       const meaning = byLoss ? `Loss against ${other}; no colour: nothing to compare.`
-        : shares ? `H, ${stack.entropy_name}${stack.thresholds ? ", τ half-way" : ""}; underlined: dark, passing layers ${stack.number}.`
+        : shares ? `By ${stack.entropy_name}${stack.thresholds ? ", τ half-way" : ""}; underlined: dark, passing layers ${stack.number}.`
         : stack ? `Dark, and underlined: passing layers ${stack.number}.`
         : routed(view).length ? "Darker, and underlined: more of the routed layers chose attention."
         : "No layer routes: every token takes attention everywhere.";
