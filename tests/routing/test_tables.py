@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from chiar import presets
+from chiar import ChiarForCausalLM, presets
 from chiar.colours import entropy_colours, operator_colour, uncertainty
 from chiar.routing.tables import entropy_legend, entropy_styles, route_text, routing_views
 from commands import run
@@ -44,6 +44,17 @@ def test_a_text_is_coloured_by_predictive_entropy_and_dark_bytes_are_underlined(
     assert text.plain.strip() == "light and dark bytes"
     assert stack.plain == "layer 2–3    " + "░" * 10 + "█" * 10
     assert list(table.columns[0].cells) == ["1", "2–3", "4"]
+
+
+def test_that_nothing_set_a_threshold_is_said(tmp_path):
+    said = "; τ is 0 until a model is trained or calibrated"
+    assert route_text("v5-tiny", "light and dark", None, 0).heading.endswith(said), "a rise has any sign"
+    assert said not in route_text("v3-tiny", "light and dark", None, 0).heading
+    model = ChiarForCausalLM(presets.get("v5-tiny", router="predictive"))
+    for cut, heading in ((0.0, f"{tmp_path}{said}, so every token is dark"), (0.99, str(tmp_path))):
+        model.model.set_thresholds([cut])
+        model.save_pretrained(tmp_path)
+        assert route_text(str(tmp_path), "light and dark", None, 0).heading == heading
 
 
 @pytest.mark.parametrize(("cut", "where"), [(0.5, "half-way"), (0.9, "above all of it"), (-0.6, "below all of it")])

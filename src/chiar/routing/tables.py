@@ -138,6 +138,10 @@ def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> Route
     with torch.no_grad():
         trace = model(torch.tensor([ids]), output_routing=True).routing
     note = "" if folder else f", random weights (seed {seed}): the routes show the mechanism, not a skill"
+    layer = trace.coloured_by
+    if layer is not None and layer.thresholds == [0.0]:
+        note += "; τ is 0 until a model is trained or calibrated"
+        note += ", so every token is dark" if layer.choice_BT.all() else ""
     return RoutedText(f"{name}{note}", pieces, trace)
 
 
