@@ -39,6 +39,13 @@ def show(renderable: Any) -> None:
         console.print(part)
 
 
+def has_colour() -> bool:
+    from rich.console import Console
+
+    console = Console()
+    return console.color_system is not None and not console.no_color
+
+
 def fitted(table: "Table", wide: int) -> "list[Table]":
     """Headings and long cells fold between words; what does not fit then goes below, behind the first column again."""
     from rich.cells import cell_len

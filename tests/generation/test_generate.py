@@ -93,7 +93,7 @@ def test_a_dark_stack_shows_how_uncertain_each_byte_was(tmp_path, monkeypatch):
     folder = make(tmp_path / "model", preset="v5-tiny")
     arguments = [folder, "--prompt", PROMPT, "--max-new-tokens", 1, "--routes"]
     legend, shown = generate(*arguments)[1].split("\n", 1)
-    assert "dark: rise of the predictive entropy, τ half-way" in legend and "passed layers 2–3" in legend
+    assert "dark: rise of the predictive entropy, τ half-way" in legend and "underlined" not in legend
     model, out, _ = expected(folder, max_new_tokens=1)
     with torch.no_grad():
         layer = model(out[None], output_routing=True).routing.layers[1]
@@ -104,7 +104,8 @@ def test_a_dark_stack_shows_how_uncertain_each_byte_was(tmp_path, monkeypatch):
     assert [mark in SHADES[2:] for mark in shown[: 2 * len(PROMPT) : 2]] == dark[: len(PROMPT)]
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    assert any(dark) == ("\x1b[1;4;" in generate(*arguments)[1])
+    coloured = generate(*arguments)[1]
+    assert any(dark) == ("\x1b[1;4;" in coloured) and "underlined: passed layers 2–3" in coloured
 
 
 def test_colour_where_there_is_colour_but_a_prompt_commands_no_terminal(folder, monkeypatch):

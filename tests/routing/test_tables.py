@@ -46,6 +46,15 @@ def test_a_text_is_coloured_by_predictive_entropy_and_dark_bytes_are_underlined(
     assert list(table.columns[0].cells) == ["1", "2–3", "4"]
 
 
+def test_without_colours_nothing_is_said_of_them(monkeypatch):
+    arguments = ["trace", "v5-tiny", "--prompt", "light and dark"]
+    plain = run(*arguments)[1]
+    assert "underlined" not in plain and "the text by" not in plain and "layer 2–3    █" in plain
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert "; underlined: dark" in run(*arguments)[1]
+
+
 def test_that_nothing_set_a_threshold_is_said(tmp_path):
     said = "; τ is 0 until a model is trained or calibrated"
     assert route_text("v5-tiny", "light and dark", None, 0).heading.endswith(said), "a rise has any sign"

@@ -40,6 +40,7 @@ def generate(
     from rich.text import Text
 
     from chiar.colours import entropy_colours, layer_numbers, route_colour
+    from chiar.console import has_colour
     from chiar.errors import require
     from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind, shades
     from chiar.model.speculation import check_can_draft
@@ -57,14 +58,14 @@ def generate(
     require(room >= 1, f"the prompt takes all {config.max_position_embeddings} learned positions: shorten it.")
     if room < max_new_tokens:
         note(f"the model has {config.max_position_embeddings} learned positions: {room} tokens fit behind the prompt.")
-    console, characters = Console(highlight=False, soft_wrap=True), Characters(codec)
+    console, characters, coloured = Console(highlight=False, soft_wrap=True), Characters(codec), has_colour()
     writer = Writer(opened, routes, speculates=speculate)
     seen: list[tuple[float, float]] = []  # of each token how dark it is shown, and was routed
     stacks = " and ".join(map(layer_numbers, config.stacks.values()))
 
     def marked(text: str, share: float, dark: bool = False) -> Text:
         """On a background between yellow and blue, or behind a shade where there is no colour."""
-        if console.color_system is None or console.no_color:
+        if not coloured:
             return Text(SHADES[min(int(share * len(SHADES)), len(SHADES) - 1)] + text)
         line = "bold underline " if dark and stacks else ""
         by_route = route_colour(share), "black" if share < 0.5 else "white"
@@ -91,7 +92,7 @@ def generate(
         meaning = "share of the routed layers that chose attention"
         if by_entropy and layer is not None:
             meaning = layer.entropy_name + (", τ half-way" if layer.thresholds else " from 0 to 1")
-        passed = f"; underlined: passed layers {stacks}" if stacks else ""
+        passed = f"; underlined: passed layers {stacks}" if stacks and coloured else ""
         console.print(Text.assemble("light ", *steps, f" dark: {meaning}{passed}"))
     writer.begin(read, [row])  # where it fails, no half a line is left before the sentence
     for token in ids:

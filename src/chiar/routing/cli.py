@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from chiar.console import Json, ModelName, Overwrite, SplitName, show, write_json
+from chiar.console import Json, ModelName, Overwrite, SplitName, has_colour, show, write_json
 from chiar.errors import InputError, require
 from chiar.files import check_new, new_folder
 
@@ -146,5 +146,5 @@ def trace(
     if csv is not None:
         write_json(csv, routing_csv(routed).rstrip("\n"), overwrite)
     if "-" not in (str(json), str(csv)):
-        for view in routing_views(routed):
+        for view in routing_views(routed, has_colour()):
             show(view)

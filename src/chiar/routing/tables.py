@@ -145,8 +145,9 @@ def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> Route
     return RoutedText(f"{name}{note}", pieces, trace)
 
 
-def routing_views(routed: RoutedText) -> list[Any]:
-    """A line a layer and a column a token (by its first character), light or dark, and a summary of each layer."""
+def routing_views(routed: RoutedText, colour: bool = True) -> list[Any]:
+    """A line a layer and a column a token (by its first character), light or dark, and a summary of each layer. Without
+    colours the text is plain: what its colours say is left out."""
     trace = routed.trace
     # Half-way to the deepest colour, which a black terminal would swallow.
     known = dict.fromkeys(name for layer in trace.layers for name in layer.operators)
@@ -157,8 +158,8 @@ def routing_views(routed: RoutedText) -> list[Any]:
     views: list[Any] = [Text(routed.heading)]
     views.append(Text("  ").join(Text(f"{mark} {name}", style) for name, (mark, style) in marks.items()))
     firsts = [first if (first := (piece.strip() or " ")[0]).isprintable() else "·" for piece in routed.pieces]
-    shown, coloured = list(zip(firsts, entropy_styles(trace), strict=True)), entropy_legend(trace)
-    views += [coloured] if coloured else []
+    shown, legend = list(zip(firsts, entropy_styles(trace), strict=True)), entropy_legend(trace)
+    views += [legend] if legend and colour else []
     for start in range(0, len(firsts), TOKENS_A_LINE):
         part = slice(start, start + TOKENS_A_LINE)
         views.append(Text.assemble(" " * 13, *shown[part]))
