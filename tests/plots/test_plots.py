@@ -56,7 +56,9 @@ def panels_of(figure):
 def test_every_measurement_of_every_run_is_a_line(tmp_path):
     gates = tuple({"text": g, "symbols": 0.99} for g in (0.21, 0.21, 0.21, 0.9))
     runs = [make_run(tmp_path / "baseline", "baseline-tiny"), make_run(tmp_path / "v3", loss=2.0, gate=gates)]
-    drawn = panels_of(draw_curves(runs))
+    figure = draw_curves(runs)
+    assert len({axes.spines["left"].get_linewidth() for axes in figure.axes}) == 1, "an edge looks like a measurement"
+    drawn = panels_of(figure)
     # Losses (train and validation), their difference, learning rates, f by layer, g by corpus and its histogram.
     assert [len(lines) for lines in drawn.values()] == [4, 1, 2, 2, 2, 2]
     assert drawn["loss minus that of baseline"] == [("v3: train", [[1, -4], [2, -1], [3, 0], [4, 0.5]])]

@@ -96,7 +96,7 @@ def draw_curves(sources: Sequence[Path | str], data: Path | None = None, over: s
     losses, gaps = Panel("loss, nats per token"), Panel(f"loss minus that of {runs[0].name}")
     rates, bars = Panel("learning rate"), Panel("share of the logged steps, by g", axis="g")
     chosen = dict.fromkeys(name for run in runs if run.routed for name in reversed(run.operators[1:]))
-    shares = {name: Panel(f"share of tokens sent to {name}", bounds=UNIT, operator=name) for name in chosen}
+    shares = {name: Panel(f"share of tokens sent to {name}", bounds=UNIT) for name in chosen}
     gates = Panel("g: gate of layer 1 (0: bypassed, 1: whole)", axis=OVER[over])
     for run in runs:
         losses.lines += run.lines({"train": run.measured("loss")}, linewidth=1, alpha=0.55)

@@ -10,7 +10,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chiar.colours import operator_colour
 from chiar.errors import InputError, optional_module
 from chiar.files import check_new
 from chiar.visible import visible
@@ -94,7 +93,6 @@ class Panel:
     level: tuple[float, str] | None = None  # a height to mark across the panel, and its name in the legend
     bounds: tuple[float, float] | None = None
     axis: str = ""
-    operator: str = ""  # whose colour its left edge has
     high: float = 1.75
 
 
@@ -112,8 +110,6 @@ def fill(axes: "Axes", panel: Panel) -> None:
         axes.plot([x for x, _ in line.points], [y for _, y in line.points], label=line.label or None, **look)
     if panel.level is not None:
         axes.axhline(panel.level[0], color="#444444", dashes=(2, 4), linewidth=1, label=panel.level[1] or None)
-    if panel.operator:
-        axes.spines["left"].set(color=operator_colour(panel.operator), linewidth=5)
     axes.set(title=panel.title, xlabel=panel.axis)
     axes.set_ylim(panel.bounds)
 
