@@ -69,6 +69,12 @@ CASES = {
     "another length": (["train", "--resume", "run", "--steps", "3"], "Add --extend"),
     "unknown preset": (["train", "v3-tinny", "--data", "corpus", "--out", "new"], "Did you mean 'v3-tiny'"),
     "unknown setting": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "warmpu=3"], "Did you mean 'warmup'"),
+    "a setting of another name": (
+        [*TRAIN, "--data", "corpus", "--out", "new", "--set", "checkpoint_every=3"],
+        "'checkpoint_every'. Did you mean 'recalibrate_every' or 'log_every' or 'save_every' or 'evaluate_every'? "
+        "chiar train --settings lists all.",
+    ),
+    "a setting like none": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "wibble=3"], "'wibble'. chiar train"),
     "no value": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "warmup"], "--set takes NAME=VALUE"),
     "a value of another type": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "warmup=x"], "must be int"),
     "a batch that does not divide": ([*TRAIN, "--data", "corpus", "--out", "new", "--batch", "5"], "does not divide"),

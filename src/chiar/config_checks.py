@@ -30,6 +30,7 @@ CHOICES = {
     "classifier_pool": ("last", "mean"),
     "execution": ("dense", "sparse", "auto"),
 }
+ALL_SETTINGS = "chiar train --settings lists all."
 REMOVED: dict[str, Any] = {
     **{"settle": 0.0, "turns": 0, "together": 0, "entropy_gradient": "none", "router_temperature": 1.0},
     **{"entropy_weights": "none", "router_reads": "state_and_entropy", "router_hidden": 0, "anneal": 0.0},

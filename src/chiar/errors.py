@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
-MANY = 24  # more names than one wants to read where one of them was surely meant
+MANY = 24  # more names than one wants to read
 UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40, "PiB": 2.0**50, "EiB": 2.0**60}
 ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) (\w+)", re.IGNORECASE)  # torch's words, and NumPy's
 
@@ -59,11 +59,12 @@ def refuse_misspelt(kind: str, received: Iterable[str], allowed: Iterable[str]) 
 
 
 def unknown_name(kind: str, received: object, allowed: Iterable[str], more: str = "") -> InputError:
-    """The nearest valid name, then all of them (unless they are many and one is near), then what else may be wrong."""
+    """The nearest valid name, then all of them; of many a handful that are near. Then what else may be wrong."""
     names = list(allowed)
-    nearest, near = (get_close_matches(str(received), names, n=1, cutoff=cutoff) for cutoff in (0.4, 0.8))
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    listed = "" if near and len(names) > MANY else f" Allowed: {', '.join(names)}."
+    near, many = get_close_matches(str(received), names, n=1, cutoff=0.8), len(names) > MANY
+    nearest = near or get_close_matches(str(received), names, n=4 if many else 1, cutoff=0.5 if many else 0.4)
+    hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
+    listed = "" if many else f" Allowed: {', '.join(names)}."
     return InputError(f"unknown {kind} {received!r}.{hint}{listed}{more and ' ' + more}")
 
 

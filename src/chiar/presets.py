@@ -3,7 +3,7 @@
 from typing import Any
 
 from chiar.config import ChiarConfig
-from chiar.config_checks import REMOVED
+from chiar.config_checks import ALL_SETTINGS, REMOVED
 from chiar.errors import InputError, unknown_name
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -84,7 +84,7 @@ def get(name: str, **changes: Any) -> ChiarConfig:
         raise unknown_name("preset", name, NAMES)
     for field in changes:
         if field not in (*ChiarConfig.__dataclass_fields__, *GENERAL_FIELDS, *REMOVED):
-            raise unknown_name("configuration field", field, ChiarConfig.__annotations__)
+            raise unknown_name("configuration field", field, ChiarConfig.__annotations__, ALL_SETTINGS)
     family, size = name.split("-")
     fields = {"vocab_size": 50257, **SIZES.get(size, {}), **FAMILIES[family]}
     fields |= {**(V5_SIZES[size] if family == "v5" else {}), **dict.fromkeys(ENDS, fields["vocab_size"] - 1)}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chiar.config_checks import ALL_SETTINGS
 from chiar.errors import require, unknown_name
 from chiar.training.settings import MANY, RANGES, TINY, TrainSettings, finetune_settings, micro_batch_of
 
@@ -202,7 +203,8 @@ def check_fields(changes: dict[str, Any]) -> None:
     from chiar.config import ChiarConfig
 
     for name in changes.keys() - ChiarConfig.__annotations__.keys():
-        raise unknown_name("training setting or configuration field", name, [*SETTINGS, *ChiarConfig.__annotations__])
+        known = [*SETTINGS, *ChiarConfig.__annotations__]
+        raise unknown_name("training setting or configuration field", name, known, ALL_SETTINGS)
 
 
 def configuration(model: str, changes: dict[str, Any], corpus: Path) -> "ChiarConfig":

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from chiar.config_checks import fits
+from chiar.config_checks import ALL_SETTINGS, fits
 from chiar.errors import require, unknown_name
 
 CHOICES = {"precision": ("auto", "bf16", "fp32"), "mixing": ("weights", "added"), "parallel": ("auto", "ddp", "fsdp")}
@@ -92,7 +92,7 @@ class TrainSettings:
     def from_dict(cls, data: dict[str, Any]) -> "TrainSettings":
         names = [setting.name for setting in fields(cls)]
         for name in data.keys() - set(names):
-            raise unknown_name("training setting", name, names)
+            raise unknown_name("training setting", name, names, ALL_SETTINGS)
         settings = cls(**data)
         settings.validate()
         return settings
