@@ -61,6 +61,12 @@ def test_gap_and_ratio(two):
     assert compared(two[:1])[1]["base"]["accuracy"] == "70.00%"
 
 
+def test_one_model_is_no_baseline(two, runs):
+    for path in (two[1], runs[0]):
+        code, output = run("eval", path)
+        assert code == 0 and "baseline" not in output and "gap" not in output and "100" in output
+
+
 @pytest.fixture
 def runs(tmp_path):
     return [run_folder(tmp_path / "a", {"text": 2.0}), run_folder(tmp_path / "b", {"text": 2.5}, tail='{"step": 1')]

@@ -235,7 +235,7 @@ def differences(report: EvaluationReport, reference: EvaluationReport) -> list[s
 
 def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
     """A column an entry; runs nobody evaluated are compared by the validation losses of training."""
-    first = next((entry for entry in entries if entry.report), entries[0])
+    first, several = next((entry for entry in entries if entry.report), entries[0]), len(entries) > 1
     columns, differing = dict[str, dict[str, str]](), dict[str, list[str]]()
     shared, losses = first.report, first.training.validation if first.training else {}
     for name, report, training in entries:
@@ -243,16 +243,18 @@ def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
         if report and shared:
             differing[name] = differences(report, shared)
             found = figures(report)
-            found["gap to the baseline, nats"] = f"{report.scores.loss - shared.scores.loss:+.4f}"
-            found["FLOPs ÷ baseline"] = f"{report.flops / shared.flops:.4f}"
-            for layer in report.routing.layers if len(entries) == 1 else ():
+            if several:
+                found["gap to the baseline, nats"] = f"{report.scores.loss - shared.scores.loss:+.4f}"
+                found["FLOPs ÷ baseline"] = f"{report.flops / shared.flops:.4f}"
+            for layer in () if several else report.routing.layers:
                 shares = ", ".join(f"{operator} {share:.4f}" for operator, share in layer.use.items())
                 numbers = layer_numbers(range(layer.layer, layer.layer + layer.layers))
                 found[f"tokens of layer {numbers}"] = shares
         if training:
             for corpus, loss in training.validation.items():
                 found[f"last validation loss on {corpus}"] = f"{loss:.4f}"
-                found[f"… gap, {corpus}"] = shown(loss - losses[corpus] if corpus in losses else None, "+.4f")
+                if several:
+                    found[f"… gap, {corpus}"] = shown(loss - losses[corpus] if corpus in losses else None, "+.4f")
             found["train tokens/s"] = shown(training.tokens_per_second, ",.0f")
         if training and first.training and not shared:
             ours, theirs = training.measured_on, first.training.measured_on
@@ -262,7 +264,7 @@ def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
     if strange is not None and not anyway:
         what = f"{strange} was evaluated with another {' and '.join(differing[strange])} than {first.name}"
         raise InputError(f"{what}: evaluate them alike, or add --anyway to see it marked.")
-    title = f"baseline {first.name} (FLOPs counted, tokens/s measured in training)"
+    title = f"{'baseline ' * several}{first.name} (FLOPs counted, tokens/s measured in training)"
     notes = ["losses are those of training's own evaluations, not of a test."]
     if shared:
         how = f"T = {shared.length}" + (f", stride {shared.stride}" if shared.stride else "")
