@@ -77,6 +77,11 @@ def test_sampling_is_seeded_and_keeps_all_tokens_unless_told(folder):
         assert generate(folder, "--prompt", PROMPT, *option)[1] == greedy
 
 
+def test_help_says_that_drafts_change_what_is_drawn():
+    said = " ".join(generate("--help")[1].split())
+    assert "greedy texts are the same; drawn ones (temperature above 0) differ" in said and "as probable" in said
+
+
 def test_routes_are_those_of_the_whole_text(folder):
     shown = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 1, "--routes")[1].split("\n", 1)[1]
     model, out, _ = expected(folder, max_new_tokens=1)

@@ -33,7 +33,9 @@ def generate(
     tokenizer: Tokenizer = None,
     device: Device = "auto",
 ) -> None:
-    """Continue a text, shown as it is produced. Greedy (the likeliest token) unless a sampling option is given."""
+    """Continue a text, shown as it is produced. Greedy (the likeliest token) unless a sampling option is given. With
+    --speculate greedy texts are the same; drawn ones (temperature above 0) differ from those without it at the same
+    seed, though they are as probable."""
     from dataclasses import replace
 
     from rich.console import Console
