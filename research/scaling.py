@@ -93,6 +93,7 @@ def loss(
     """Draw the loss of evaluated models against their size; reports with the same LINE are joined."""
     check_picture(out, overwrite)
     save(draw_scaling(reports, against), out, overwrite)
+    typer.echo(f"wrote {out}")
 
 
 @app.command()
@@ -108,6 +109,7 @@ def savings(
     """Draw the counted FLOPs that models save against their size, beside the paper's claims."""
     check_picture(out, overwrite)
     save(draw_savings(models, length, fraction, keys, light_ffn), out, overwrite)
+    typer.echo(f"wrote {out}")
 
 
 if __name__ == "__main__":

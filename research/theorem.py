@@ -24,9 +24,9 @@ from rich.table import Table
 from scipy.linalg import toeplitz
 from torch import Tensor
 
-from chiar.console import Overwrite, guarded, show
+from chiar.console import Overwrite, guarded, show, write_json
 from chiar.errors import InputError
-from chiar.files import check_new, write_new
+from chiar.files import check_new
 from chiar.kernels.spectral_entropy import spectral_entropy
 from chiar.kernels.transform import Transform, dct_matrix, random_orthogonal
 from chiar.kernels.white_noise import white_noise_entropy
@@ -172,10 +172,12 @@ def theorem(
     )
     if out is not None:
         save(draw_theorem(checks), out, overwrite)
-    text = jsons.dumps({"format": FORMAT, "checks": [asdict(check) for check in checks]}, indent=1) + "\n"
-    if json is not None and not printed:
-        write_new(json, text, overwrite)
-    typer.echo(text) if printed else show(table_of(checks))
+        typer.echo(f"wrote {out}", err=printed)
+    if json is not None:
+        found = {"format": FORMAT, "checks": [asdict(check) for check in checks]}
+        write_json(json, jsons.dumps(found, indent=1), overwrite)
+    if not printed:
+        show(table_of(checks))
 
 
 def numbers(text: str, option: str, kind: type[int] | type[float]) -> list[float]:

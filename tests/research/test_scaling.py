@@ -38,7 +38,10 @@ def test_scaling_draws_comparable_reports(tmp_path):
         with pytest.raises(InputError, match=sentence):
             draw_scaling(arguments, against)
     for out, exit_code in (("one.svg", 0), ("one.svg", 1), ("one.txt", 1)):  # nothing is overwritten
-        assert CliRunner().invoke(app, ["loss", dense, "--out", str(tmp_path / out)]).exit_code == exit_code
+        drawn = CliRunner().invoke(app, ["loss", dense, "--out", str(tmp_path / out)])
+        assert drawn.exit_code == exit_code and (exit_code == 1 or drawn.output == f"wrote {tmp_path / out}\n")
+    drawn = CliRunner().invoke(app, ["savings", "v3-tiny", "--out", str(tmp_path / "savings.svg")])
+    assert drawn.output == f"wrote {tmp_path / 'savings.svg'}\n"
 
 
 def test_savings_are_those_of_the_counter():

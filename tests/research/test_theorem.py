@@ -50,6 +50,7 @@ def test_the_command(tmp_path):
 
     result = run("--json", tmp_path / "t.json", "--out", tmp_path / "t.svg")
     assert result.exit_code == 0 and "DCT, features shuffled" in result.output and (tmp_path / "t.svg").is_file()
+    assert all(f"wrote {tmp_path / name}\n" in result.output for name in ("t.svg", "t.json"))
     stored = json.loads((tmp_path / "t.json").read_text())
     found = [(check["rho"], check["width"], check["basis"]) for check in stored["checks"]]
     assert found == list(itertools.product((0.5, 0.9), (4, 8), theorem.BASES))
