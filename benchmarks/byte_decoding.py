@@ -27,7 +27,7 @@ from chiar.errors import InputError
 from chiar.model.cache import ChiarCache
 from chiar.model.modeling import ChiarForCausalLM
 from jobs import tensors
-from timing import exit_code, interleave, parser, say, speedup, surroundings, synchronize
+from timing import exit_code, header, interleave, parser, say, speedup, synchronize
 
 
 def dark_bytes(rows: int, first: int, count: int, fraction: float, device: str) -> Tensor:
@@ -120,11 +120,10 @@ def measure(options: argparse.Namespace) -> None:
     layers = len(config.layer_types or [])
     if not config.stacks:
         raise InputError(f"{options.preset} has no dark layers: take v5-tiny, v5-16m, v5-50m or v5-400m.")
-    where = surroundings(options.device)
     routes = (
         "its own routes" if options.own_routes else f"routes forced at f = {options.fraction or config.target_fraction}"
     )
-    say(f"{options.preset} ({', '.join(where.values())}), {options.rows} rows, prompt {options.prompt}, {routes}")
+    say(f"{options.preset} ({header(options.device)}), {options.rows} rows, prompt {options.prompt}, {routes}")
     dense = presets.get(options.preset, layer_types=["attention"] * layers, window=None)
     names, both, peaks = [f"dense, {layers} layers", options.preset], [], []
     for one in (dense, config):
@@ -173,7 +172,7 @@ def beside_blt(options: argparse.Namespace) -> None:
     both = [partial(write, ours.eval()), partial(write, blt.eval(), use_cache=False)]
     peaks = [peak_of(one, options.device) for one in both]
     times = interleave(both, options.device, options.turns, 1)
-    say(f"{options.preset} ({', '.join(surroundings(options.device).values())}), {options.rows} rows")
+    say(f"{options.preset} ({header(options.device)}), {options.rows} rows")
     for name, time, peak in zip((options.preset, "BltForCausalLM, no cache"), times, peaks, strict=True):
         rate = 1e3 * options.rows * options.new / time.median
         held = f", peak {peak / 1e6:.0f} MB with both models on the device" * bool(peak)

@@ -14,7 +14,7 @@ from pathlib import Path
 from chiar.data.tokens import read_text_file
 from chiar.errors import InputError
 from chiar.generation.writer import Row, Sampling, Writer, open_writer
-from timing import elapsed, exit_code, numbers, parser, say, surroundings
+from timing import elapsed, exit_code, header, numbers, parser, say
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -31,7 +31,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace) -> None:
     model, codec, _ = open_writer(options.model, "prefill", False, None, options.device, say)
-    text, where = read_text_file(options.prompt_file), ", ".join(surroundings(options.device).values())
+    text, where = read_text_file(options.prompt_file), header(options.device)
     starts = range(0, len(text) - options.prompt, max(1, (len(text) - options.prompt) // options.prompts))
     prompts = [codec.encode(text[start : start + options.prompt]) for start in starts][: options.prompts]
     say(f"{options.model} ({where}), {len(prompts)} prompts of {options.prompt}, {options.new} tokens behind each\n")

@@ -147,6 +147,12 @@ def surroundings(device: str) -> dict[str, str]:
     }
 
 
+def header(device: str) -> str:
+    """The same in a line, without what there is not."""
+    found = surroundings(device)
+    return ", ".join([found.pop("hardware"), *(f"{name} {value}" for name, value in found.items() if value)])
+
+
 def parser(description: str | None, device: bool = True) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if device:

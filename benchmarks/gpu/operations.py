@@ -23,7 +23,7 @@ from chiar.kernels.packed_attention import prefix_attention
 from chiar.kernels.temporal_filter import temporal_filter
 
 sys.path.append(str(Path(__file__).parents[1]))
-from timing import installed, measure, parser, passed, relative, say, surroundings
+from timing import header, measure, parser, passed, relative, say
 
 HEADS, HEAD, VOCABULARY = 16, 64, 50257
 PEAK = 4800.0  # GB/s of an H200
@@ -279,7 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown or (options.device == "cuda" and not torch.cuda.is_available()):
         say(f"error: there is no {', '.join(unknown) or 'CUDA device'}: parts are {', '.join(PARTS)}.", file=sys.stderr)
         return 2
-    say(f"{surroundings(options.device)['hardware']}, torch {torch.__version__}, Triton {installed('triton')}")
+    say(header(options.device))
     run = Run(options)
     for name in options.parts or PARTS:
         torch.manual_seed(0)

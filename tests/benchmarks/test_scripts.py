@@ -31,6 +31,7 @@ def test_bytes_read_and_written_are_timed_against_the_dense_model(capsys):
         assert byte_decoding.main([*small, "--preset", "v5-tiny", *more]) == 0
         found = capsys.readouterr().out
         assert re.search(r"writing [\d.]+ ×, reading [\d.]+ × .*, cache [\d.]+%", found)
+        assert f"torch {torch.__version__}, " in found and ", , " not in found and ", python 3." in found
         assert ("routes forced at f = 0.2" in found) == (more != ["--own-routes"])
     assert byte_decoding.main([*small, "--preset", "v4-tiny"]) == 2
     for fraction in (0.2, 0.3, 1.0):
