@@ -287,7 +287,7 @@ def test_a_phone_scrolls_in_one_direction(page):
 
 def test_without_a_run_the_demo_is_offered(watched, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    save_model(tmp_path / "runs" / "demo" / "v3" / "best")
+    save_model(tmp_path / "runs" / "demo" / "v5" / "best")
     with serving([]) as server:
         watched.page.goto(server.url)
         watched.page.wait_for_selector("#start:visible")

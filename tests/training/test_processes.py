@@ -114,7 +114,8 @@ def predictive(corpus, tmp_path_factory):
     """Runs of a v5 that begins with large weights: usual ones predict so much alike that rounding decides which
     entropies are above others."""
     place = tmp_path_factory.mktemp("predictive")
-    randomise(ChiarForCausalLM(presets.get("v5-tiny", hidden_size=16))).save_pretrained(place / "model")
+    config = presets.get("v5-tiny", hidden_size=16, router="predictive")
+    randomise(ChiarForCausalLM(config)).save_pretrained(place / "model")
     changes = ("routing=threshold", "router=predictive", f"initial={place / 'model'}")
 
     def go(out, parallel, count, *more):
