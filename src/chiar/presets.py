@@ -35,7 +35,7 @@ V4: dict[str, Any] = {
     "dropout": 0.0,
     "execution": "auto",
 }
-# Bytes, and an inner stack for those whose next one is uncertain: docs/architecture.md says why.
+# Bytes, and an inner stack for those at which the next one becomes uncertain: docs/bytes.md.
 V5: dict[str, Any] = {
     "vocab_size": 257,
     "norm": "rmsnorm",
