@@ -36,18 +36,20 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("v3-tiny", {"router": "random"}),
     ("v3-tiny", {"router": "random", "random_key": "position"}),
     ("v3-tiny", {"router": "static"}),
-    *(("v5-tiny", {"router": router}) for router in ("predictive", "forecast", "learned", "boundary", "space")),
+    *(("v5-tiny", {"router": router}) for router in ("rise", "forecast", "learned", "boundary", "space")),
     ("v5-tiny", {"window": 7, "inner_size": 64, "carry": "smoothed"}),
 ]
 # The largest of 1,200 decided routes lies further from its threshold than rounding.
 DECODING = 1e-4
 ROUTED = {"gate_pool": "causal", "keys": "routed", "norm": "rmsnorm", "norm_position": "pre", "basis": "identity"}
+OWN = ("v5-tiny", {"router": "rise"})  # not forced: what its router remembers decides
 DECODED: list[tuple[str, dict[str, Any]]] = [
     ("baseline-tiny", {}),
     ("v2-tiny", {"max_position_embeddings": 512}),
     ("v3-tiny", {"gate_pool": "causal"}),
     ("v3-tiny", ROUTED),
     ("v5-tiny", {}),
+    OWN,
     ("v5-tiny", {"window": 16, "layer_types": ["attention", "dark", "dark", "attention", "dark", "attention"]}),
 ]
 # In bf16 packed and plain products round at other places: as far as two runs of the definition in other orders.
@@ -128,7 +130,7 @@ def packed(changes: dict[str, Any], compile: bool, training: bool = True) -> tup
 def captured(name: str, changes: dict[str, Any], compile: bool) -> float:
     """Largest difference of 200 tokens fed one by one, captured (and compiled), from the whole pass, over the largest
     logit. Stores grow twice. A step that is ready to be replayed must not wait for the device, unless to learn
-    whether a dark stack is needed: there routes are forced, and every third step is light in all rows."""
+    whether a dark stack is needed: there routes are forced (but OWN's), and every third step is light in all rows."""
     torch.manual_seed(0)
     model = ChiarForCausalLM(presets.get(name, dropout=0.0, **changes)).eval().cuda()
     for parameter in model.parameters():
@@ -138,7 +140,8 @@ def captured(name: str, changes: dict[str, Any], compile: bool) -> float:
     mask[1, :17], mask[2, :30] = 0, 0
     logits, stacks = [], model.config.stacks
     routes = {
-        i: torch.randint(0, 2, ids.shape, device="cuda") * (torch.arange(240, device="cuda") % 3 > 0) for i in stacks
+        i: torch.randint(0, 2, ids.shape, device="cuda") * (torch.arange(240, device="cuda") % 3 > 0)
+        for i in (() if (name, changes) == OWN else stacks)
     }
     with torch.no_grad():
         expected = model(ids, mask, forced_routes=routes).logits[:, 40:]

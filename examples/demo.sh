@@ -55,7 +55,7 @@ cat <<WORDS
 
 How to read this: both had the same text, width, learning rate, about the same FLOPs and $steps steps of
 $((batch * length)) bytes, one seed. So early plain layers are ahead: layers that see one byte in five learn from one byte in
-five. In larger models on Wikipedia it turns after 20 million bytes, and after 140 million v5 is 0.05
+five. In larger models on Wikipedia it turns after 20 to 50 million bytes, and after 140 million v5 is 0.05
 bits/byte ahead of plain layers of equal FLOPs, and 0.10 ahead of itself with bytes chosen at random (docs/bytes.md).
 What a minute does show is where a model is uncertain: below, the bytes that pass the stack stand where words
 begin. Nobody told it what a word is.

@@ -75,7 +75,7 @@ CHOOSERS = {
 
 
 def choosers() -> "Figure":
-    """Loss against FLOPs of the byte study, every run a mark; plain layers of seed 0 joined by a line."""
+    """Loss against FLOPs of the byte study, a mark for every run of a 2-12-2 stack; plain layers of seed 0 joined."""
     with (RESULTS / "bytes" / "results.json").open(encoding="utf-8") as file:
         runs = json.load(file)["runs"]
     found: dict[str, list[tuple[float, float]]] = {}

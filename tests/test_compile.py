@@ -94,7 +94,7 @@ def packed(monkeypatch):
     monkeypatch.setattr(dark, "has_flash", lambda x: True)
 
 
-@pytest.mark.parametrize("router", ["predictive", "learned", "boundary", "space"])
+@pytest.mark.parametrize("router", ["rise", "learned", "boundary", "space"])
 def test_one_graph_of_a_dark_stack_serves_all_training_steps(router, packed, compiled_once):
     torch.manual_seed(0)
     model = ChiarForCausalLM(stack_config(router=router)).train()

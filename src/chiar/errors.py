@@ -64,7 +64,7 @@ def unknown_name(kind: str, received: object, allowed: Iterable[str], more: str 
     near, many = get_close_matches(str(received), names, n=1, cutoff=0.8), len(names) > MANY
     nearest = near or get_close_matches(str(received), names, n=4 if many else 1, cutoff=0.5 if many else 0.4)
     hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
-    listed = "" if many else f" Allowed: {', '.join(names)}."
+    listed = "" if many and (nearest or more) else f" Allowed: {', '.join(names)}."
     return InputError(f"unknown {kind} {received!r}.{hint}{listed}{more and ' ' + more}")
 
 

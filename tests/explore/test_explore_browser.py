@@ -246,7 +246,7 @@ def test_the_keyboard_reaches_everything(page):
     assert cell.count() == 1
     cell.focus()
     tip = page.locator(".tip")
-    assert tip.is_visible() and "H 0." in tip.inner_text() and "threshold" in tip.inner_text()
+    assert tip.is_visible() and "entropy 0." in tip.inner_text() and "threshold" in tip.inner_text()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
     place = page.evaluate("[document.activeElement.dataset.token, document.activeElement.dataset.layer]")

@@ -93,6 +93,17 @@ def test_a_random_router_takes_a_share_and_what_has_no_cut_says_so(lively):
         refused(re.escape(why_not(model.config)), run, model, Steering("share", 0.5))
 
 
+@pytest.mark.parametrize("router", ["rise", "predictive"])
+def test_a_share_of_a_prompt_cuts_what_is_written_behind_it(lively, router):
+    """The router remembers the prompt, and looking for the cut leaves that alone."""
+    model, steering = lively({**STACKS, "router": router}), Steering("share", 0.3)
+    with steered(model.model, steering), torch.no_grad():
+        first = model(IDS[:, :6], use_cache=True)
+        steps = [model(IDS[:, t : t + 1], past_key_values=first.past_key_values).logits for t in range(6, 10)]
+    model.model.set_thresholds([steering.cuts[layer] for layer in model.config.routed_layers])
+    torch.testing.assert_close(torch.cat([first.logits, *steps], 1), run(model).logits[:, :10])
+
+
 def test_cuts_found_on_a_text_stay_and_an_error_inside_leaves_the_routers(lively):
     model, steering = lively({"thresholds": 0.8}), Steering("share", 0.5)
     run(model, steering)

@@ -105,7 +105,7 @@ def test_a_dark_stack_shows_how_uncertain_each_byte_was(tmp_path, monkeypatch):
     dark = (layer.entropy_BT[0] > layer.thresholds[0]).tolist()
     routing = model(out[None], output_routing=True).routing
     routing.layers[1].thresholds, routing.layers[1].entropy_BT[0, :3] = [0.0], torch.tensor([-0.5, -0.25, 0.5])
-    assert shades(routing)[:3] == [0.25, 0.375, 0.75], "a rise goes from −1 to 1, here with τ = 0"
+    assert shades(routing)[:3] == [0.0, 0.0, 0.75], "what falls is as light as can be"
     assert [mark in SHADES[2:] for mark in shown[: 2 * len(PROMPT) : 2]] == dark[: len(PROMPT)]
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")

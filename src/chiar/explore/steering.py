@@ -64,7 +64,7 @@ def move_cut(stack: ExitStack, steering: Steering, layer: int, router: Any, give
         unkept = replace(context, memory=None)  # what it remembers, it writes in its own pass
         scores = router.scores(x_BTD, entropy_BT, unkept)
         score_BT = scores if scores.ndim == 2 else lead(scores)
-        steering.cuts[layer] = cut_at(score_BT, steering.value, (-1.0, 1.0) if by_entropy else FAR)
+        steering.cuts[layer] = cut_at(score_BT, steering.value, (-2.0, 2.0) if by_entropy else FAR)
     cut = own[-1] + steering.value if shifts else steering.cuts[layer]
     if router.follows:  # in its place, where a trace reads it
         stack.callback(context.threshold.copy_, context.threshold.clone())

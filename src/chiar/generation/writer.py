@@ -363,8 +363,7 @@ def shades(trace: RoutingTrace) -> list[float]:
     if layer is None or layer.entropy_BT is None or layer.entropy_name == "spectral entropy":
         return darkness(trace)
     cut = layer.thresholds[0] if layer.thresholds else None
-    low = -1.0 if layer.entropy_name.startswith("rise") else 0.0
-    return [uncertainty(score, cut, low) for score in layer.entropy_BT[0].tolist()]
+    return [uncertainty(score, cut) for score in layer.entropy_BT[0].tolist()]
 
 
 def open_writer(

@@ -1,7 +1,7 @@
 """Dark layers: an inner stack that only dark tokens pass, what chooses them before it, and what it tells the others.
 
-    H_t = entropy(softmax(U · norm(x_t))) / log V, in [0, 1]        or another router's score
-    dark_t = H_t > τ
+    H_t = entropy(softmax(U · norm(x_t))) / log V, in [0, 1]
+    dark_t = H_t − H_{t−1} > τ                                      or another router's score
     z = layers(x[dark]);   δ = z − x[dark]                          among themselves, at their true positions
     x_t += dark_t · δ_t + W · δ_last(t)                             last(t): the latest dark token at or before t
 
@@ -46,7 +46,7 @@ class Decision:
     """Which tokens pass a stack."""
 
     route: Route
-    entropy_BT: Maybe  # H that was cut, where the router reads one
+    entropy_BT: Maybe  # H, where the router reads one
     seen_BTD: Tensor  # what the early head and the router read
     dark_BT: Tensor  # real ones, as they were chosen
 

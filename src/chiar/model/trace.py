@@ -26,7 +26,7 @@ class LayerTrace:
     operators: list[str]
     choice_BT: Tensor  # index into `operators`
     weights_BTK: Tensor  # what each operator's output was multiplied by (one-hot unless routing is soft)
-    entropy_BT: Tensor | None = None  # H of the layer's input
+    entropy_BT: Tensor | None = None  # H of the layer's input; before a dark stack what its router cuts
     probabilities_BTK: Tensor | None = None  # the learned router's softmax
     gate_BT: Tensor | None = None  # the MetaRouter's g (layer 1 only)
     thresholds: list[float] | None = None

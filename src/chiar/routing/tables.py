@@ -167,7 +167,7 @@ def routing_views(routed: RoutedText, colour: bool = True) -> list[Any]:
             layer = trace.layers[layers[0]]
             chosen = [marks[layer.operators[choice]] for choice in layer.choice_BT[0, part].tolist()]
             views.append(Text.assemble(f"layer {layer_numbers(layers):<6} ", *chosen))
-    table = Table("layer", "kind", "f", "H", "τ", "g", box=None)
+    table = Table("layer", "kind", "f", "entropy", "τ", "g", box=None)
     mixed = len({layer.entropy_name for layer in trace.layers}) > 1
     for layers in trace.parts:
         layer = trace.layers[layers[0]]

@@ -71,7 +71,7 @@ const ChiarMarks = (() => {
     share <= 0.5 ? mix(...RAMPS.light, 1 - 2 * share) : mix(...RAMPS.attention, 2 * share - 1);
   const share = (view) => routed(view).length ? mean(routed(view).map((layer) => layer.use.attention)) : null;
 
-  // H − τ, from the nearest of several thresholds.
+  // Score less τ, from the nearest of several thresholds.
   function gap(layer, t) {
     if (!layer.thresholds || !layer.entropy) return null;
     const gaps = layer.thresholds.map((threshold) => layer.entropy[t] - threshold);
@@ -96,10 +96,10 @@ const ChiarMarks = (() => {
   function facts(view, layer, t) {
     const token = view.tokens[t], operator = layer.operators[layer.choice[t]], lines = [];
     lines.push(`Layer ${layer.number}${chooses(layer) ? "" : " (not routed)"}: ${operator}`);
-    if (layer.entropy) lines.push(`H ${layer.entropy[t].toFixed(4)}, ${layer.entropy_name}`);
+    if (layer.entropy) lines.push(`${layer.entropy_name} ${layer.entropy[t].toFixed(4)}`);
     if (layer.thresholds) {
       const cuts = layer.thresholds.map((value) => value.toFixed(4)).join(", ");
-      lines.push(`threshold ${cuts} (H − τ ${signed(gap(layer, t), 4)})`);
+      lines.push(`threshold ${cuts} (${signed(gap(layer, t), 4)} from it)`);
     }
     if (layer.probability) lines.push(`p of attention ${layer.probability[t].toFixed(3)}`);
     if (layer.gate) lines.push(`gate ${layer.gate[t].toFixed(3)}`);
@@ -115,8 +115,8 @@ const ChiarMarks = (() => {
   function tokenFacts(view, t) {
     const token = view.tokens[t], lines = [];
     for (const layer of routed(view)) {
-      const H = layer.entropy ? `, H ${layer.entropy[t].toFixed(3)}` : "";
-      lines.push(`Layer ${layer.number}: ${layer.operators[layer.choice[t]]}${H}`);
+      const score = layer.entropy ? `, ${layer.entropy_name} ${layer.entropy[t].toFixed(3)}` : "";
+      lines.push(`Layer ${layer.number}: ${layer.operators[layer.choice[t]]}${score}`);
     }
     if (!lines.length) lines.push("attention in every layer");
     if (token.nats !== null) lines.push(`loss ${token.nats.toFixed(2)} nats`);

@@ -281,7 +281,7 @@ const ChiarView = (() => {
         swatch.style.backgroundColor = css(mix(...ramp(name), 0.7));
         nodes.push(swatch, make("span", { class: "name", text: nameOf(name) }));
       }
-      if (view.layers.some((layer) => layer.thresholds)) nodes.push("stronger: H farther from its threshold");
+      if (view.layers.some((layer) => layer.thresholds)) nodes.push("stronger: farther from its threshold");
       else if (view.layers.some((layer) => layer.probability)) nodes.push("stronger: the router is surer");
       this.cellLegend.replaceChildren(...nodes);
     }
@@ -289,9 +289,9 @@ const ChiarView = (() => {
     drawTable() {
       const { view } = this;
       const gated = view.layers.some((layer) => layer.gate), cut = view.layers.some((layer) => layer.thresholds);
-      const head = ["Layer", "Kind", "Light to dark", "dark", "mean H"];
+      const head = ["Layer", "Kind", "Light to dark", "dark", "mean score"];
       head.push(...(cut ? ["τ"] : []), ...(gated ? ["gate"] : []));
-      const numeric = new Set(["dark", "mean H", "τ", "gate"]);
+      const numeric = new Set(["dark", "mean score", "τ", "gate"]);
       const rows = view.layers.map((layer) => {
         const bar = make("div", { class: "bar", role: "img", "aria-label":
           Object.entries(layer.use).map(([name, value]) => `${name} ${percent(value)}`).join(", ") });
@@ -318,7 +318,7 @@ const ChiarView = (() => {
       if (!histogram) return this.histograms.replaceChildren();
       const noise = histogram.null ?? [], name = histogram.name[0].toUpperCase() + histogram.name.slice(1);
       const of = stackOf(view) ? "before the dark stack" : "of each layer's input";
-      this.histogramTitle.textContent = `${name} H ${of} (blue)${histogram.null ? " against white noise (grey)" : ""}`;
+      this.histogramTitle.textContent = `${name} ${of} (blue)${histogram.null ? " against white noise (grey)" : ""}`;
       const WIDE = 220, HIGH = 84, BASE = 70;
       const x = (value) => 4 + (value - histogram.low) / (histogram.high - histogram.low) * (WIDE - 8);
       this.histograms.replaceChildren(...histogram.layers.map(({ layer: index, density }) => {
@@ -331,7 +331,7 @@ const ChiarView = (() => {
         const H = layer.entropy, away = (mean(H) - histogram.null_mean) / histogram.null_deviation;
         const beside = histogram.null ? `, white noise ${histogram.null_mean.toFixed(4)}` : "";
         const svg = draw("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label":
-          `Layer ${number}: mean H ${mean(H).toFixed(4)}${beside}` });
+          `Layer ${number}: mean ${mean(H).toFixed(4)}${beside}` });
         if (histogram.null) {
           svg.append(draw("path", { class: "null", d: `M4 ${BASE}${steps(noise)}L${WIDE - 4} ${BASE}Z` }));
         }
@@ -363,7 +363,7 @@ const ChiarView = (() => {
   // One panel or two of one text, and the choice of what the colours of their tokens say; null where there is none.
   function colouring(panels, models) {
     const [first, second] = panels, words = { route: "route" };
-    if (models.some((about) => about.kinds.includes("dark"))) Object.assign(words, { entropy: "entropy H" });
+    if (models.some((about) => about.kinds.includes("dark"))) Object.assign(words, { entropy: "entropy" });
     if (second) {
       Object.assign(first, { rival: second });
       Object.assign(second, { rival: first });
