@@ -239,7 +239,7 @@ def kernels(name: str, step: Callable[[], object], device: str) -> None:
     spent = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
     rows = sorted(seen.key_averages(), key=lambda row: -getattr(row, spent))
     say(f"{name}: {sum(getattr(row, spent) for row in rows) / 1e3:.2f} ms in all kernels of a step")
-    for row in rows[:20]:
+    for row in rows[:40]:
         say(f"  {getattr(row, spent) / 1e3:8.3f} ms, {row.count} × {row.key[:90]}")
 
 

@@ -36,6 +36,11 @@ def test_outside_a_checkout_there_are_no_names(name, tmp_path, monkeypatch):
     assert code == 2 and "there is no ./research/studies here: go to a checkout of the project" in said
 
 
+def test_a_variant_like_none_gets_the_list_however_long():
+    code, said = run("study", "show", "bytes", "--only", "wibble")
+    assert code == 2 and "unknown variant 'wibble'" in said and "Allowed: dense-6" in said
+
+
 @pytest.mark.parametrize("name", ["routers40m_even", "routers40m_long"])
 def test_v4_is_what_was_studied(name):
     studied = declared(find(name))["deep-eighth"].model_config().to_dict()
