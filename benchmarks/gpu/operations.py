@@ -1,6 +1,6 @@
 """Each fast operation on a GPU: is it right, and how fast is it?
 
-    python benchmarks/gpu/operations.py [attention decode loss filter] [--repeats 20]
+    python benchmarks/gpu/operations.py [attention texts decode loss filter] [--repeats 20]
 
 Without names all of them. Every comparison comes before a timing; needs no test framework; exits with 1 if one fails.
 On a CPU (`--device cpu --small`) the plain implementations run, on small shapes.
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from chiar.kernels.decode_attention import decode_attention
+from chiar.kernels.flash import text_attention
 from chiar.kernels.linear_cross_entropy import linear_cross_entropy
 from chiar.kernels.packed_attention import prefix_attention
 from chiar.kernels.temporal_filter import temporal_filter
@@ -266,7 +267,24 @@ def filter_along_time(run: Run) -> None:
             run.time(f"D {width}, {form}, with gradients", step, 5 * x.nbytes, "TB/s")
 
 
-PARTS = {"attention": attention, "decode": decode, "loss": loss, "filter": filter_along_time}
+def texts(run: Run) -> None:
+    """Many short texts one behind the other, as a dark stack sees them."""
+    for rows, mean in ((3, 20),) if run.small else ((64, 410), (16, 1640)):
+        lengths = (mean * (1 + 0.12 * torch.randn(rows))).long().clamp_min(1).tolist()
+        example = Packed(run, lengths, 1.0, "all", HEADS, HEAD, torch.bfloat16)
+
+        def layers(*qkv: Tensor, example: Packed = example) -> Tensor:
+            heads_first = (x.transpose(0, 1) for x in qkv)
+            return text_attention(*heads_first, example.layout[0], example.layout[-1]).transpose(0, 1)
+
+        found, expected = (with_gradients(way, example.inputs, example.grad) for way in (layers, example.attend))
+        # Two roundings of the weights and of the output, four of gradients.
+        run.check(f"{rows} texts of {mean}", found, expected, 4 * torch.finfo(torch.bfloat16).eps)
+        for name, way in {"as the layers run it": layers, "packed kernel": example.attend}.items():
+            both(run, f"{rows} texts of {mean}, {name}", way, example.inputs, example.grad, example.flops)
+
+
+PARTS = {"attention": attention, "texts": texts, "decode": decode, "loss": loss, "filter": filter_along_time}
 
 
 def main(arguments: list[str] | None = None) -> int:

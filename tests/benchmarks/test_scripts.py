@@ -60,7 +60,7 @@ def test_drafts_are_timed_against_plain_writing(capsys, tmp_path):
     assert speculation.main(["v4-tiny", "--prompt-file", str(tmp_path / "text.txt"), *small]) == 2
 
 
-@pytest.mark.parametrize("part", ["decode", "loss", "filter"])
+@pytest.mark.parametrize("part", ["texts", "decode", "loss", "filter"])
 def test_kernels_are_compared_and_timed(part, capsys):
     script = runpy.run_path(str(BENCHMARKS / "gpu" / "operations.py"))
     assert script["main"]([part, "--device", "cpu", "--small", "--repeats", "1"]) == 0
