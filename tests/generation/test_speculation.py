@@ -9,6 +9,7 @@ import torch
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
 from chiar.generation.writer import Row, Sampling, Writer, confirmed
+from chiar.model import speculation
 from helpers import dark_model, routed_model, token_ids
 
 CODEC = TextCodec(None, None)
@@ -19,6 +20,12 @@ STACKS = {
     "smoothed": {"carry": "smoothed"},
     "wider, no carry": {"carry": "none", "inner_size": 32},
 }
+
+
+@pytest.fixture(autouse=True)
+def unsure(monkeypatch):
+    """Drafts of whatever the early head says, so that many are wrong."""
+    monkeypatch.setattr(speculation, "SURE", 0.0)
 
 
 def agreeing(noise, threshold, **changes):
@@ -102,10 +109,12 @@ class Scripted(Row):
         return bool(self.decide(torch.tensor([1 - probability, probability])))
 
 
+@pytest.mark.parametrize("sure", [0.0, 0.38])
 @pytest.mark.parametrize("sampling", [{"temperature": 1.3}, {"top_k": 2}], ids=["temperature", "top-k"])
 @pytest.mark.parametrize("end", [None, 2])
-def test_all_texts_have_the_probability_the_model_gives_them(sampling, end, monkeypatch):
+def test_all_texts_have_the_probability_the_model_gives_them(sampling, end, sure, monkeypatch):
     """Every draw that can happen is followed, and the probabilities of what leads to a text add up."""
+    monkeypatch.setattr(speculation, "SURE", sure)
     model, ids, new = agreeing(1.0, 0.7, vocab_size=3, eos_token_id=end), [2, 0, 1], 4
     sampling = Sampling(new, **sampling)
     found, script, drafted = {}, [], 0
@@ -128,6 +137,17 @@ def test_all_texts_have_the_probability_the_model_gives_them(sampling, end, monk
             logits_TV = model(torch.tensor([[*ids, *text]])).logits[0, len(ids) - 1 : -1].float()
         expected = math.prod(float(row.probabilities(x_V)[t]) for x_V, t in zip(logits_TV, text, strict=True))
         assert math.isclose(found.get(text, 0.0), expected, abs_tol=1e-5)  # probabilities are fp32
+
+
+def test_only_what_is_likelier_than_not_is_drafted(monkeypatch):
+    model, ids, counts = agreeing(0.3, 0.9), token_ids(1, 12)[0].tolist(), []
+    with torch.no_grad():
+        model.model.dark_stacks[0].early.weight *= 3
+    for sure in (0.0, 0.5, 1.0):
+        monkeypatch.setattr(speculation, "SURE", sure)
+        row, writer = write(model, ids, Sampling(60), 4)
+        counts.append((writer.drafted, [token.id for token in row.tokens]))
+    assert counts[0][0] > counts[1][0] > counts[2][0] == 0 and counts[0][1] == counts[1][1] == counts[2][1]
 
 
 def test_models_without_an_early_head_of_one_stack_are_refused():

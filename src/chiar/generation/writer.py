@@ -299,7 +299,7 @@ class Writer:
                 self.choose([row], self.read() if logits_BV is None else logits_BV)
 
     def speculate(self, row: Row) -> None:
-        """At least one more token: the early head drafts behind light tokens, and one pass of the rest confirms."""
+        """At least one more token: the early head drafts what it is sure of, and one pass of the rest confirms."""
         if self.split is None or self.split.cache is not self.cache:
             assert self.cache is not None
             self.split = SplitModel(self.model, self.cache, row.stored, self.speculates)
@@ -307,7 +307,7 @@ class Writer:
         most = min(self.speculates, row.sampling.max_new_tokens - len(row.tokens) - 1)
         with self.around():
             halves = [split.read_early(row.tokens[-1].id, 0)]
-            while not halves[-1].is_dark and len(drafts) < most:
+            while halves[-1].drafts and len(drafts) < most:
                 q_V = row.probabilities(halves[-1].early_V)
                 token = row.draw(q_V) if row.warpers else int(q_V.argmax())
                 drafts.append((token, q_V))

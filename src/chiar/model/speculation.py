@@ -1,5 +1,5 @@
 """A model with a dark stack as two halves: what stands before the stack, with its early head, drafts the tokens that it
-is certain of; the rest reads all drafted tokens at once and says what would have been written.
+is sure of; the rest reads all drafted tokens at once and says what would have been written.
 
 Drafted tokens are behind light ones, so none but the last token read may need the inner layers."""
 
@@ -18,6 +18,8 @@ from chiar.layers.routers import Route, one_hot
 from chiar.model.cache import ChiarCache
 from chiar.model.inputs import make_context
 
+SURE = 0.5  # a draft must be likelier than all other tokens together
+
 
 @dataclass
 class Half:
@@ -28,6 +30,10 @@ class Half:
     decided: Decision
     is_dark: bool
     early_V: Tensor  # logits of the next token
+
+    @property
+    def drafts(self) -> bool:
+        return not self.is_dark and float(self.early_V.float().softmax(-1).max()) > SURE
 
 
 def check_can_draft(config: ChiarConfig) -> None:
