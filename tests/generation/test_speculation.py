@@ -67,7 +67,7 @@ def test_greedy_texts_are_those_of_plain_decoding(design):
             for found, expected in zip(row.tokens, plain.tokens, strict=True):
                 assert math.isclose(found.logprob, expected.logprob, abs_tol=1e-5)  # scores are fp32
             drafted, kept = drafted + writer.drafted, kept + writer.kept
-    assert 15 < kept < drafted - 30  # behind light tokens the next one may be uncertain as well, under `rise`
+    assert 10 < kept < drafted - 30  # behind light tokens the next one may be uncertain as well, under `rise`
 
 
 def test_what_is_confirmed_is_drawn_from_p():

@@ -22,7 +22,11 @@ RULES |= {"rise": "rise of the predictive entropy H, cut at τ"}
 RULES |= {"predictive": "predictive entropy H, cut at τ", "forecast": "forecast of the final entropy, cut at τ"}
 RULES |= {"spectral": RULES["entropy"], "boundary": "neighbours that differ: cosine below 0"}
 RULES |= {"space": "the first space behind a word", "stride": "every so many tokens, f = {target_fraction}"}
-CUTS = {("entropy", 2): ("H ≤ τ", "H > τ"), ("entropy", 3): ("H ≤ τ_low", "τ_low < H ≤ τ_high", "H > τ_high")}
+CUTS: dict[tuple[str, int], tuple[str, ...]] = {
+    ("entropy", 2): ("H ≤ τ", "H > τ"),
+    ("entropy", 3): ("H ≤ τ_low", "τ_low < H ≤ τ_high", "H > τ_high"),
+    ("rise", 2): ("rise ≤ τ", "rise > τ"),
+}
 
 
 @style()
@@ -129,8 +133,8 @@ def around_stack(config: "ChiarConfig", names: list[str], rows: list[list[Box]])
     """What stands before and behind the layers of a dark stack."""
     kind, light, dark = config.router_kind, operator_colour("carry"), operator_colour("attention")
     rule = RULES.get(config.router or "", "a router of your own").format(**config.to_dict())
-    score = "rise" if config.router == "rise" else "H"
-    below, above = (f"{score} ≤ τ", f"{score} > τ") if kind.score else ("pass by", "")
+    cuts = CUTS.get((config.router or "", 2), CUTS["entropy", 2])
+    below, above = cuts if kind.score else ("pass by", "")
     if kind.can_follow or kind.has_gradient:
         above += f"{', ' if above else ''}f = {', '.join(f'{f:g}' for f in config.layer_fractions() or [])}"
     width = f" to width {config.inner_size}" if config.inner_size else ""
