@@ -119,8 +119,7 @@ def add(name: str, kind: type[Part] | type[SpaceOrEntropy], before: float, room:
 
 
 add("half_rise", Part, 0.5)
-add("dial", Dial, 0.0, room=MOST / 0.2)
-add("rise_dial", Dial, 1.0, room=MOST / 0.2)
+add("dial", Dial, 1.0, room=MOST / 0.2)
 add("rise_or_gap", OrGap, 1.0, room=1.5)
 add("pooled_predictive", Part, 0.0)
 add("pooled_rise", Part, 1.0)

@@ -16,7 +16,7 @@ from small_corpora import measured_corpus, save, tiny_model
 pytestmark = pytest.mark.usefixtures("leads")
 
 
-@pytest.mark.parametrize("router", ["half_rise", "dial", "rise_dial", "space_or_entropy"])
+@pytest.mark.parametrize("router", ["half_rise", "dial", "space_or_entropy"])
 def test_routers_on_trial_are_causal_and_agree_with_their_cache(router):
     check_router(router, layer_types=["attention", "dark", "attention"])
 
