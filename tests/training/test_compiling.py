@@ -80,6 +80,23 @@ def test_layers_are_compiled_one_by_one_and_alike_ones_once(config, go, tmp_path
     assert layers["loss"] == pytest.approx(plain["loss"], abs=1e-5)
 
 
+def test_a_stack_on_a_cpu_runs_for_dark_tokens_alone_also_compiled(config, go, compile_with):
+    """The host counts them, which it cannot inside one graph of the whole model."""
+    places = []
+
+    def backend(graph, inputs):
+        def run(*values):
+            places.extend(x.shape[1] for x in values if isinstance(x, torch.Tensor) and x.ndim == 3 and x.shape[0] == 2)
+            return graph(*values)
+
+        return run
+
+    compile_with(backend)
+    stack = {"layer_types": ["attention", "dark", "attention"], "router": "stride", "target_fraction": 0.25}
+    assert go("dark", config("v5-tiny", **stack), steps=1, compile=True)["compiled"]
+    assert set(places) == {16, 4}, "rows of 16 bytes, every fourth of them dark"
+
+
 def test_what_would_be_compiled_wrongly_is_not_compiled():
     why = miscompiled(presets.get("v1-tiny"), torch.device("cpu"), "bf16")
     forward = Forward(broken(ValueError()), compile=True, obstacle=why)

@@ -21,6 +21,9 @@ def temporal_filter(x_BTD: Tensor, taps_WD: Tensor, implementation: str = "auto"
 
         return filter_forward(x_BTD, taps_WD)
     with torch.autocast(x_BTD.device.type, enabled=False):
-        line_BDS = F.pad(x_BTD.mT.to(taps_WD.dtype), (len(taps_WD) - 1, 0))
-        y_BDT = F.conv1d(line_BDS, taps_WD.flip(0).T[:, None], groups=x_BTD.shape[2])
-    return y_BDT.mT.to(x_BTD.dtype)
+        window, T = len(taps_WD), x_BTD.shape[1]
+        line_BSD = F.pad(x_BTD.to(taps_WD.dtype), (0, 0, window - 1, 0))
+        y_BTD = line_BSD[:, window - 1 :] * taps_WD[0]
+        for j in range(1, window):  # as a grouped convolution a compiled v5-16m trains at 0.7 of the speed on a CPU
+            y_BTD = torch.addcmul(y_BTD, line_BSD.narrow(1, window - 1 - j, T), taps_WD[j])
+    return y_BTD.to(x_BTD.dtype)

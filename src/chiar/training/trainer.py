@@ -82,9 +82,10 @@ class Trainer:
         self.first_bad_step = torch.full((), -1, device=processes.device)
         self.parallel = self.model if self.sharded else replicate(self.model, processes)
         decoder = self.model.language.model
-        parts: list[nn.Module] = list(decoder.layers) if self.sharded or settings.compile_layers else []
-        # On a CPU a stack has as many places as the pass needs, so other shapes every time.
-        parts += decoder.dark_stacks if parts and processes.device.type == "cuda" else []
+        # On a CPU a stack has as many places as a pass needs; compiled as a whole, its layers would run for all tokens.
+        packs = bool(decoder.dark_stacks) and processes.device.type == "cpu"
+        parts: list[nn.Module] = list(decoder.layers) if self.sharded or settings.compile_layers or packs else []
+        parts += decoder.dark_stacks if parts and not packs else []
         obstacle = miscompiled(config, processes.device, settings.precision)
         self.forward = Forward(self.parallel, settings.compile, parts, self.sharded, obstacle)
         alone = processes.count == 1 and not self.sharded and processes.device.type == "cuda"
