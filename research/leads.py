@@ -10,7 +10,7 @@ from chiar.config import ChiarConfig
 from chiar.errors import require
 from chiar.kernels.carry import last_marked
 from chiar.layers.context import Maybe, Memory, TokenContext, stored_in
-from chiar.layers.dark import Carry, DarkStack, Everywhere, Layout, StackOutput
+from chiar.layers.dark import Carry, DarkStack, DenseLayout, Layout, StackOutput
 from chiar.layers.routers import EntropyRouter, Route
 from chiar.layers.stack_routers import SpaceRouter
 from chiar.model import decoder
@@ -86,21 +86,21 @@ class PooledStack(DarkStack):
         require(self.pool is None or memory is None, "a pooled stack is on trial, and has no cache: use_cache=False.")
         return super().forward(x_BTD, context, memory, *rest)
 
-    def entered(self, laid: Layout, x_BTD: Tensor) -> Tensor:
+    def stack_input(self, layout: Layout, x_BTD: Tensor) -> Tensor:
         if self.pool is None:
-            return super().entered(laid, x_BTD)
+            return super().stack_input(layout, x_BTD)
         (B, T, _), dtype = x_BTD.shape, stored_in(x_BTD.dtype)
         place_BT1 = torch.arange(1, T + 1, device=x_BTD.device, dtype=dtype).expand(B, T)[..., None]
-        sums, counts = (self.since_last(laid, up_to) for up_to in (x_BTD.to(dtype).cumsum(1), place_BT1))
+        sums, counts = (self.since_last(layout, up_to) for up_to in (x_BTD.to(dtype).cumsum(1), place_BT1))
         mean = sums / counts.clamp_min(1)
-        z_in = laid.taken(x_BTD) + laid.clean(self.pool(mean.to(x_BTD.dtype)))
+        z_in = layout.gather(x_BTD) + layout.mask(self.pool(mean.to(x_BTD.dtype)))
         return z_in if self.widen is None else self.widen(z_in)
 
-    def since_last(self, laid: Layout, up_to_BTC: Tensor) -> Tensor:
+    def since_last(self, layout: Layout, up_to_BTC: Tensor) -> Tensor:
         """Of sums from the first token on, those from behind the last dark token on."""
-        now = laid.taken(up_to_BTC)
-        if isinstance(laid, Everywhere):
-            return now - F.pad(last_marked(up_to_BTC, laid.dark_BT), (0, 0, 1, 0))[:, :-1]
+        now = layout.gather(up_to_BTC)
+        if isinstance(layout, DenseLayout):
+            return now - F.pad(last_marked(up_to_BTC, layout.dark_BT), (0, 0, 1, 0))[:, :-1]
         return now - F.pad(now, (0, 0, 1, 0))[:, :-1]  # behind each row lies a gap that holds zeros
 
 

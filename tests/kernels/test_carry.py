@@ -1,11 +1,11 @@
-"""What a sequence said last, and the running mean of it, against loops over tokens."""
+"""Values carried forward, and the running mean, against loops over tokens."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chiar.kernels.carry import last_marked, smoothed, spread
+from chiar.kernels.carry import carry_packed, last_marked, smoothed
 
 DOUBLE = torch.float64
 marks = st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=3)
@@ -17,7 +17,7 @@ def drawn(*shape, seed=0):
 
 @settings(max_examples=30, deadline=None)
 @given(marks, st.booleans())
-def test_the_last_marked_one(marked, has_past):
+def test_the_last_marked_value(marked, has_past):
     marked_BT = torch.tensor(marked)
     values, before = drawn(*marked_BT.shape, 3), drawn(len(marked), 1, 3, seed=1) if has_past else None
     found = last_marked(values, marked_BT, before)
@@ -29,8 +29,8 @@ def test_the_last_marked_one(marked, has_past):
 
 
 def packed(marked_BT, gap, room):
-    """What `spread` reads: marked tokens one behind the other, with a gap behind each row and room behind the last."""
-    token, used, last, said = [], [], [], []
+    """Inputs of `carry_packed`: marked tokens concatenated, with a gap after each row and room after the last."""
+    token, used, last, has_value = [], [], [], []
     for row, line in enumerate(marked_BT.tolist()):
         now = None
         for t, mark in enumerate(line):
@@ -38,24 +38,24 @@ def packed(marked_BT, gap, room):
                 now = len(token)
                 token.append(row * len(line) + t)
                 used.append(True)
-            said.append(now is not None)
+            has_value.append(now is not None)
             last.append(now or 0)
         token += [0] * gap
         used += [False] * gap
     token, used = token + [0] * room, used + [False] * room
-    return torch.tensor(token), torch.tensor(used), torch.tensor(said), torch.tensor(last)
+    return torch.tensor(token), torch.tensor(used), torch.tensor(has_value), torch.tensor(last)
 
 
 @settings(max_examples=30, deadline=None)
 @given(marks, st.integers(0, 2), st.integers(1, 3))
-def test_spreading_packed_values(marked, gap, room):
+def test_packed_values_are_carried_forward(marked, gap, room):
     """It is the definition of unpacked values, and so is its gradient, where places that hold no token get none."""
     marked_BT = torch.tensor(marked)
-    token_P, used_P, said_N, last_N = packed(marked_BT, gap, room)
+    token_P, used_P, has_value_N, last_N = packed(marked_BT, gap, room)
     values = drawn(len(token_P), 3).requires_grad_()
     everywhere = torch.zeros(marked_BT.numel(), 3, dtype=DOUBLE).index_put((token_P[used_P],), values[used_P])
     expected = last_marked(everywhere.view(*marked_BT.shape, 3), marked_BT).flatten(0, 1)
-    found = spread(values, token_P, used_P, said_N, last_N)
+    found = carry_packed(values, token_P, used_P, has_value_N, last_N)
     assert torch.equal(found, expected)
     weights = drawn(*found.shape, seed=2)
     # Neighbours are summed in another order.
@@ -67,8 +67,8 @@ def test_gradients_are_those_of_finite_differences():
     marked_BT = torch.tensor([[0, 1, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0, 0]]).bool()
     places = packed(marked_BT, 1, 2)
     values = drawn(len(places[0]), 2).requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: spread(v, *places), (values,))
-    torch.library.opcheck(torch.ops.chiar.spread.default, (values, *places))
+    assert torch.autograd.gradcheck(lambda v: carry_packed(v, *places), (values,))
+    torch.library.opcheck(torch.ops.chiar.carry_packed.default, (values, *places))
     weight = torch.rand(2, 7, dtype=DOUBLE, generator=torch.Generator().manual_seed(1)).requires_grad_()
     inputs = drawn(2, 7, 3).requires_grad_(), weight, drawn(2, 1, 3, seed=4).requires_grad_()
     assert torch.autograd.gradcheck(lambda *given: smoothed(*given, block=3), inputs)

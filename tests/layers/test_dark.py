@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chiar import ChiarForCausalLM, ChiarForSequenceClassification
 from chiar.layers import dark
-from chiar.layers.dark import Together, thinned
+from chiar.layers.dark import PackedLayout, thinned
 from chiar.layers.routers import SAMPLE
 from chiar.layers.stack_routers import predictive_entropy
 from chiar.model.inputs import make_context
@@ -50,7 +50,7 @@ designs = pytest.mark.parametrize("design", DESIGNS.values(), ids=DESIGNS.keys()
 routers = pytest.mark.parametrize("router", STACK_ROUTERS)
 
 
-def lay_out(patch, name):
+def use_layout(patch, name):
     """Packed in rows, as on a CPU; one text behind the other, as on a GPU; or that with the room a training step has
     there. Attention of such texts is then its definition."""
     if name != "rows":
@@ -61,7 +61,7 @@ def lay_out(patch, name):
 
 @pytest.fixture(params=["rows", "texts", "room"])
 def layout(request, monkeypatch):
-    lay_out(monkeypatch, request.param)
+    use_layout(monkeypatch, request.param)
     return request.param
 
 
@@ -261,7 +261,7 @@ def test_any_stack(case, data):
     ids, routes = tokens(model, 2, length, seed), forced(model, fraction, 2, length, seed)
     real = torch.ones_like(ids).bool() if mask is None else mask.bool()
     with pytest.MonkeyPatch.context() as patch:
-        lay_out(patch, layout)
+        use_layout(patch, layout)
         assert_alike(model, ids, mask, routes)
         with torch.no_grad():
             expected = model(ids, mask, forced_routes=routes).logits
@@ -321,7 +321,7 @@ def test_room_is_made_for_the_fraction_that_a_field_says():
 @pytest.mark.parametrize("carry", ["linear", "smoothed", "none"])
 def test_too_many_dark_tokens(carry, monkeypatch):
     """In training what there is no room for is light, and counted; evaluation leaves none out."""
-    lay_out(monkeypatch, "room")
+    use_layout(monkeypatch, "room")
     model = build(carry=carry, target_fraction=0.25).train()
     ids, all_dark = tokens(model), forced(model, 1.0)
     model.config.execution = "sparse"
@@ -351,17 +351,17 @@ def test_routes_may_be_asked_for_while_training():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_texts_of_a_pass_that_looks_are_as_long_as_it_says_and_fill_all_places(share, rows, monkeypatch):
     """Flash attention reads no further than the longest."""
-    lay_out(monkeypatch, "texts")
+    use_layout(monkeypatch, "texts")
     model, made = build().eval(), []
-    monkeypatch.setattr(dark, "Together", lambda *a, **k: made.append(Together(*a, **k)) or made[-1])
+    monkeypatch.setattr(dark, "PackedLayout", lambda *a, **k: made.append(PackedLayout(*a, **k)) or made[-1])
     ids = token_ids(rows, TOKENS)
     chosen = (torch.rand(rows, TOKENS, generator=torch.Generator().manual_seed(0)) < share).long()
     model.config.execution = "sparse"
     model.model(ids, forced_routes={1: chosen})
-    (laid,) = made
-    lengths = laid.context.rows.diff()
-    assert lengths.max() <= laid.context.longest and laid.context.rows[-1] == laid.used_P.numel()
-    assert laid.used_P.sum() == chosen.sum()
+    (layout,) = made
+    lengths = layout.context.rows.diff()
+    assert lengths.max() <= layout.context.longest and layout.context.rows[-1] == layout.used_P.numel()
+    assert layout.used_P.sum() == chosen.sum()
 
 
 # Thresholds
@@ -426,7 +426,7 @@ def test_entropies_lie_between_0_and_1():
         assert stack.entropy_BT.min() >= 0 and stack.entropy_BT.max() <= 1 and not stack.entropy_BT.requires_grad
         if router == "predictive":
             torch.testing.assert_close(
-                stack.entropy_BT, predictive_entropy(model.model.stacks["1"].early(stack.seen_BTD))
+                stack.entropy_BT, predictive_entropy(model.model.stacks["1"].early(stack.router_input_BTD))
             )
 
 
@@ -436,7 +436,7 @@ def test_entropies_lie_between_0_and_1():
 def early_by_hand(model, ids, labels):
     """The mean next-token loss of the early head."""
     (stack,) = stacks_of(model, ids)
-    logits = model.model.stacks["1"].early(stack.seen_BTD)[:, :-1]
+    logits = model.model.stacks["1"].early(stack.router_input_BTD)[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
 

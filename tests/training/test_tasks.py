@@ -117,7 +117,7 @@ def test_the_early_loss_is_learned_from_and_not_reported(config):
     found = model.language.model.embed_tokens.weight.grad.clone()
     model.zero_grad()
     decoded = model.language.model(ids, output_routes=True)
-    early = model.language.model.stacks["1"].early(decoded.stacks[0].seen_BTD)
+    early = model.language.model.stacks["1"].early(decoded.stacks[0].router_input_BTD)
     logits = model.language.lm_head(decoded.last_hidden_state)
     whole = sum(w * F.cross_entropy(x.flatten(0, 1), ids.flatten() + 1) for w, x in ((1.0, logits), (0.7, early)))
     whole.backward()

@@ -1,12 +1,12 @@
-"""What a sequence said last: y_t = v_last(t), where last(t) is the latest marked token at or before t; or a running
-mean of what it said. Each beside its definition."""
+"""Values carried forward along a sequence: y_t = v_last(t), where last(t) is the latest marked token at or before t; or
+a weighted running mean."""
 
 import torch
 from torch import Tensor
 
 from chiar.kernels.packing import accumulation_dtype, operator
 
-AT_ONCE = 128  # tokens of a block of a running mean
+AT_ONCE = 128  # tokens in a block of the running mean
 
 
 def last_marked(values_BTD: Tensor, marked_BT: Tensor, before_B1D: Tensor | None = None) -> Tensor:
@@ -18,34 +18,36 @@ def last_marked(values_BTD: Tensor, marked_BT: Tensor, before_B1D: Tensor | None
     return torch.cat([first_B1D, values_BTD], 1).gather(1, last_BT1.expand(B, T, D))
 
 
-def spread_gradient(grad_ND: Tensor, token_P: Tensor, used_P: Tensor, said_N: Tensor, *_: Tensor) -> tuple[Tensor]:
+def carry_packed_gradient(
+    grad_ND: Tensor, token_P: Tensor, used_P: Tensor, has_value_N: Tensor, *_: Tensor
+) -> tuple[Tensor]:
     """The sum over the tokens up to the next packed one. Sums of neighbours need no atomic additions."""
-    N = len(said_N)
+    N = len(has_value_N)
     start_P = torch.where(used_P, token_P, N)
     # Places that hold no token end where the next token begins: they sum nothing.
     start_P = start_P.flip(0).cummin(0).values.flip(0)
     ends = start_P.new_zeros(1), start_P, start_P.new_full((1,), N)
-    heard_ND = torch.where(said_N[:, None], grad_ND, 0).to(accumulation_dtype(grad_ND))
-    sums_PD = torch.segment_reduce(heard_ND, "sum", lengths=torch.cat(ends).diff(), unsafe=True)[1:]
+    masked_ND = torch.where(has_value_N[:, None], grad_ND, 0).to(accumulation_dtype(grad_ND))
+    sums_PD = torch.segment_reduce(masked_ND, "sum", lengths=torch.cat(ends).diff(), unsafe=True)[1:]
     return (torch.where(used_P[:, None], sums_PD, 0).to(grad_ND.dtype),)
 
 
 @operator(
-    "spread", lambda v, token, used, said, last: v.new_empty(said.shape[0], v.shape[1]), gradient=spread_gradient,
-    saved=lambda inputs, outputs: inputs[1:],
+    "carry_packed", lambda v, token, used, has_value, last: v.new_empty(has_value.shape[0], v.shape[1]),
+    gradient=carry_packed_gradient, saved=lambda inputs, outputs: inputs[1:],
 )  # fmt: skip
-def spread_with_gradient(
-    values_PD: Tensor, token_P: Tensor, used_P: Tensor, said_N: Tensor, last_N: Tensor
+def carry_packed_with_gradient(
+    values_PD: Tensor, token_P: Tensor, used_P: Tensor, has_value_N: Tensor, last_N: Tensor
 ) -> Tensor:  # fmt: skip
-    return torch.where(said_N[:, None], values_PD[last_N], 0)
+    return torch.where(has_value_N[:, None], values_PD[last_N], 0)
 
 
-def spread(values_PD: Tensor, token_P: Tensor, used_P: Tensor, said_N: Tensor, last_N: Tensor) -> Tensor:
-    """Of packed values, which belong to tokens `token_P` where `used_P`, the one at `last_N` for every token, and 0
-    where nothing was `said` yet. Packed tokens stand in the order of the text."""
+def carry_packed(values_PD: Tensor, token_P: Tensor, used_P: Tensor, has_value_N: Tensor, last_N: Tensor) -> Tensor:
+    """For every token the packed value at `last_N`, or 0 where `has_value_N` is false. Packed places hold the values of
+    tokens `token_P`, where `used_P`, in the order of the text."""
     if torch.is_grad_enabled():
-        return spread_with_gradient(values_PD, token_P, used_P, said_N, last_N)
-    return torch.where(said_N[:, None], values_PD[last_N], 0)  # which a compiler may look into
+        return carry_packed_with_gradient(values_PD, token_P, used_P, has_value_N, last_N)
+    return torch.where(has_value_N[:, None], values_PD[last_N], 0)  # a plain expression, which compilers can fuse
 
 
 def smoothed(values_BTD: Tensor, weight_BT: Tensor, before_B1D: Tensor | None = None, block: int = AT_ONCE) -> Tensor:

@@ -1,12 +1,12 @@
-"""Dark layers: an inner stack that only dark tokens pass, what chooses them before it, and what it tells the others.
+"""A dark stack: consecutive layers that only dark tokens pass, the router before them and the carry after them.
 
     H_t = entropy(softmax(U · norm(x_t))) / log V, in [0, 1]
     dark_t = H_t − H_{t−1} > τ                                      or another router's score
-    z = layers(x[dark]);   δ = z − x[dark]                          among themselves, at their true positions
+    z = layers(x[dark]);   δ = z − x[dark]                          dark tokens only, at their true positions
     x_t += dark_t · δ_t + W · δ_last(t)                             last(t): the latest dark token at or before t
 
-Tokens are packed once, so the stack is a plain model on a shorter text. The definition runs every layer on every token,
-and light ones are padding there: no keys, and nothing looks back on them."""
+Tokens are packed once, so the stack runs as an ordinary model on a shorter text (`PackedLayout`). The definition
+(`DenseLayout`) runs every layer on every token and treats light ones as padding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from chiar.config import ChiarConfig
-from chiar.kernels.carry import last_marked, smoothed, spread
+from chiar.kernels.carry import carry_packed, last_marked, smoothed
 from chiar.kernels.flash import has_flash
 from chiar.kernels.linear_cross_entropy import linear_cross_entropy
 from chiar.kernels.packing import Packing, pack, unpack
@@ -29,11 +29,11 @@ from chiar.layers.routers import ChoiceRouter, Route, check_route
 from chiar.layers.stack_routers import DARK, BoundaryRouter, ForecastRouter, predictive_entropy, ratio_loss
 
 BLOCK = 128  # packed places are a multiple of this where their number is fixed
-Through = Callable[[Tensor, TokenContext], Tensor]  # the layers of a stack
+RunLayers = Callable[[Tensor, TokenContext], Tensor]  # runs the layers of a stack
 
 
 class Carry(nn.Linear):
-    """What the stack last said, for all tokens until it says something new. It begins by saying nothing."""
+    """W: maps the stack's latest change to what later tokens receive. It starts at 0."""
 
     sets_own_weights = True
 
@@ -47,19 +47,20 @@ class Decision:
 
     route: Route
     entropy_BT: Maybe  # H, where the router reads one
-    seen_BTD: Tensor  # what the early head and the router read
-    dark_BT: Tensor  # real ones, as they were chosen
+    router_input_BTD: Tensor  # what the early head and the router read
+    dark_BT: Tensor  # real tokens the router chose
 
 
 @dataclass
 class StackOutput(Decision):
-    """What a stack did to its tokens."""
+    """The decision, and how many dark tokens the packed layout had no room for."""
 
-    dropped: Tensor  # dark tokens there was no room for
+    dropped: Tensor
 
 
 class DarkStack(nn.Module):
-    """What stands around the dark layers from `first` on: early head and router before them, the carry behind."""
+    """Early head and router before the dark layers that begin at `first`, and the carry after them. The layers
+    themselves belong to the decoder."""
 
     def __init__(self, config: ChiarConfig, first: int) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class DarkStack(nn.Module):
         self.early_weight, self.head_size = config.early_weight, config.head_size
         wanted = config.early_weight > 0 or kind.reads_prediction
         self.norm = make_norm(config) if wanted or kind.reads_state else None
-        self.shares_state = config.early_weight > 0  # else an early head learns, but moves no layer
+        self.trains_outer_layers = config.early_weight > 0  # else the early head's loss stops at its input
         self.early = nn.Linear(D, config.vocab_size, bias=False) if wanted else None
         self.router = kind.make(config, first)
         self.widen = nn.Linear(D, inner, bias=False) if inner else None
@@ -83,53 +84,53 @@ class DarkStack(nn.Module):
         self.smooth = config.carry == "smoothed"
 
     def forward(
-        self, x_BTD: Tensor, context: TokenContext, memory: Memory, forced_BT: Maybe, through: Through
+        self, x_BTD: Tensor, context: TokenContext, memory: Memory, forced_BT: Maybe, run_layers: RunLayers
     ) -> tuple[Tensor, StackOutput]:
         decided = self.decide(x_BTD, context, memory, forced_BT)
-        laid = self.lay_out(x_BTD, decided.dark_BT, context, memory)
-        change = None if laid.is_empty else self.run(laid, x_BTD, decided.route, through)
-        y_BTD = self.tell(laid, x_BTD, change, decided.route, memory)
-        return y_BTD, StackOutput(**vars(decided), dropped=laid.dropped)
+        layout = self.make_layout(x_BTD, decided.dark_BT, context, memory)
+        change = None if layout.is_empty else self.run(layout, x_BTD, decided.route, run_layers)
+        y_BTD = self.combine(layout, x_BTD, change, decided.route, memory)
+        return y_BTD, StackOutput(**vars(decided), dropped=layout.dropped)
 
     def compile(self, *how: Any, **options: Any) -> None:
-        """What stands around the layers, which are compiled by themselves. `uncompile` undoes it."""
-        for step in ("decide", "tell"):
+        """Compile routing and combining; the layers are compiled by themselves. `uncompile` undoes it."""
+        for step in ("decide", "combine"):
             setattr(self, step, torch.compile(getattr(self, step), *how, **options))
 
     def uncompile(self) -> None:
-        for step in ("decide", "tell"):
+        for step in ("decide", "combine"):
             vars(self).pop(step, None)
 
     def decide(self, x_BTD: Tensor, context: TokenContext, memory: Memory, forced_BT: Maybe) -> Decision:
-        seen_BTD = x_BTD if self.shares_state or not self.reads_prediction else x_BTD.detach()
-        seen_BTD = seen_BTD if self.norm is None else self.norm(seen_BTD)
-        entropy_BT = self.entropy(x_BTD, seen_BTD, context)
-        route = self.choose(seen_BTD, entropy_BT, context.of("router", memory), forced_BT)
+        router_input_BTD = x_BTD if self.trains_outer_layers or not self.reads_prediction else x_BTD.detach()
+        router_input_BTD = router_input_BTD if self.norm is None else self.norm(router_input_BTD)
+        entropy_BT = self.entropy(x_BTD, router_input_BTD, context)
+        route = self.choose(router_input_BTD, entropy_BT, context.of("router", memory), forced_BT)
         dark_BT = route.choice_BT == DARK
         if context.real_BT is not None:
             dark_BT = dark_BT & context.real_BT
-        return Decision(route, entropy_BT, seen_BTD, dark_BT)
+        return Decision(route, entropy_BT, router_input_BTD, dark_BT)
 
-    def entropy(self, x_BTD: Tensor, seen_BTD: Tensor, context: TokenContext) -> Maybe:
+    def entropy(self, x_BTD: Tensor, router_input_BTD: Tensor, context: TokenContext) -> Maybe:
         if self.early is not None and (self.reads_prediction or (context.keep_entropy and not self.reads_entropy)):
             with torch.no_grad():
-                return predictive_entropy(self.early(seen_BTD))
+                return predictive_entropy(self.early(router_input_BTD))
         if not self.reads_entropy:
             return None
         with torch.no_grad():
             return spectral_entropy(x_BTD, context.transform, self.entropy_eps, self.entropy_dc_weight)
 
-    def choose(self, seen_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
+    def choose(self, router_input_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
         if self.training and self.follows:
             context.share = self.share
-        route = self.router(seen_BTD, entropy_BT, context, forced_BT)
+        route = self.router(router_input_BTD, entropy_BT, context, forced_BT)
         if not isinstance(self.router, ChoiceRouter):
-            check_route(self.router, route, seen_BTD, 2, context)
+            check_route(self.router, route, router_input_BTD, 2, context)
         return route
 
-    def lay_out(self, x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory) -> "Layout":
-        """How the stack sees its tokens. In decoding nothing runs where none is dark; elsewhere processes that share
-        the layers' weights would wait for each other."""
+    def make_layout(self, x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory) -> "Layout":
+        """How the tokens are laid out for the stack. Only decoding skips a stack without dark tokens: in training every
+        process must run its layers, or the others would wait for their gradients."""
         inner = replace(context, keep_entropy=False, threshold=None, share=None)
         looks = not (context.room_is_made or torch.compiler.is_compiling()) and host_looks(x_BTD, self.training)
         texts = has_flash(x_BTD) and memory is None  # one behind the other
@@ -137,59 +138,62 @@ class DarkStack(nn.Module):
             count_B = dark_BT.sum(1)
             total, longest = torch.stack([count_B.sum(), count_B.max()]).tolist()
             if total == 0 and memory is not None and not torch.is_grad_enabled():
-                return Everywhere(dark_BT, inner, is_empty=True)
+                return DenseLayout(dark_BT, inner, is_empty=True)
             if context.sparse:
-                return Together(dark_BT, inner, self, total if texts else longest, longest, in_rows=not texts)
+                return PackedLayout(dark_BT, inner, self, total if texts else longest, longest, in_rows=not texts)
         elif context.sparse and texts:
             share = self.room * self.share if self.training else 1.0
-            return Together(dark_BT, inner, self, int(share * dark_BT.numel()) + 1)
-        return Everywhere(dark_BT, inner)
+            return PackedLayout(dark_BT, inner, self, int(share * dark_BT.numel()) + 1)
+        return DenseLayout(dark_BT, inner)
 
-    def run(self, laid: "Layout", x_BTD: Tensor, route: Route, through: Through) -> Tensor:
-        z_in = self.entered(laid, x_BTD)
-        return self.changed(laid, z_in, through(z_in, laid.context), route)
+    def run(self, layout: "Layout", x_BTD: Tensor, route: Route, run_layers: RunLayers) -> Tensor:
+        """δ, in the layout's shape."""
+        z_in = self.stack_input(layout, x_BTD)
+        return self.stack_change(layout, z_in, run_layers(z_in, layout.context), route)
 
-    def entered(self, laid: "Layout", x_BTD: Tensor) -> Tensor:
-        """What the first layer reads."""
-        z_in = laid.taken(x_BTD)
+    def stack_input(self, layout: "Layout", x_BTD: Tensor) -> Tensor:
+        """What the first dark layer reads."""
+        z_in = layout.gather(x_BTD)
         return z_in if self.widen is None else self.widen(z_in)
 
-    def changed(self, laid: "Layout", z_in: Tensor, z_out: Tensor, route: Route) -> Tensor:
-        """δ of the tokens as they are laid out, 0 at places that hold none."""
+    def stack_change(self, layout: "Layout", z_in: Tensor, z_out: Tensor, route: Route) -> Tensor:
+        """δ, in the layout's shape; 0 in places without a dark token."""
         change = z_out - z_in
         if self.narrow is not None:
             change = self.narrow(change)
         if not self.smooth:
-            change = change * laid.taken(route.weights_BTK[..., DARK:].to(change.dtype))
-        return laid.clean(change)
+            change = change * layout.gather(route.weights_BTK[..., DARK:].to(change.dtype))
+        return layout.mask(change)
 
-    def tell(self, laid: "Layout", x_BTD: Tensor, change: Maybe, route: Route, memory: Memory) -> Tensor:
-        """x and what it gets of the stack; None where that did nothing. A cache keeps what was told last."""
-        told_B1D = None if memory is None else memory.get("stack")
+    def combine(self, layout: "Layout", x_BTD: Tensor, change: Maybe, route: Route, memory: Memory) -> Tensor:
+        """Adds the stack's change, and the carried one, to x. `change` is None if the stack did not run. A cache keeps
+        the latest carried value."""
+        carried_B1D = None if memory is None else memory.get("stack")
         if self.smooth:
-            weight_BT = laid.dark_BT.to(stored_in(x_BTD.dtype))
+            weight_BT = layout.dark_BT.to(stored_in(x_BTD.dtype))
             if route.probabilities_BTK is not None:
                 weight_BT = weight_BT * route.probabilities_BTK[..., DARK].to(weight_BT.dtype).clamp(1e-4, 1 - 1e-4)
-            new_BTD = torch.zeros_like(x_BTD) if change is None else laid.everywhere(change)
-            last_BTD = smoothed(new_BTD, weight_BT, told_B1D)
+            new_BTD = torch.zeros_like(x_BTD) if change is None else layout.scatter(change)
+            last_BTD = smoothed(new_BTD, weight_BT, carried_B1D)
             y_BTD = x_BTD + last_BTD * route.weights_BTK.sum(-1, keepdim=True).to(x_BTD.dtype)
         elif self.carry is None:
-            return x_BTD if change is None else x_BTD + laid.everywhere(change)
+            return x_BTD if change is None else x_BTD + layout.scatter(change)
         elif change is None:
-            last_BTD = torch.zeros_like(x_BTD[:, :1]) if told_B1D is None else told_B1D
+            last_BTD = torch.zeros_like(x_BTD[:, :1]) if carried_B1D is None else carried_B1D
             y_BTD = x_BTD + last_BTD
         else:
-            last_BTD = laid.told(self.carry(change), told_B1D)
-            y_BTD = x_BTD + laid.everywhere(change) + last_BTD
-        if memory is not None and (change is not None or told_B1D is None or self.smooth):
+            last_BTD = layout.latest(self.carry(change), carried_B1D)
+            y_BTD = x_BTD + layout.scatter(change) + last_BTD
+        if memory is not None and (change is not None or carried_B1D is None or self.smooth):
             memory.put("stack", last_BTD[:, -1:])
         return y_BTD
 
     def loss(self, done: StackOutput, targets_BT: Tensor, final_BTD: Tensor, head: nn.Linear) -> Tensor:
-        """What the early head and the router learn from: targets are the next tokens, −100 where there is none."""
+        """The early head's cross-entropy, and the forecast router's regression. Targets are the next tokens, −100 where
+        there is none."""
         total = final_BTD.new_zeros((), dtype=torch.float32)
         if self.early is not None:
-            early = linear_cross_entropy(done.seen_BTD.flatten(0, 1), self.early.weight, targets_BT.flatten())
+            early = linear_cross_entropy(done.router_input_BTD.flatten(0, 1), self.early.weight, targets_BT.flatten())
             total = total + (self.early_weight or 1.0) * early
         if isinstance(self.router, ForecastRouter):
             assert done.route.score_BT is not None
@@ -201,62 +205,63 @@ class DarkStack(nn.Module):
         return total
 
     def ratio_loss(self, done: StackOutput, real_BT: Maybe) -> Maybe:
-        """What holds f where no threshold does, 0.03 times H-Net's."""
+        """0.03 times H-Net's ratio loss, which keeps f near its target without a threshold."""
         return 0.03 * ratio_loss(done.route, real_BT, self.share) if isinstance(self.router, BoundaryRouter) else None
 
 
 class Layout:
-    """Where the tokens of a stack are while its layers run."""
+    """How the tokens of a stack are arranged while its layers run."""
 
-    context: TokenContext  # as its layers see it
+    context: TokenContext  # for the stack's layers
     dark_BT: Tensor
-    is_empty = False  # surely no token is dark, and nothing needs to run
+    is_empty = False  # no token is dark, and nothing needs to run
 
     @property
     def dropped(self) -> Tensor:
-        """How many dark tokens there was no room for."""
+        """Number of dark tokens left out for lack of room."""
         return torch.zeros((), dtype=torch.long, device=self.dark_BT.device)
 
-    def taken(self, x_BTD: Tensor) -> Tensor:
+    def gather(self, x_BTD: Tensor) -> Tensor:
+        """x in this layout."""
         raise NotImplementedError
 
-    def clean(self, change: Tensor) -> Tensor:
-        """0 where no dark token is."""
+    def mask(self, change: Tensor) -> Tensor:
+        """The change, with 0 in places without a dark token."""
         raise NotImplementedError
 
-    def everywhere(self, change: Tensor) -> Tensor:
-        """(B, T, D), 0 at light tokens."""
+    def scatter(self, change: Tensor) -> Tensor:
+        """The change at every token, (B, T, D); 0 at light ones."""
         raise NotImplementedError
 
-    def told(self, change: Tensor, before_B1D: Maybe) -> Tensor:
-        """At every token what belongs to the latest dark one, (B, T, D)."""
+    def latest(self, change: Tensor, before_B1D: Maybe) -> Tensor:
+        """The change of the latest dark token at or before each token, (B, T, D)."""
         raise NotImplementedError
 
 
-class Everywhere(Layout):
-    """The definition: every token, and light ones are padding."""
+class DenseLayout(Layout):
+    """The definition: every token is computed, light ones as padding."""
 
     def __init__(self, dark_BT: Tensor, context: TokenContext, is_empty: bool = False) -> None:
         self.dark_BT, self.is_empty = dark_BT, is_empty
         self.context = replace(context, real_BT=dark_BT, sparse=False)
 
-    def taken(self, x_BTD: Tensor) -> Tensor:
+    def gather(self, x_BTD: Tensor) -> Tensor:
         return x_BTD
 
-    def clean(self, change: Tensor) -> Tensor:
+    def mask(self, change: Tensor) -> Tensor:
         return torch.where(self.dark_BT[..., None], change, 0)
 
-    def everywhere(self, change: Tensor) -> Tensor:
+    def scatter(self, change: Tensor) -> Tensor:
         return change
 
-    def told(self, change: Tensor, before_B1D: Maybe) -> Tensor:
+    def latest(self, change: Tensor, before_B1D: Maybe) -> Tensor:
         return last_marked(change, self.dark_BT, before_B1D)
 
 
-class Together(Layout):
-    """Dark tokens packed, each row's in order: in rows of `room` places, or one behind the other in `room` places, with
-    a gap behind each row that filters along time look back on. Where the `longest` row is known there is room for all;
-    elsewhere some, evenly spread, may be light in this pass, and `dropped` tells how many."""
+class PackedLayout(Layout):
+    """Dark tokens packed in order: each row padded to `room` places, or all rows concatenated in `room` places, with a
+    gap after each row for filters along time to look back on. If the `longest` row is known there is room for all.
+    Otherwise some dark tokens, evenly spread, may have to be light in this pass; `dropped` counts them."""
 
     def __init__(
         self, dark_BT: Tensor, context: TokenContext, stack: DarkStack, room: int, longest: int | None = None,
@@ -265,7 +270,7 @@ class Together(Layout):
         (B, T), device = dark_BT.shape, dark_BT.device
         self.shape, numbers_N = (B, T), torch.arange(B * T, device=device)
         self.left_out: Maybe = None
-        room = max(1, min(room, B * T))  # weights without a gradient would make processes wait for each other
+        room = max(1, min(room, B * T))  # at least 1: every process must give the layers' weights a gradient
         if longest is None:
             dark_BT, self.left_out = thinned(dark_BT, room)
         self.dark_BT, rank_BT, count_B = dark_BT, dark_BT.cumsum(1) - 1, dark_BT.sum(1)
@@ -280,10 +285,10 @@ class Together(Layout):
         place_or_end_N = torch.where(dark_N, slot_N, places)
         token_P = numbers_N.new_zeros(places + 1).scatter_(0, place_or_end_N, numbers_N)[:places]
         used_P = torch.zeros(places + 1, dtype=torch.bool, device=device).scatter_(0, place_or_end_N, dark_N)[:places]
-        self.said_N, self.used_P = (rank_BT >= 0).flatten(), used_P
-        self.last_N = torch.where(self.said_N, slot_N, 0)
-        none = count_B[:1].int()  # rows and lengths are no business of pack and unpack
-        self.packing = Packing(dark_N, torch.where(dark_N, slot_N, 0), token_P, none, none, none)
+        self.has_value_N, self.used_P = (rank_BT >= 0).flatten(), used_P
+        self.last_N = torch.where(self.has_value_N, slot_N, 0)
+        unused = count_B[:1].int()  # pack and unpack read neither rows nor counts
+        self.packing = Packing(dark_N, torch.where(dark_N, slot_N, 0), token_P, unused, unused, unused)
         shape = (B, room) if in_rows else (1, places)
         positions_BC = context.positions_BT.flatten()[token_P].view(shape)
         ids_BC = None if context.token_ids_BT is None else context.token_ids_BT.flatten()[token_P].view(shape)
@@ -296,7 +301,7 @@ class Together(Layout):
             self.context.padding_behind = True
             self.context.real_BT = used_P.view(shape) if B > 1 or torch.is_grad_enabled() else None
         else:
-            # What lies behind the last row is cut into texts no longer than others, which nobody reads.
+            # Free places at the end become texts no longer than the others; nobody reads their output.
             size, free = (T, places) if longest is None else (max(longest, 1), BLOCK)
             size += stack.gap
             rest = end_B[-1:] + size * torch.arange(-(-free // size) + 1, device=device)
@@ -307,30 +312,30 @@ class Together(Layout):
     def dropped(self) -> Tensor:
         return super().dropped if self.left_out is None else self.left_out
 
-    def taken(self, x_BTD: Tensor) -> Tensor:
+    def gather(self, x_BTD: Tensor) -> Tensor:
         x_PD = torch.where(self.used_P[:, None], pack(x_BTD.flatten(0, 1), self.packing), 0)
         return x_PD.view(*self.places, -1)
 
-    def clean(self, change: Tensor) -> Tensor:
+    def mask(self, change: Tensor) -> Tensor:
         return torch.where(self.used_P.view(*self.places, 1), change, 0)
 
-    def everywhere(self, change: Tensor) -> Tensor:
+    def scatter(self, change: Tensor) -> Tensor:
         return unpack(change.flatten(0, 1), None, self.packing).view(*self.shape, -1)
 
-    def told(self, change: Tensor, before_B1D: Maybe) -> Tensor:
+    def latest(self, change: Tensor, before_B1D: Maybe) -> Tensor:
         assert before_B1D is None
-        packed = self.packing.token_P, self.used_P, self.said_N, self.last_N
-        return spread(change.flatten(0, 1), *packed).view(*self.shape, -1)
+        packed = self.packing.token_P, self.used_P, self.has_value_N, self.last_N
+        return carry_packed(change.flatten(0, 1), *packed).view(*self.shape, -1)
 
 
 def host_looks(x_BTD: Tensor, training: bool) -> bool:
-    """Whether the number of dark tokens may be read. A GPU would have to be waited for in every training step, and
-    cannot be while it records."""
+    """Whether the host may read the number of dark tokens: not in training on a GPU, where every step would wait for
+    it, and not while a CUDA graph is captured."""
     return not (x_BTD.is_cuda and (training or torch.cuda.is_current_stream_capturing()))
 
 
 def thinned(dark_BT: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """At most `room` of the dark tokens, evenly spread over all; and how many are left out."""
+    """At most `room` of the dark tokens, evenly spread, and how many are left out."""
     number_N, count = dark_BT.flatten().cumsum(0), dark_BT.sum()
     most = count.clamp_min(room)
     keep_N = number_N * room // most > (number_N - 1) * room // most

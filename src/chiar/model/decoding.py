@@ -219,10 +219,10 @@ class Step:
 
     def pass_stack(self, layers: range, handed: Handed) -> None:
         stack, context, memory = self.stack(layers, handed)
-        laid = stack.lay_out(handed.x_B1D, handed.dark_B1, context, memory)
-        z_in = stack.entered(laid, handed.x_B1D)
-        z_out = add(*self.run(layers, z_in, None, [laid.context] * layers.stop))
-        handed.change_B1D.copy_(stack.changed(laid, z_in, z_out, handed.route))
+        layout = stack.make_layout(handed.x_B1D, handed.dark_B1, context, memory)
+        z_in = stack.stack_input(layout, handed.x_B1D)
+        z_out = add(*self.run(layers, z_in, None, [layout.context] * layers.stop))
+        handed.change_B1D.copy_(stack.stack_change(layout, z_in, z_out, handed.route))
 
     def stack(self, layers: range, handed: Handed) -> tuple[DarkStack, TokenContext, LayerState]:
         first = layers.start
@@ -289,7 +289,7 @@ def tell(
     stack: DarkStack, context: TokenContext, memory: Memory, x_B1D: Tensor, dark_B1: Tensor, change_B1D: Tensor,
     route: Route,
 ) -> Tensor:  # fmt: skip
-    return stack.tell(stack.lay_out(x_B1D, dark_B1, context, memory), x_B1D, change_B1D, route, memory)
+    return stack.combine(stack.make_layout(x_B1D, dark_B1, context, memory), x_B1D, change_B1D, route, memory)
 
 
 def add(x_B1D: Tensor, more_B1D: Maybe) -> Tensor:

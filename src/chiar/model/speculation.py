@@ -13,7 +13,7 @@ from torch import Tensor
 from chiar.config import ChiarConfig
 from chiar.errors import require
 from chiar.layers.context import Maybe, TokenContext
-from chiar.layers.dark import DarkStack, Decision, Everywhere
+from chiar.layers.dark import DarkStack, Decision, DenseLayout
 from chiar.layers.routers import Route, one_hot
 from chiar.model.cache import ChiarCache
 from chiar.model.inputs import make_context
@@ -72,7 +72,7 @@ class SplitModel:
         x_11D = self.run(range(self.inner.start), self.model.embed(ids_11, None, context.positions_BT), context)
         decided = self.stack.decide(x_11D, context, self.cache.layers[self.inner.start], None)
         assert self.stack.early is not None
-        return Half(token, x_11D, decided, bool(decided.dark_BT), self.stack.early(decided.seen_BTD)[0, 0])
+        return Half(token, x_11D, decided, bool(decided.dark_BT), self.stack.early(decided.router_input_BTD)[0, 0])
 
     @torch.no_grad()
     def read_rest(self, halves: list[Half]) -> Tensor:
@@ -85,8 +85,11 @@ class SplitModel:
         parts = []
         if light:
             choice_1T = torch.zeros(1, light, dtype=torch.long, device=x_1TD.device)
-            laid, route = Everywhere(choice_1T.bool(), context, is_empty=True), Route(choice_1T, one_hot(choice_1T, 2))
-            parts.append(self.stack.tell(laid, x_1TD[:, :light], None, route, memory))
+            layout, route = (
+                DenseLayout(choice_1T.bool(), context, is_empty=True),
+                Route(choice_1T, one_hot(choice_1T, 2)),
+            )
+            parts.append(self.stack.combine(layout, x_1TD[:, :light], None, route, memory))
         if last.is_dark:
             parts.append(self.pass_stack(last, self.at + light))
         behind = range(self.inner.stop, len(self.model.layers))
@@ -94,9 +97,9 @@ class SplitModel:
 
     def pass_stack(self, last: Half, place: int) -> Tensor:
         stack, memory, (_, context) = self.stack, self.cache.layers[self.inner.start], self.context([last.id], place)
-        laid = stack.lay_out(last.x_11D, last.decided.dark_BT, context, memory)
-        change = stack.run(laid, last.x_11D, last.decided.route, partial(self.run, self.inner))
-        return stack.tell(laid, last.x_11D, change, last.decided.route, memory)
+        layout = stack.make_layout(last.x_11D, last.decided.dark_BT, context, memory)
+        change = stack.run(layout, last.x_11D, last.decided.route, partial(self.run, self.inner))
+        return stack.combine(layout, last.x_11D, change, last.decided.route, memory)
 
     def keep(self, halves: list[Half], count: int) -> None:
         """Only the first `count` tokens were right: forget the others."""
