@@ -1,7 +1,7 @@
 """One layer: route every token, run the operators, combine, feed forward.
 
-The formula stands here once (`pre_norm`, `post_norm`). What it computes with is an execution's: dense runs every
-operator on every token and the route selects, the definition; sparse.py runs only what was chosen."""
+The formula is written once (`pre_norm`, `post_norm`), for two executions: dense, the definition, runs every operator on
+every token and selects by the route (`DenseTokens`); sparse runs only the chosen operators (`PackedTokens`)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,12 @@ from chiar.layers.sparse import PackedTokens
 from chiar.layers.temporal import TemporalSublayer
 from chiar.registry import is_light
 
-Summands = tuple[Tensor, Maybe]  # a state, which may be a sum of two
+Summands = tuple[Tensor, Maybe]  # a state, or two tensors whose sum it is
 
 
 def pre_norm(block: "Block", tokens: Tokens) -> Summands:
     """u = x + op(LN_op(x)); y = u + FFN(LN_f(u)), as two summands. Weights act on what is added, never on the residual.
-    Without `light_ffn` light tokens stop at u."""
+    Without `light_ffn` light tokens end at u."""
     if block.light_ffn:
         u = tokens.x + tokens.select({name: tokens.operate(name) for name in block.operators})
         return u, block.ffn(block.ffn_norm(u))
@@ -43,7 +43,7 @@ def pre_norm(block: "Block", tokens: Tokens) -> Summands:
 
 def post_norm(block: "Block", tokens: Tokens) -> Summands:
     """u = LN_op(x + op(x)); y = LN_f(u + FFN(u)). In the equation form light tokens get Eq. 3: LN_f(x + FFN(op(x))).
-    Without `light_ffn` light tokens stop at u."""
+    Without `light_ffn` light tokens end at u."""
     residuals, inputs = {}, {}
     for name in block.operators:
         x, output = tokens.view(name), tokens.operate(name)
@@ -103,7 +103,7 @@ def make_norm(config: ChiarConfig, operator: str | None = None) -> nn.Module:
 
 @dataclass
 class LayerOutput:
-    """What a layer did to its tokens."""
+    """How a layer routed its tokens, and what a trace shows of it."""
 
     route: Route | None = None  # the decision of a routed layer
     entropy_BT: Tensor | None = None
@@ -145,8 +145,8 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, context: TokenContext, memory: Memory = None, forced_BT: Maybe = None
     ) -> tuple[Summands, LayerOutput]:
-        """The output, and what was done. In a fixed decoding step the output of a pre-norm layer is two summands: a
-        compiled next layer adds them where it reads them."""
+        """The output and how it was routed. In a fixed decoding step a pre-norm layer returns two summands, which the
+        next compiled layer adds where it reads them."""
         if self.everywhere is not None:
             x_BTD = self.everywhere(x_BTD, context, memory)
         entropy_BT = self.entropy(x_BTD, context)
@@ -169,7 +169,7 @@ class Block(nn.Module):
             self.everywhere.filter.begin(memory, rows)
 
     def run(self, name: str) -> Any:
-        """An operator as an `Operator`, looked up when it is used: a module may have been replaced."""
+        """The operator as an `Operator`. Looked up on each use, because users may replace the module."""
         operator = self.operators[name]
         return operator if isinstance(operator, Operator) else Adopted(operator)
 
@@ -183,7 +183,7 @@ class Block(nn.Module):
     def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route | None:
         if self.router is None:
             return None
-        # The question is whether a token needs attention, so a pre-norm router reads what attention would read.
+        # The router decides about attention, so under pre-norm it reads what attention would read.
         seen_BTD = self.norms["attention"](x_BTD) if self.pre_norm and self.router_reads_state else x_BTD
         route = self.router(seen_BTD, entropy_BT, context, forced_BT)
         if not isinstance(self.router, ChoiceRouter):

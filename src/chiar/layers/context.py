@@ -17,15 +17,23 @@ class LayerMemory(Protocol):
     """What one layer keeps of the tokens it has seen, for cached decoding."""
 
     @property
-    def slack(self) -> int: ...  # how many tokens may be forgotten again
-    def get(self, name: str) -> Tensor | None: ...
-    def put(self, name: str, value: Tensor) -> None: ...  # in the place of what was there, where that is possible
-    def put_line(
-        self, name: str, line_BSC: Tensor
-    ) -> None: ...  # the same, of values that stand in the order of tokens
-    def ragged(self, name: str, window: int | None = None) -> RaggedStore: ...
+    def slack(self) -> int:
+        """How many of the latest tokens may still be taken back."""
+        ...
 
-    # Where an operator stores its keys: all real tokens, or its own; or the last `window` of them.
+    def get(self, name: str) -> Tensor | None: ...
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Replaces the value, in place where that is possible."""
+        ...
+
+    def put_line(self, name: str, line_BSC: Tensor) -> None:
+        """The same for values in the order of tokens."""
+        ...
+
+    def ragged(self, name: str, window: int | None = None) -> RaggedStore:
+        """Where an operator stores its keys: of all real tokens or its own, or the last `window` of them."""
+        ...
 
 
 Maybe = Tensor | None
@@ -34,49 +42,51 @@ Memory = LayerMemory | None
 
 @dataclass
 class TokenContext:
-    """The T new tokens of a forward pass; S counts cached and new ones."""
+    """The T new tokens of a forward pass. S counts cached and new tokens."""
 
     transform: Transform  # to the basis of the entropy and the filter, and back
-    positions_BT: Tensor  # index of each token among the real tokens of its row
+    positions_BT: Tensor  # of each token among the real tokens of its row
     real_BT: Tensor | None  # true for real tokens, False for padding; None when all are real
     token_ids_BT: Tensor | None
     rope: tuple[Tensor, Tensor] | None  # cos and sin, each (B, 1, T, head size)
     attention_implementation: str = "sdpa"
-    sparse: bool = False  # routed layers run only the operators that were chosen
+    sparse: bool = False  # routed layers run only the chosen operators
     room_is_made: bool = False
-    """One token a row, and every store has room for it: nothing may look at values or change a Python object."""
-    keep_entropy: bool = False  # compute H of every layer's input, also where no router reads it
-    threshold: Tensor | None = None  # the one the layer at hand has followed in training, under a target_fraction
-    share: float | None = None  # in training a dark stack's threshold is the pass's own (1 − share)-quantile instead
-    rows: Tensor | None = None  # int32 offsets: the texts that one row of tokens is made of, one behind the other
-    longest: int = 0  # of these texts, at most
+    """A fixed decoding step: one token per row, and every store has room for it. Nothing may read values on the host or
+    change a Python object."""
+    keep_entropy: bool = False  # also compute H where no router reads it
+    threshold: Tensor | None = None  # of this layer, as followed in training under target_fraction
+    share: float | None = None  # in training a dark stack cuts at the pass's own (1 − share)-quantile
+    rows: Tensor | None = None  # int32 offsets of texts concatenated in one row
+    longest: int = 0  # upper bound on the length of these texts
     used_BT: Tensor | None = None  # False for places between texts
-    padding_behind: bool = False  # padding stands behind all real tokens of its row, so that no token sees it
-    owner: str | None = None  # the router or operator at hand, where it may ask for the past
-    memory: Memory = None  # of the layer at hand
+    padding_behind: bool = False  # all padding follows the real tokens of its row, so no token sees it
+    owner: str | None = None  # the router or operator that may call `past`
+    memory: Memory = None  # of this layer
 
     def of(self, owner: str, memory: Memory) -> "TokenContext":
         """As a part of a layer sees it."""
         return replace(self, owner=owner, memory=memory)
 
     def cut(self, score_BT: Tensor) -> Tensor:
-        """What scores are compared with: at most a share of a training pass's real tokens lies above it."""
+        """The threshold for these scores. With `share` it is this pass's own quantile, so that at most that share of
+        the real tokens lies above it."""
         if self.share is None:
             assert self.threshold is not None
             return self.threshold
         score_N = score_BT.detach().flatten()
         if self.real_BT is None:
             return score_N.sort().values[max(len(score_N) - int(self.share * len(score_N)), 1) - 1]
-        # Padding is lighter than any token. A look at how much there is would wait for a GPU.
+        # Padding gets the lowest score. The number of real tokens stays on the device.
         score_N = score_N.masked_fill(~self.real_BT.flatten(), -torch.inf)
         dark = (self.real_BT.sum() * self.share).long()
         place_1 = (len(score_N) - dark).clamp(1, len(score_N))[None] - 1
         return score_N.sort().values.gather(0, place_1)[0]
 
     def past(self, name: str, values: Tensor, reach: int, missing: float = 0) -> Tensor:
-        """Of (B, T, …) values, those of the `reach` real tokens before each token, the nearest last: (B, T, reach, …),
-        with `missing` where there were fewer. A cache keeps them under `name`: ask in every pass, once for each name,
-        with the same reach."""
+        """The values of the `reach` real tokens before each token, nearest last: (B, T, …) → (B, T, reach, …), with
+        `missing` where there are fewer. A cache keeps them under `name`: call this in every pass, once per name, with
+        the same reach."""
         require(self.owner is not None, "only a router, or an Operator in its forward, may ask for the past.")
         require(reach >= 1, f"a look back of {reach} tokens under {name!r}: give at least 1.")
         values_BTC = values.reshape(*values.shape[:2], -1)
@@ -87,9 +97,9 @@ class TokenContext:
 
 
 def with_past(x_BTC: Tensor, reach: int, real_BT: Maybe, memory: Memory, name: str, missing: float = 0) -> Tensor:
-    """The last `reach` real tokens stored under `name` (`missing` where there were none), then the real ones of x in
-    order, (B, reach + T, C); padding goes behind them, so that no real token looks back on it. `put_back` undoes the
-    order. The memory then holds the last `reach` real tokens, at the place where it held the ones before."""
+    """The last `reach` real tokens stored under `name` (`missing` where there are none), then the real tokens of x,
+    then its padding: (B, reach + T, C). So no real token looks back on padding; `put_back` restores the order. The
+    memory then holds the last `reach` real tokens, in the same tensor if possible."""
     T = x_BTC.shape[1]
     if real_BT is not None and T > 1:
         order_BT = (~real_BT).int().argsort(dim=1, stable=True)
@@ -119,7 +129,7 @@ def last_real(line_BSC: Tensor, reach: int, real_BT: Maybe) -> Tensor:
 
 
 def put_back(y_BTC: Tensor, real_BT: Maybe) -> Tensor:
-    """Each real token's output at its own place again, (B, T, C); padding gets that of some other token."""
+    """Undoes the order of `with_past`: each real token's output at its own place. Padding gets some other token's."""
     if real_BT is None or y_BTC.shape[1] == 1:
         return y_BTC
     place_BT = (real_BT.cumsum(1) - 1).clamp_min(0)
@@ -127,8 +137,8 @@ def put_back(y_BTC: Tensor, real_BT: Maybe) -> Tensor:
 
 
 def visible_keys(key_BS: Tensor, queries: int, window: int | None = None) -> Tensor:
-    """Which keys the last `queries` tokens see, (B, 1, T, S): marked keys up to themselves, or the last `window` of
-    these, and always themselves."""
+    """Attention mask of the last `queries` tokens, (B, 1, T, S): marked keys up to the token, or the last `window` of
+    these, and always the token itself."""
     keys = key_BS.shape[1]
     query_T1 = torch.arange(keys - queries, keys, device=key_BS.device)[:, None]
     key_S = torch.arange(keys, device=key_BS.device)
@@ -140,7 +150,7 @@ def visible_keys(key_BS: Tensor, queries: int, window: int | None = None) -> Ten
 
 
 def surely_none(key_BT: Maybe) -> bool:
-    """Whether no token is a key, as far as the host knows: looking at a GPU's values would mean waiting for it."""
+    """Whether no token is a key, as far as the host can tell without waiting for a GPU."""
     if key_BT is None or key_BT.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return not bool(key_BT.any())

@@ -1,4 +1,4 @@
-"""What an operator is: a dense definition, and how sparse execution runs it on tokens laid out for it."""
+"""Operators: a dense definition each, and how sparse execution runs it on packed tokens."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,41 +17,41 @@ if TYPE_CHECKING:
 
 
 class Operator(nn.Module):
-    """Made from the configuration alone. It may look at other tokens: by default sparse execution runs it on all, and
-    takes what was asked for."""
+    """Built from the configuration alone. It may read other tokens, so by default sparse execution runs it on all
+    tokens and keeps the outputs it needs."""
 
-    looks_back = False  # whether it must see every token to keep its memory up
+    looks_back = False  # whether it must see every token to keep its memory up to date
     sets_own_weights = True
 
     def reset_parameters(self) -> None:
-        """First values of its own weights, by transformers' `initialization`, which leaves loaded ones alone. Linear
-        maps, embeddings and norms inside are drawn as everywhere in the model."""
+        """Initialise its own weights with transformers' `initialization`, which leaves loaded ones alone. Linear maps,
+        embeddings and norms inside are initialised like all others of the model."""
         if own := own_tensors(self):
             what = f"{type(self).__name__} has weights of its own ({own[0]})"
             raise NotImplementedError(f"{what}: define reset_parameters.")
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
-        """Per token of the text, by part."""
+        """FLOPs per token of the text, by part."""
         raise NotImplementedError
 
     def forward(self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, /) -> Any:
         """The definition: the output for every token. `key_BT` marks the tokens that are keys (None: all). With a
-        memory nobody reads the output of others, which is arbitrary but finite, and nothing of them is stored. Eager
-        attention also returns its weights."""
+        memory the output of other tokens is arbitrary but finite, and nothing of them is stored. Eager attention also
+        returns its weights."""
         raise NotImplementedError
 
     def begin(self, memory: LayerMemory, rows: int) -> None:
-        """Make what a fixed decoding step writes to, where the prompt left none."""
+        """Create what a fixed decoding step writes to, if the prompt did not."""
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
-        """Of the tokens sent to it, packed; where it works in place of all, (N, D), right where it was chosen."""
+        """Packed outputs of the tokens sent to it; or, if it works in place, (N, D), valid where it was chosen."""
         y_ND = tokens.run_all(self, name).flatten(0, 1)
         return y_ND if tokens.in_place(name) else pack(y_ND, tokens.packing(name))
 
 
 class TokenOperator(Operator):
-    """An operator that sees one token at a time, so that any selection of tokens will do."""
+    """An operator that treats each token alone, so it can run on any selection of tokens."""
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
         if not tokens.in_place(name):
@@ -65,7 +65,7 @@ NEEDED = "it must map (…, D) to (…, D), whatever the number of tokens"
 
 
 class Adopted:
-    """A user's operator, any module that maps (…, D) to (…, D), as a TokenOperator. It is held for one use only."""
+    """Wraps a user's operator, any module that maps (…, D) to (…, D), as a TokenOperator for one use."""
 
     looks_back = False
     begin, run_packed = Operator.begin, TokenOperator.run_packed
@@ -82,7 +82,7 @@ class Adopted:
 
 
 class Tokens:
-    """A layer's tokens as an execution lays them out: together, and for each operator."""
+    """A layer's tokens as an execution arranges them: all together, and for each operator."""
 
     x: Tensor  # the layer's input, all tokens together
 
@@ -91,30 +91,30 @@ class Tokens:
         self.x = self.x_BTD = x_BTD
 
     def view(self, name: str) -> Tensor:
-        """x of the tokens laid out for an operator."""
+        """x of the tokens of an operator."""
         return self.x
 
     def operate(self, name: str) -> Tensor:
-        """op(x), or op(LN_op(x)) under pre-norm, in that layout."""
+        """op(x), or op(LN_op(x)) under pre-norm, for these tokens."""
         raise NotImplementedError
 
     def norm(self, norm: nn.Module, y: Tensor, name: str) -> Tensor:
         return norm(y)
 
     def feed(self, y: Tensor, name: str) -> Tensor:
-        """The feed-forward network, in that layout."""
+        """The feed-forward network on these tokens."""
         return self.block.ffn(y)
 
     def select(self, parts: dict[str, Tensor]) -> Tensor:
-        """Σ w_k part_k, all tokens together."""
+        """Σ w_k part_k for all tokens."""
         raise NotImplementedError
 
     def fused_ends(self) -> Maybe:
-        """A whole layer whose light tokens skip the FFN, by fewer kernels."""
+        """The whole layer in fewer kernels, if light tokens skip the FFN; None where that is not possible."""
         return None
 
     def seen(self, name: str, x: Tensor) -> Tensor:
-        """What an operator reads of x."""
+        """The operator's input: x, or LN_op(x) under pre-norm."""
         return self.block.norms[name](x) if self.block.pre_norm else x
 
     def sent_to(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keys and values of decoding where rows have lengths of their own: a token that is no key takes no memory."""
+"""Key-value stores for decoding in which every row has its own length: a token that is no key takes no memory."""
 
 from dataclasses import dataclass, field
 
@@ -9,28 +9,29 @@ from torch import Tensor
 from chiar.kernels.decode_attention import decode_attention
 
 BLOCK = 32  # capacities are multiples of this
-ROOM = 64  # entries that are free behind a prompt's longest row, at least; a store that grows later gets an eighth more
+ROOM = 64  # least free entries after a prompt's longest row; a store that grows later gets an eighth more
 LEAST = 16  # with less room than this a store grows
 
 
 @dataclass
 class Shelf:
-    """The stores of all layers of a cache. They are looked at together, because looking means to wait."""
+    """The stores of all layers of a cache. Their lengths are read together, because each read waits for the device."""
 
     stores: "list[RaggedStore]" = field(default_factory=list)
-    slack: int = 0  # how many tokens somebody may step back
-    moves: int = 0  # rises when a tensor gets another place in memory, so that whoever noted addresses can tell
+    slack: int = 0  # how many tokens may be taken back
+    moves: int = 0  # counts reallocations, so that holders of addresses (CUDA graphs) notice
 
     def make_room(self) -> None:
-        """For one more token in every store: without a look at the device in all but few steps."""
+        """For one more token in every store; only few steps have to read lengths from the device."""
         if any(store.most + 1 >= store.capacity for store in self.stores):
             self.look()
         for store in self.stores:
             store.most += 1
 
     def look(self, writing: "RaggedStore | None" = None) -> None:
-        """Wait for every store's longest row. Who grows takes along who soon would: a step must be captured again. A
-        store that is being written has rows longer than what it holds: it cannot slide."""
+        """Read every store's longest row from the device. When one store must grow, those nearly full grow too, because
+        a step must then be captured again. The store that is being `writing` has rows longer than what it holds, so it
+        cannot slide."""
         known = [(store, store.length_B) for store in self.stores if store.length_B is not None]
         for device in {length_B.device for _, length_B in known}:
             here = {store: length_B.max() for store, length_B in known if length_B.device == device}
@@ -43,11 +44,11 @@ class Shelf:
 
 
 class RaggedStore:
-    """Named tensors (B, H, L, d), L entries of which the first `length_B` of each row count, in the order of tokens.
-    Lengths live on the device; the host has `most`, a bound on the longest row, and looks at the true lengths when it
-    reaches the capacity. Between looks all is written in place. The last entry is never in use: of several tokens at
-    once those that are no keys are written there, which needs no look at values. With a `window` only so many entries
-    of a row, the last, will be seen again: when there is no more room these slide to the beginning."""
+    """Named tensors (B, H, L, d). The first `length_B` of the L entries of each row are valid, in the order of tokens.
+    Lengths live on the device. The host keeps `most`, an upper bound on the longest row, and reads the true lengths
+    when that reaches the capacity; in between everything is written in place. The last entry is a dump: tokens that are
+    no keys are written there, so that no values have to be read. With a `window` only the last entries of a row are
+    needed again; when there is no more room they slide to the beginning."""
 
     def __init__(self, shelf: Shelf, window: int | None = None) -> None:
         self.shelf, self.window = shelf, window
@@ -61,11 +62,11 @@ class RaggedStore:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever offered to it."""
+        """Whether nothing was ever stored."""
         return self.length_B is None
 
     def begin(self, new: dict[str, Tensor]) -> Tensor:
-        """Tensors without entries, like `new` (B, H, T, d), where there are none. Returns each row's length."""
+        """Create empty tensors like `new` (B, H, T, d) if there are none. Returns each row's length."""
         if self.length_B is None:
             some = next(iter(new.values()))
             self.length_B = torch.zeros(len(some), dtype=torch.long, device=some.device)
@@ -81,12 +82,12 @@ class RaggedStore:
 
     @property
     def is_long(self) -> bool:
-        """Whether a row may hold more than its window, and room for a window is there."""
+        """Whether a row may hold more than its window needs."""
         return self.window is not None and self.most > self.window + self.shelf.slack
 
     def slide(self) -> None:
-        """Keep the last entries of each row: its window, and those it has again after steps back. The tensors stay in
-        place once their room is a window's."""
+        """Keep only the last entries of each row: its window, and what a step back would need. Once the capacity is
+        that of a window the tensors stay in place."""
         assert self.window is not None and self.length_B is not None
         window, length_B = self.window + self.shelf.slack, self.length_B
         capacity = -(-(window + max(ROOM, window // 4)) // BLOCK) * BLOCK
@@ -107,7 +108,7 @@ class RaggedStore:
     def append(self, new: dict[str, Tensor], key_BT: Tensor) -> Tensor:
         """Store the entries (B, H, T, d) of tokens that are keys. Returns each row's keys up to each token, (B, T)."""
         length_B = self.begin(new)
-        if self.window is not None and not self.capacity:  # a prompt: what is behind its window is never seen again
+        if self.window is not None and not self.capacity:  # a prompt: entries outside its window are never seen again
             key_BT = key_BT & (key_BT.flip(1).cumsum(1).flip(1) <= self.window)
         elif self.is_long and self.most + key_BT.shape[1] >= self.capacity:
             self.slide()
@@ -125,7 +126,7 @@ class RaggedStore:
         return count_BT
 
     def attend(self, q_BHd: Tensor, k_BHd: Tensor, v_BHd: Tensor, key_B: Tensor) -> Tensor:
-        """Store one token a row where `key_B`, and what these rows see; 0 for the others. There is room."""
+        """Store one token in each row of `key_B` and return these rows' attention; 0 for others. There must be room."""
         assert self.length_B is not None
         key_BHLd, value_BHLd = self.parts["key"], self.parts["value"]
         new = (x.to(key_BHLd.dtype) for x in (q_BHd, k_BHd, v_BHd))
@@ -133,7 +134,7 @@ class RaggedStore:
         return decode_attention(*new, *stored, window=self.window or 0).to(q_BHd.dtype)
 
     def make_room(self, k_BHTd: Tensor, v_BHTd: Tensor) -> None:
-        """For one more token, in tensors that may be written."""
+        """For one more token, in writable tensors."""
         self.begin({"key": k_BHTd, "value": v_BHTd})
         if self.most + 1 >= self.capacity:
             self.shelf.look()
@@ -152,11 +153,12 @@ class RaggedStore:
             self.most -= tokens
 
     def used(self, name: str) -> Tensor:
-        """The entries that may count, (B, H, ≤ L, d)."""
+        """The entries up to the longest row, (B, H, ≤ L, d)."""
         return self.parts[name][:, :, : self.most]
 
     def visible(self, count_BT: Tensor) -> Tensor:
-        """Which of these a token sees, (B, 1, T, ≤ L): a key those up to itself, others anything, but never nothing."""
+        """Attention mask over `used`, (B, 1, T, ≤ L): a key sees entries up to itself; other tokens see at least
+        one."""
         entry_L = torch.arange(min(self.most, self.capacity), device=count_BT.device)
         count_B1T1 = count_BT.clamp_min(1)[:, None, :, None]
         seen = entry_L < count_B1T1
@@ -175,7 +177,8 @@ class RaggedStore:
             self.shelf.moves += 1
 
     def joined(self, other: "RaggedStore", rows: int, more: int) -> "RaggedStore":
-        """The `more` rows of another store behind these `rows`. Where nothing was ever offered they are empty."""
+        """These `rows`, then the `more` rows of another store. A store that never held anything counts as empty
+        rows."""
         made = RaggedStore(self.shelf, self.window)
         if self.is_empty and other.is_empty:
             return made
@@ -197,14 +200,14 @@ class RaggedStore:
         self.shelf.moves += 1
 
     def writable(self, stored: Tensor, differentiable: bool = False) -> Tensor:
-        """The tensor itself, or a copy where somebody may still need what was there for a gradient."""
+        """The tensor itself, or a copy if a gradient may still need its values."""
         if may_write(stored, differentiable):
             return stored
         self.shelf.moves += 1
         return stored.clone()
 
     def rewritten(self, stored: Tensor, new: Tensor) -> Tensor:
-        """`new`, in the place of `stored` where it fits there."""
+        """`new`, written into `stored` where it fits."""
         if stored.shape == new.shape and may_write(stored, new.requires_grad):
             return stored.copy_(new)
         self.shelf.moves += 1
@@ -213,6 +216,6 @@ class RaggedStore:
 
 def may_write(stored: Tensor, differentiable: bool) -> bool:
     needed = stored.requires_grad or differentiable
-    if torch.compiler.is_compiling():  # then everything was made writable before
+    if torch.compiler.is_compiling():  # everything was made writable before
         return not needed
     return not needed and (torch.is_inference_mode_enabled() or not stored.is_inference())

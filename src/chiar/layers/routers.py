@@ -1,7 +1,8 @@
-"""Routers: which operator each token of a routed layer goes to; and thresholds that follow the scores in training.
+"""Routers, which choose the operator of each token of a routed layer, and thresholds that follow the scores in
+training.
 
-Called once a pass with x, which is what attention would read, and the layer's H, each if the router's kind says that it
-reads it. A forced choice is used as it is."""
+A router is called once per pass with x, which is what attention would read, and the layer's H, if its kind declares
+that it reads them. A forced choice is used as given."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,22 +18,22 @@ from chiar.kernels.hash import uniform_hash
 from chiar.kernels.white_noise import white_noise_entropy
 from chiar.layers.context import DerivedBuffers, Maybe, TokenContext, stored_in
 
-SAMPLE = 4096  # scores a pass sorts, or up to twice as many: their quantile is off by some 0.008 before averaging
-RATE = 0.2  # how far a pass moves the averages, once there were 1 / RATE of them
+SAMPLE = 4096  # scores sorted in a pass (up to twice as many); their quantile errs by about 0.008 before averaging
+RATE = 0.2  # weight of a new pass in the running mean, after the first 1 / RATE passes
 
 
 @dataclass
 class Route:
     """The decision of one layer for B×T tokens over K operators."""
 
-    choice_BT: Tensor  # index of the chosen operator (under soft routing: the one with the largest weight)
+    choice_BT: Tensor  # index of the chosen operator; under soft routing the one with the largest weight
     weights_BTK: Tensor  # what each operator's output is multiplied by: one-hot, or probabilities under soft routing
     probabilities_BTK: Tensor | None = None  # the learned router's softmax
-    score_BT: Tensor | None = None  # what was compared with the threshold, for whoever follows its quantiles
+    score_BT: Tensor | None = None  # what was compared with the threshold
 
 
 def one_hot(choice_BT: Tensor, operators: int) -> Tensor:
-    """By comparison: torch's own checks its input, which costs kernels in a compiled decoding step."""
+    """By comparison: F.one_hot checks its input, which costs kernels in a compiled decoding step."""
     return (choice_BT[..., None] == torch.arange(operators, device=choice_BT.device)).float()
 
 
@@ -51,7 +52,7 @@ def check_choice(router: nn.Module, choice_BT: object, x_BTD: Tensor, operators:
 
 
 def check_route(router: nn.Module, route: object, x_BTD: Tensor, operators: int, context: TokenContext) -> None:
-    """The same of a router that makes its `Route` itself."""
+    """Raise InputError unless a router that builds its own `Route` built a valid one."""
     name, expected = f"the router {type(router).__name__}", (*x_BTD.shape[:2], operators)
     if not isinstance(route, Route):
         raise InputError(f"{name} returned {type(route).__name__}, expected a Route (chiar.layers.routers).")
@@ -61,19 +62,19 @@ def check_route(router: nn.Module, route: object, x_BTD: Tensor, operators: int,
 
 
 class ChoiceRouter(nn.Module):
-    """A router whose decision has no gradient: say how to choose, and it is done."""
+    """A router whose decision has no gradient. Subclasses define `choose`."""
 
     def __init__(self, operators: int) -> None:
         super().__init__()
         self.operators = operators
 
     def choose(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
-        """The index of each token's operator, (B, T) int64: 0 is light, the last attention. Tokens before t are to be
-        had by `context.past`."""
+        """The index of each token's operator, (B, T) int64: 0 is light, the last is attention. `context.past` gives
+        values of earlier tokens."""
         raise NotImplementedError
 
     def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
-        if forced_BT is None or context.memory is not None:  # what is forced now is the past of what is free later
+        if forced_BT is None or context.memory is not None:  # later tokens may look back on this pass
             choice_BT = self.choose(x_BTD, entropy_BT, context)
             check_choice(self, choice_BT, x_BTD, self.operators, context)
         choice_BT = choice_BT if forced_BT is None else forced_BT
@@ -88,7 +89,7 @@ class EntropyRouter(DerivedBuffers):
     def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__()
         self.values: tuple[float, ...] = config.layer_thresholds()[config.routed_layers.index(layer)]
-        self.follows = config.follows_quantile  # τ is the one that training has followed, not these
+        self.follows = config.follows_quantile  # then τ is what training has followed
         self.register_derived()
 
     def derive(self) -> dict[str, Tensor]:
@@ -158,14 +159,15 @@ class LearnedRouter(nn.Module):
 
 
 def without_common_shift(score_BT: Tensor, real_BT: Maybe) -> Tensor:
-    """The same scores, but no gradient moves all of them alike. Where a threshold follows them such a move changes no
-    choice, yet every layer wants more attention: scores would climb for ever, and the fraction stay too high."""
+    """The same scores without the gradient that moves all of them alike. The threshold follows such a move, so it
+    changes no choice; but every layer profits from more attention, so the scores would grow without end and the
+    fraction stay too high."""
     mean = mean_over_tokens(score_BT[..., None], real_BT)
     return score_BT - (mean - mean.detach())
 
 
 def joins_a_norm(x_BTD: Tensor) -> bool:
-    """Whether a compiler that joins sums over x to the norm before them is at work, on a device where it pays."""
+    """Whether a compiler can fuse sums over x into the norm before them, on a device where that pays."""
     return torch.compiler.is_compiling() and x_BTD.is_cuda
 
 
@@ -225,10 +227,10 @@ def collapse_loss(routes: list[Route], real_BT: Maybe, strength: float) -> Tenso
 
 
 class RouterState(DerivedBuffers):
-    """For L routed layers, saved with the weights and kept in fp32 or wider.
-    In training every pass moves a threshold towards the (1 − f)-quantile of its scores, after the pass and without
-    looking at a value: compiled and recorded passes do the same. Evaluation leaves it where it is, so a token's route
-    depends on that token alone, whereas Mixture-of-Depths' top-k compares it with later ones."""
+    """The thresholds of L routed layers, saved with the weights and kept in fp32 or wider. Every training pass moves
+    them towards the (1 − f)-quantile of its scores, after the pass and without reading a value on the host, so that
+    compiled and captured passes do the same. Evaluation leaves them alone: a token's route depends on no later token,
+    unlike Mixture-of-Depths' top-k."""
 
     threshold_L: Tensor
     updates_L: Tensor
@@ -252,12 +254,12 @@ class RouterState(DerivedBuffers):
         return {"threshold_L": self.first * every, "updates_L": torch.zeros_like(every)}
 
     def of_layers(self) -> list[Tensor]:
-        """The coming pass's thresholds; in training copies, as the originals move before a backward pass used them."""
+        """Thresholds for the next pass; copies in training, since the originals change before the backward pass."""
         return list((copied(self.threshold_L) if self.training else self.threshold_L).unbind())
 
     @torch.no_grad()
     def follow(self, scores: list[Tensor], real_BT: Maybe = None) -> None:
-        """Take note of the (B, T) scores of each routed layer in one training pass, padding left out."""
+        """Update the thresholds with the (B, T) scores of each routed layer in one training pass, without padding."""
         tokens = scores[0].numel()
         step = (tokens // SAMPLE) | 1  # odd: an even one could keep meeting the same positions of a row
         scores_LN = torch.stack([score_BT.detach().flatten()[::step] for score_BT in scores]).to(self.threshold_L.dtype)
@@ -267,7 +269,7 @@ class RouterState(DerivedBuffers):
             scores_LN, count = torch.where(real_N, scores_LN, torch.inf), real_N.sum().to(scores_LN.dtype)
         now_L = quantile(scores_LN.sort(1).values, count.expand(len(scores)), self.shares_L)
         rate_L = (1 / (self.updates_L + 1)).clamp_min(RATE)
-        # Where nothing counts there is no quantile either.
+        # Without a real token there is no quantile.
         moved_L = self.threshold_L + rate_L * (now_L - self.threshold_L)
         self.threshold_L.copy_(torch.where(count > 0, moved_L, self.threshold_L))
         self.updates_L.add_(count > 0)
@@ -284,7 +286,7 @@ class RouterState(DerivedBuffers):
 
 @torch.library.custom_op("chiar::copied", mutates_args=())
 def copied(x: Tensor) -> Tensor:
-    """A copy that a compiler keeps: left to itself it reads the original again in the backward pass."""
+    """A copy that compilers keep; otherwise they read the original again in the backward pass."""
     return x.clone()
 
 
@@ -294,7 +296,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def quantile(sorted_LN: Tensor, count_L: Tensor, share_L: Tensor) -> Tensor:
-    """Of the first `count` of each row, linear between neighbours."""
+    """Quantile of the first `count` entries of each row, with linear interpolation."""
     place_L = share_L * (count_L - 1).clamp_min(0)
     below_L1 = place_L.floor().long()[:, None]
     above_L1 = torch.minimum(below_L1 + 1, (count_L.long() - 1).clamp_min(0)[:, None])

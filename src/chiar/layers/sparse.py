@@ -1,9 +1,9 @@
-"""A routed layer that runs only the chosen operator for each token. block.py has the formula.
+"""Sparse execution of a routed layer: each token's chosen operator only. block.py has the formula.
 
-Attention and feed-forward products work on packed rows (kernels/packing.py); norms of light tokens, filters in the
-identity basis and additions pass over all tokens, which costs memory traffic but no products, and so do filters along
-time. RBF mixing runs on every token. On a CPU, outside compiled graphs, the host may look at the routes: there packings
-are exact, and light operators have only the tokens sent to them too."""
+Attention and feed-forward products run on packed rows (kernels/packing.py). Norms of light tokens, filters along time
+or in the identity basis and additions run on all tokens, which costs memory traffic but no matrix products. RBF mixing
+runs on every token. On a CPU, outside compiled graphs, the host reads the routes: packings are then exact, and light
+operators too run only on their own tokens."""
 
 from typing import TYPE_CHECKING
 
@@ -24,20 +24,20 @@ from chiar.registry import is_light
 if TYPE_CHECKING:
     from chiar.layers.block import Block
 
-FEWEST = {"routed": 256, "all": 512}  # tokens in a batch, for each key policy, below which "auto" runs densely on a CPU
-SHORT = 256  # rows up to here are filled up to the longest for one call: on a CPU a call a row costs more
+FEWEST = {"routed": 256, "all": 512}  # with fewer tokens in a batch "auto" runs densely on a CPU, by key policy
+SHORT = 256  # rows up to this length are padded for a single call: on a CPU a call per row costs more
 LONG = 512
-"""From here on, and where at most half of the tokens are dark, all keys get attention for dark queries only: torch's
-causal attention of every query, in one call for all rows, is faster below."""
+"""From this length on, and if at most half of the tokens are dark, attention over all keys runs for dark queries only.
+Below, torch's causal attention of every query, in one call for all rows, is faster."""
 
 
 def host_sees_routes(device: torch.device) -> bool:
-    """Whether to look at how many tokens were chosen costs no waiting."""
+    """Whether the host can read the routes without waiting for a device."""
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def sparse_pays(x_BTD: Tensor, keys: str) -> bool:
-    """Whether packing tokens costs less than it saves (on a CPU as measured: docs/execution.md)."""
+    """Whether packing saves more time than it costs (for a CPU measured, docs/execution.md)."""
     if x_BTD.is_cuda:
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x_BTD.dtype
         return dtype == torch.bfloat16 and has_fast_grouped_products(x_BTD.device.index)
@@ -46,14 +46,14 @@ def sparse_pays(x_BTD: Tensor, keys: str) -> bool:
 
 @torch.compiler.assume_constant_result
 def has_fast_grouped_products(device: int) -> bool:
-    """Whether torch multiplies the rows in use alone there, for bf16; elsewhere it waits to learn how many they are."""
+    """Whether torch's grouped bf16 products compute only the rows in use; elsewhere they wait for the row counts."""
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 class PackedTokens(Tokens):
-    """Every operator has the real tokens sent to it, packed; but one that works in place has all, (N, D), and is right
-    where it was chosen. Padding is never sent to attention: its output is arbitrary, as in dense execution. `memory` is
-    empty: tokens see each other, not what was stored before."""
+    """Each operator gets the real tokens sent to it, packed. An operator that works in place gets all, (N, D), and its
+    output is valid where it was chosen. Padding is never sent to attention; its output is arbitrary, as in dense
+    execution. `memory` must be empty: tokens see each other, not stored keys."""
 
     route: Route
 
@@ -65,7 +65,7 @@ class PackedTokens(Tokens):
         self.packings: dict[str, Packing] = {}
 
     def packing(self, name: str) -> Packing:
-        """Where the real tokens sent to an operator are."""
+        """The packing of the real tokens sent to an operator."""
         if name not in self.packings:
             self.packings[name] = make_packing(self.sent_to(name), self.on_host)
         return self.packings[name]
@@ -99,7 +99,7 @@ class PackedTokens(Tokens):
         return used(keys.before_N[self.dark.token_P] + 1, self.dark)
 
     def remember(self, name: str, parts_MHd: dict[str, Tensor], keys: Packing) -> None:
-        """Store what an operator keeps of its keys, as it does in dense execution."""
+        """Store an operator's keys as dense execution does."""
         key_BT = keys.chosen_N.view(self.batch, self.length)
         if self.memory is None or surely_none(key_BT):
             return
@@ -110,14 +110,14 @@ class PackedTokens(Tokens):
         self.memory.ragged(name).append(new, key_BT)
 
     def rotated(self, x_PHd: Tensor, packing: Packing) -> Tensor:
-        """RoPE, at the places of the packed tokens."""
+        """RoPE at the positions of the packed tokens."""
         if self.context.rope is None:
             return x_PHd
         cos, sin = (table.flatten(0, 2)[self.table_rows(packing)][:, None] for table in self.context.rope)
         return rotate(x_PHd, (cos, sin))
 
     def table_rows(self, packing: Packing) -> Tensor:
-        """The row of each packed token in RoPE's tables, of which all batch rows may share one."""
+        """The row of each packed token in RoPE's tables, which all batch rows may share."""
         assert self.context.rope is not None
         shared = self.context.rope[0].shape[0] == 1
         return packing.token_P % self.length if shared else packing.token_P
@@ -138,7 +138,7 @@ class PackedTokens(Tokens):
         return used(norm(used(y, packing)), packing)
 
     def feed(self, y: Tensor, name: str, bias: bool = True) -> Tensor:
-        """Without dropout, which sparse execution refuses; on demand without the last bias."""
+        """No dropout, which sparse execution refuses; `bias=False` leaves out the last bias."""
         ffn, packing = self.block.ffn, self.packing(name)
         if self.on_host:
             return ffn(y)
@@ -153,19 +153,19 @@ class PackedTokens(Tokens):
         return self.weighted(y_ND)
 
     def weighted(self, y_ND: Tensor) -> Tensor:
-        """By the chosen operator's weight: mostly 1, but a router gets its gradient through it."""
+        """Multiplied by the chosen operator's weight: mostly 1, but a router gets its gradient through it."""
         if not self.block.weights_have_gradient:
             return y_ND
         weight_N1 = self.route.weights_BTK.flatten(0, 1).gather(1, self.route.choice_BT.reshape(-1, 1))
         return y_ND * weight_N1.to(y_ND.dtype)
 
     def together(self, y_ND: Tensor) -> Tensor:
-        """(B, T, D); the host leaves padding as it was."""
+        """(B, T, D); on the host padding keeps its input."""
         y_BTD, real_BT = y_ND.view(self.x_BTD.shape), self.context.real_BT
         return torch.where(real_BT[..., None], y_BTD, self.x_BTD) if self.on_host and real_BT is not None else y_BTD
 
     def fused_ends(self) -> Tensor | None:
-        """With two operators dark tokens are packed once and stay packed; kernels add biases and residuals."""
+        """With two operators dark tokens stay packed through the layer; kernels add biases and residuals."""
         block, names = self.block, self.block.names
         if len(names) != 2 or self.on_host:
             return None
@@ -178,12 +178,12 @@ class PackedTokens(Tokens):
         y_ND = unpack_sum(u_PD, more_PD, block.ffn.down.bias, light_ND, self.dark)
         if not block.weights_have_gradient:
             return y_ND
-        # Where the weight is 1 what is added is 0, but its gradient is the router's.
+        # With a weight of 1 this adds 0, but it carries the router's gradient.
         change_ND = y_ND - self.x
         return y_ND + (self.weighted(change_ND) - change_ND)
 
     def attend(self, attention: CausalAttention, bias: bool = True) -> Tensor:
-        """Packed output of the dark tokens, over each other or over all; on demand without the last bias."""
+        """Packed attention output of the dark tokens, over dark or all keys; `bias=False` leaves out the last bias."""
         few = self.on_host and self.length >= LONG and 2 * len(self.dark.token_P) <= len(self.x)
         if self.on_host and not (few or self.block.routed_keys):
             seen_BTD = self.seen("attention", self.x_BTD)

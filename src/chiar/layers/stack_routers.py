@@ -1,5 +1,5 @@
-"""Routers of a dark stack that stand nowhere else: they choose which bytes pass it. `predictive` and `spectral` are the
-EntropyRouter of routers.py with another H, `learned` and `random` are as in routed layers."""
+"""Routers that exist only for dark stacks. Of the others, `predictive` and `spectral` are the EntropyRouter of
+routers.py with another H, and `learned` and `random` are the same as in routed layers."""
 
 import math
 
@@ -18,15 +18,15 @@ LIGHT, DARK = 0, 1
 
 
 class RiseRouter(EntropyRouter):
-    """Dark is where uncertainty begins rather than where it lasts: H_t − H_{t−1} > τ. Before the first token H is 0."""
+    """Dark where uncertainty begins: H_t − H_{t−1} > τ. Before the first token H is 0."""
 
     def scores(self, x_BTD: Tensor, entropy_BT: Tensor, context: TokenContext) -> Tensor:
         return entropy_BT - context.past("entropy", entropy_BT, 1)[..., 0]
 
 
 class ForecastRouter(nn.Module):
-    """A small regression of the final prediction's entropy on the state, which it does not move: H without a softmax.
-    It learns in DarkStack.loss."""
+    """A small regression of the final prediction's entropy on the detached state: H without a softmax. It is trained by
+    DarkStack.loss."""
 
     def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class ForecastRouter(nn.Module):
         self.up, self.down = nn.Linear(config.hidden_size, FORECAST_WIDTH), nn.Linear(FORECAST_WIDTH, 1)
 
     def scores(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext) -> Tensor:
-        # In fp32 at least: a score of bf16 would be compared with a τ rounded to bf16.
+        # At least fp32: a bf16 score would be compared with a τ rounded to bf16.
         dtype = stored_in(x_BTD.dtype)
         with torch.autocast(x_BTD.device.type, enabled=False):
             hidden_BTh = F.gelu(linear(self.up, x_BTD.detach().to(dtype)))
@@ -47,12 +47,12 @@ class ForecastRouter(nn.Module):
 
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """In the precision of x."""
+    """`layer(x)` in the precision of x."""
     return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
 
 
 class FirstIdentity(nn.Linear):
-    """A map that begins as none."""
+    """A linear map initialised to the identity."""
 
     sets_own_weights = True
 
@@ -81,7 +81,7 @@ class BoundaryRouter(nn.Module):
 
 
 class SpaceRouter(ChoiceRouter):
-    """SpaceByte's rule (arXiv 2404.14408): dark is a space-like byte behind one that is not, and the first byte.
+    """SpaceByte's rule (arXiv 2404.14408): dark are the first byte, and each space-like byte after one that is not.
     Space-like is ASCII that is neither letter nor digit; bytes of longer characters and ids beyond bytes are not."""
 
     def __init__(self, config: ChiarConfig, layer: int) -> None:
@@ -101,7 +101,7 @@ def is_space(byte: Tensor) -> Tensor:
 
 
 class StrideRouter(ChoiceRouter):
-    """Every so many tokens one is dark, the first among them: MegaByte's patches (arXiv 2305.07185)."""
+    """Every k-th token is dark, beginning with the first: MegaByte's patches (arXiv 2305.07185)."""
 
     def __init__(self, config: ChiarConfig, layer: int) -> None:
         super().__init__(2)
@@ -113,7 +113,7 @@ class StrideRouter(ChoiceRouter):
 
 
 def ratio_loss(route: Route, real_BT: Maybe, fraction: float) -> Tensor:
-    """H-Net's: least where a share f is dark and the mean p is f too."""
+    """H-Net's ratio loss: smallest where a share f is dark and the mean of p is f."""
     assert route.probabilities_BTK is not None
     times = 1 / fraction
     dark = mean_over_tokens(route.choice_BT[..., None].float(), real_BT)[0]
@@ -122,6 +122,6 @@ def ratio_loss(route: Route, real_BT: Maybe, fraction: float) -> Tensor:
 
 
 def predictive_entropy(logits_BTV: Tensor) -> Tensor:
-    """H of softmax(logits) over log V, between 0 and 1, in fp32 at least."""
+    """H of softmax(logits) divided by log V, between 0 and 1, in at least fp32."""
     log_p_BTV = logits_BTV.to(stored_in(logits_BTV.dtype)).log_softmax(-1)
     return -(log_p_BTV.exp() * log_p_BTV).sum(-1) / math.log(logits_BTV.shape[-1])
