@@ -1,5 +1,5 @@
-"""Attention of one new token a row: it is stored behind its row's entries and sees them all, itself included. How many
-they are is known on the device only. Tensors keep their place and shape, so the same call serves every step."""
+"""Attention of one new token per row: it is appended to its row's entries and sees them all, itself included. Lengths
+stay on the device, and tensors keep their address and shape, so that the same call serves every step."""
 
 import math
 

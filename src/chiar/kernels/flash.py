@@ -1,5 +1,5 @@
-"""Causal attention of texts that lie one behind the other, and attention that looks back a few tokens only: torch's own
-flash attention where it runs, beside their definitions."""
+"""Causal attention of concatenated texts, and of a sliding window: torch's flash attention where it runs, beside the
+definitions."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from chiar.kernels.packing import product_dtype
 
 
 def has_flash(x: Tensor) -> bool:
-    """Whether torch's flash attention takes tensors that products make of x."""
+    """Whether torch's flash attention supports matrix products of x."""
     return x.is_cuda and product_dtype(x) in (torch.bfloat16, torch.float16)
 
 
@@ -22,7 +22,7 @@ def flash(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """(B, T, H, d), or (P, H, d) with `rows`, the offsets of texts."""
+    """torch's flash attention of (B, T, H, d), or of (P, H, d) with `rows`, the offsets of texts."""
     back = None if window is None else window - 1
     found = torch.ops.aten._flash_attention_forward(
         q_BTHd, k_BTHd, v_BTHd, rows, rows, longest, longest, dropout, True, False,
@@ -34,7 +34,7 @@ def flash(
 def text_attention(
     q_HPd: Tensor, k_HPd: Tensor, v_HPd: Tensor, rows: Tensor, longest: int, dropout: float = 0.0
 ) -> Tensor:
-    """Of P tokens, those from rows[i] to rows[i + 1] a text each: every token sees its text up to itself, (H, P, d)."""
+    """Causal attention within each text, (H, P, d): text i is tokens rows[i] to rows[i + 1]."""
     if has_flash(q_HPd):
         q_PHd, k_PHd, v_PHd = (x.transpose(0, 1).to(product_dtype(x)) for x in (q_HPd, k_HPd, v_HPd))
         return flash(q_PHd, k_PHd, v_PHd, rows, longest, None, dropout).transpose(0, 1)
@@ -45,14 +45,14 @@ def text_attention(
 
 
 def window_attention(q_BHTd: Tensor, k_BHTd: Tensor, v_BHTd: Tensor, window: int, dropout: float = 0.0) -> Tensor:
-    """Every token sees the last `window` tokens, itself among them."""
+    """Every token sees the last `window` tokens, including itself."""
     T = q_BHTd.shape[2]
     if window >= T:
         return F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, dropout_p=dropout, is_causal=True)
     if has_flash(q_BHTd):
         q, k, v = (x.transpose(1, 2).to(product_dtype(x)) for x in (q_BHTd, k_BHTd, v_BHTd))
         return flash(q, k, v, None, T, window, dropout).transpose(1, 2)
-    # Blocks of queries, each with the keys some of them see: a mask of everything would cost T² again.
+    # Blocks of queries, each with the keys it may see: one mask for everything would cost T² again.
     parts, size = [], max(window, 256)
     for start in range(0, T, size):
         queries, keys = slice(start, start + size), slice(max(0, start - window + 1), start + size)

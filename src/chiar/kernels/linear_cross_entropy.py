@@ -1,4 +1,4 @@
-"""The language loss straight from the last states: no N×V tensor of logits is ever kept.
+"""Cross-entropy of a linear map, computed from the last states without keeping an N×V tensor of logits.
 
 L = Σ_n logsumexp(W x_n) − (W x_n)[t_n], ∂L/∂X = G W and ∂L/∂W = Gᵀ X with G = softmax(X Wᵀ) − onehot(t). The forward
 pass goes over chunks of rows, turns each chunk's logits into its G where they lie, takes both products at once and
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from chiar.kernels.packing import accumulation_dtype, check_choice, operator, product_dtype, wants_triton
 
-CHUNK = 3072 * 50257  # logits at a time, where nobody says how many rows
-# 50257 is odd: rows of logits that begin at odd places slow down every product and every load.
+CHUNK = 3072 * 50257  # logits at a time, unless chunk_rows is given
+# 50257 is odd, and rows of logits at odd offsets slow down every product and every load.
 COLUMN_MULTIPLE = 16
 
 

@@ -1,7 +1,7 @@
-"""Causal attention for packed queries: rows of any length lie end to end, and a query sees keys up to its own position.
+"""Causal attention for packed queries: rows of any length are concatenated, and a query sees keys up to its position.
 
 Rows are in order of position, so a query sees a prefix of its row's keys, and a key is seen by a suffix of its row's
-queries, behind the first `skip_M`. The split lives on the device: shapes, launches and compiled graphs never change.
+queries, after the first `skip_M`. Offsets stay on the device: shapes, launches and compiled graphs never change.
 `torch_attention` is the definition; kernels are in triton_attention.py.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from chiar.kernels.packing import Packing, accumulation_dtype, chosen_attention, like, operator, product_dtype
 
-BLOCK = 64  # queries that share a mask in "rows": of 32 to 512 the fastest, or nearly
+BLOCK = 64  # queries that share a mask in "rows"; the fastest of 32 to 512, or nearly
 Three = tuple[Tensor, Tensor, Tensor]
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -53,7 +53,7 @@ def prefix_attention(
 def torch_attention(
     q_NHd: Tensor, k_MHd: Tensor, v_MHd: Tensor, query_rows: Tensor, key_rows: Tensor, limit_N: Tensor
 ) -> Tensor:
-    """The definition, with the mask in the open."""
+    """The definition, with an explicit mask."""
     key_row_M = row_of(key_rows, len(k_MHd))
     index_M = torch.arange(len(k_MHd), device=key_rows.device) - key_rows[key_row_M]
     hidden_NM = (row_of(query_rows, len(q_NHd))[:, None] != key_row_M) | (index_M >= limit_N[:, None])

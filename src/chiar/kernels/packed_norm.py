@@ -1,5 +1,5 @@
-"""What happens to packed rows between products: gather, addition and norm, u = x[token] + (a + b) and h = norm(u), and
-GELU. The definitions pass over all P rows; Triton's kernels read and write only the rows in use."""
+"""Operations on packed rows between matrix products: gather, add and norm (u = x[token] + (a + b), h = norm(u)), and
+GELU. The definitions process all P rows; Triton's kernels only the rows in use."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def packed_norm(
 def unpack_sum(
     u_PD: Tensor, more_PD: Tensor, bias_D: Tensor, other_ND: Tensor, packing: Packing, implementation: str = "auto"
 ) -> Tensor:
-    """u + more + bias where a token was chosen, `other` elsewhere: the end of a path that began with packed_norm."""
+    """u + more + bias at chosen tokens, `other` elsewhere: the end of a path that began with packed_norm."""
     if not wants_triton(u_PD, implementation):
         return unpack(used(u_PD + (more_PD + bias_D), packing), other_ND, packing)
     from chiar.kernels.triton_rows import UnpackSum

@@ -1,8 +1,8 @@
-"""Some of the tokens of a batch, gathered into consecutive rows: what sparse execution computes with.
+"""Packing: the chosen tokens of a batch gathered into consecutive rows, for sparse execution.
 
-Packed tensors have room for every token (P = B·T rows): the first `count`, a number on the device, hold the chosen
-tokens in order; the rest is undefined and may be NaN. So every split has the same shapes, launches and graphs.
-Where the host may look at the routes a packing is exact instead: P = count, and nothing is undefined.
+Packed tensors have room for every token (P = B·T rows). The first `count` rows, a number on the device, hold the chosen
+tokens in order; the rest is undefined and may be NaN. So shapes, launches and graphs do not depend on the routes.
+Where the host may read the routes, a packing is exact instead: P = count, and nothing is undefined.
 """
 
 import importlib.util
@@ -22,13 +22,13 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def wants_triton(x: Tensor, implementation: str = "auto") -> bool:
-    """ "auto" is Triton where its kernels can work on the tensor: on a GPU, but not in float64."""
+    """Whether to use Triton. "auto": on a GPU, but not for float64."""
     takes = HAS_TRITON and x.is_cuda and x.dtype != torch.float64
     return implementation == "triton" or (implementation == "auto" and takes)
 
 
 def chosen_attention(q: Tensor, implementation: str, on_cpu: str) -> str:
-    """What "auto" means for queries: on a CPU its own way, else Triton where it can, else the definition."""
+    """Resolves "auto" for these queries: `on_cpu` on a CPU, else Triton if it can, else the definition ("torch")."""
     check_choice("implementation", implementation, ("auto", "torch", on_cpu, "triton"))
     if implementation != "auto":
         return implementation
@@ -37,12 +37,12 @@ def chosen_attention(q: Tensor, implementation: str, on_cpu: str) -> str:
 
 
 def fits(x_ND: Tensor, heads: int) -> bool:
-    """Whether rotary_attention takes heads of this size: kernels read their vectors where they lie."""
+    """Whether rotary_attention supports heads of this size; its kernels read the vectors in place."""
     return wants_triton(x_ND) and x_ND.shape[1] // heads in (16, 32, 64, 128, 256)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *inputs: Any, **options: Any) -> None:
-    """A Triton kernel on the device of x; Triton itself takes the current one."""
+    """Launch a Triton kernel on the device of x; Triton itself would take the current device."""
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         kernel[grid](x, *inputs, **options)
 
@@ -52,7 +52,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """autocast's where it is on; float64 stays."""
+    """The dtype of matrix products of x: autocast's if it is on, but float64 stays."""
     device = x.device.type
     cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if cast else x.dtype
@@ -68,9 +68,9 @@ def operator(
     gradient: Any = None, saved: Callable[[Any, Any], tuple[Any, ...]] = lambda inputs, outputs: inputs,
     differentiable: int = 1,
 ) -> Callable[[Callable[..., Any]], Any]:  # fmt: skip
-    """Makes chiar::`name` of a function that compilers must not look into. `fake` gives outputs of the right shapes;
-    `gradient(*grads, *saved(inputs, outputs))` the gradients of the first inputs, once, where `grads` are those of the
-    `differentiable` first outputs; `flops` an upper bound from shapes, since what is in use is known on the device."""
+    """Registers a function as the custom operator chiar::`name`, which compilers do not look into. `fake` returns
+    outputs of the right shapes. `gradient(*grads, *saved(inputs, outputs))` returns the gradients of the first inputs,
+    where `grads` belong to the first `differentiable` outputs. `flops` is an upper bound from shapes."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
@@ -100,7 +100,7 @@ def operator(
 
 
 def like(*places: int) -> Callable[..., Any]:
-    """The fake of outputs that have the shapes of those inputs."""
+    """A fake whose outputs have the shapes of the inputs at these places."""
 
     def fake(*inputs: Any, **_: Any) -> Any:
         outputs = tuple(inputs[place].new_empty(inputs[place].shape) for place in places)
@@ -111,7 +111,7 @@ def like(*places: int) -> Callable[..., Any]:
 
 @dataclass
 class Packing:
-    """Where the chosen tokens went."""
+    """Where the chosen tokens are."""
 
     chosen_N: Tensor  # which of the N = B·T tokens are chosen
     place_N: Tensor  # the packed row of each token, 0 for those not chosen
@@ -139,7 +139,7 @@ def make_packing(chosen_BT: Tensor, exact: bool = False) -> Packing:
 
 
 def pack_all(batch: int, length: int, device: torch.device) -> Packing:
-    """make_packing of tokens that are all chosen."""
+    """`make_packing` with every token chosen."""
     token_P = torch.arange(batch * length, device=device)
     rows = torch.arange(0, batch * length + 1, length, device=device, dtype=torch.int32)
     before_N = token_P.int() % length
@@ -147,7 +147,7 @@ def pack_all(batch: int, length: int, device: torch.device) -> Packing:
 
 
 class Gather(torch.autograd.Function):
-    """x[token]. Its gradient is a gather too, or a copy of P rows: index_select's would be a slow addition."""
+    """x[token]. The gradient is a gather too, or a copy of P rows; that of index_select would be a slow scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor, exact: bool) -> Tensor:
@@ -166,7 +166,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Packed rows back at their tokens, `other` at the tokens that were not chosen."""
+    """Packed rows at their tokens, `other` at tokens that were not chosen."""
 
     @staticmethod
     def forward(ctx: Any, y_PD: Tensor, other_ND: Tensor, token_P: Tensor, place_N: Tensor, chosen_N: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class Scatter(torch.autograd.Function):
 
 
 def pack(x_ND: Tensor, packing: Packing) -> Tensor:
-    """The chosen rows. Beyond `count` lie copies of row 0: defined, but nobody's."""
+    """The chosen rows. Rows beyond `count` are copies of row 0."""
     return Gather.apply(x_ND, packing.token_P, packing.place_N, packing.chosen_N, packing.exact)
 
 
@@ -195,7 +195,7 @@ def unpack(y_PD: Tensor, other_ND: Tensor | None, packing: Packing) -> Tensor:
 
 
 def packed_linear(x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, packing: Packing) -> Tensor:
-    """x Wᵀ + b of the first `count` rows, computing only those; the rest is undefined."""
+    """x Wᵀ + b for the first `count` rows only; the rest is undefined."""
     if packing.exact:
         return F.linear(x_PD, weight_KD, bias_K)
     parts = (x if x is None else x.to(product_dtype(x)) for x in (x_PD, weight_KD, bias_K))
@@ -203,7 +203,8 @@ def packed_linear(x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, packin
 
 
 def used(x: Tensor, packing: Packing) -> Tensor:
-    """Zeros in the undefined rows, also of the gradient: around whatever sums over rows, as a norm's weight does."""
+    """Zeros in the undefined rows, and in their gradients. Needed around sums over rows, such as a norm's weight
+    gradient."""
     if packing.exact:
         return x
     in_use_P = torch.arange(len(x), device=x.device) < packing.count
@@ -211,7 +212,7 @@ def used(x: Tensor, packing: Packing) -> Tensor:
 
 
 class PackedLinear(torch.autograd.Function):
-    """x Wᵀ + b, with gradients of W and b summed over the first `count` rows only."""
+    """x Wᵀ + b. The gradients of W and b sum over the first `count` rows only."""
 
     @staticmethod
     def forward(ctx: Any, x_PD: Tensor, weight_KD: Tensor, bias_K: Tensor | None, count: Tensor) -> Tensor:
@@ -232,7 +233,7 @@ class PackedLinear(torch.autograd.Function):
     flops=lambda x, weight, *_, **__: 2 * x[0] * weight[0] * weight[1],
 )  # fmt: skip
 def rows_product(x_PD: Tensor, weight_DK: Tensor, count: Tensor) -> Tensor:
-    """x W of the first `count` rows; the rest is undefined."""
+    """x W for the first `count` rows; the rest is undefined."""
     if x_PD.is_cuda:
         # One stride must be 1 and the other a multiple of 16 bytes, which views of weights have.
         weight_DK = weight_DK if 1 in weight_DK.stride() else weight_DK.contiguous()

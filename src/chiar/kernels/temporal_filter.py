@@ -1,5 +1,5 @@
-"""A causal filter along time, one for each channel: y_t = Σ_j taps_j · x_{t−j} over the last W tokens. Its taps are a
-few DCT-II coefficients along the window: a channel has K numbers, not W, and what it says about the past is smooth."""
+"""A causal filter along time for each channel: y_t = Σ_j taps_j · x_{t−j} over the last W tokens. The taps are given by
+a few DCT-II coefficients along the window, so that a channel has K parameters instead of W and its taps are smooth."""
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +10,12 @@ from chiar.kernels.transform import dct_matrix
 
 
 def temporal_basis(window: int, coefficients: int) -> Tensor:
-    """The first K DCT-II functions along the window, (W, K) in float64; row j belongs to the token j before."""
+    """The first K DCT-II functions along the window, (W, K) in float64; row j applies to the token j places earlier."""
     return dct_matrix(window)[:coefficients].T.contiguous()
 
 
 def temporal_filter(x_BTD: Tensor, taps_WD: Tensor, implementation: str = "auto") -> Tensor:
-    """In the dtype of x, summed in the precision of the taps. There is nothing before the first token."""
+    """The result has the dtype of x; sums have that of the taps. Tokens before the first count as zeros."""
     if wants_triton(x_BTD, implementation):
         from chiar.kernels.triton_filter import filter_forward
 
@@ -24,6 +24,6 @@ def temporal_filter(x_BTD: Tensor, taps_WD: Tensor, implementation: str = "auto"
         window, T = len(taps_WD), x_BTD.shape[1]
         line_BSD = F.pad(x_BTD.to(taps_WD.dtype), (0, 0, window - 1, 0))
         y_BTD = line_BSD[:, window - 1 :] * taps_WD[0]
-        for j in range(1, window):  # as a grouped convolution a compiled v5-16m trains at 0.7 of the speed on a CPU
+        for j in range(1, window):  # on a CPU faster than a grouped convolution
             y_BTD = torch.addcmul(y_BTD, line_BSD.narrow(1, window - 1 - j, T), taps_WD[j])
     return y_BTD.to(x_BTD.dtype)

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from chiar.layers.sparse import PackedTokens
 
 
-BASE = 10000.0  # of RoPE's wavelengths
+BASE = 10000.0  # of RoPE
 
 
 def compute_rotary_tables(positions_BT: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of RoPE's angles, (B, 1, T, head size) in fp32: bf16 would blur stored ones."""
+    """cos and sin of RoPE's angles, (B, 1, T, head size), in fp32: bf16 would lose precision at large positions."""
     exponents = torch.arange(0, head_size, 2, device=positions_BT.device, dtype=torch.float32) / head_size
     angles = positions_BT[:, None, :, None].float() * BASE**-exponents
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
 
 
-# An operator, so that a compiler keeps the tables and does not compute sines again for every head of every layer.
+# A custom operator, so that compilers keep the tables instead of recomputing sines for every head of every layer.
 rotary_tables = torch.library.custom_op("chiar::rotary_tables", compute_rotary_tables, mutates_args=())
 
 
@@ -38,7 +38,7 @@ def _(positions_BT: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_BHTd: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate feature pairs (i, i + d/2) by their position's angle (rotate-half)."""
+    """Rotate feature pairs (i, i + d/2) by the angle of their position (rotate-half)."""
     cos, sin = rope
     first, second = x_BHTd.chunk(2, dim=-1)
     return (x_BHTd * cos + torch.cat([-second, first], dim=-1) * sin).to(x_BHTd.dtype)
@@ -50,20 +50,20 @@ class CausalAttention(Operator):
     def __init__(self, config: ChiarConfig) -> None:
         super().__init__()
         self.heads, self.dropout = config.num_attention_heads, config.dropout
-        self.window: int | None = None  # how many tokens are seen, where not all
+        self.window: int | None = None  # number of tokens a query sees; None: all
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.out = nn.Linear(config.hidden_size, config.hidden_size)
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
-        """Queries and outputs of the tokens it runs on, keys and values of those that are keys."""
+        """Queries and outputs of the tokens it runs on, keys and values of the tokens that are keys."""
         D = config.hidden_size
         return {"projections": (work.share + work.key_share) * 4 * D * D, "scores": work.pairs * 4 * D}
 
     def forward(
         self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, /
     ) -> tuple[Tensor, Maybe]:
-        """The output and, if eager, the weights: over the store's entries, where tokens were stored before."""
+        """The output and, if eager, the weights, which cover the store's entries if there is one."""
         eager = context.attention_implementation == "eager"
         if memory is not None and not eager and surely_none(key_BT):
             return torch.zeros_like(x_BTD), None
@@ -71,7 +71,7 @@ class CausalAttention(Operator):
         return self.out(mixed_BTD), weights
 
     def begin(self, memory: LayerMemory, rows: int) -> None:
-        """A prompt without dark tokens leaves no store on a CPU."""
+        """On a CPU a prompt without dark tokens leaves no store."""
         weight = self.qkv.weight
         none_BH0d = weight.new_zeros(rows, self.heads, 0, weight.shape[1] // self.heads)
         memory.ragged("attention", self.window).begin({"key": none_BH0d, "value": none_BH0d})
@@ -80,12 +80,12 @@ class CausalAttention(Operator):
         return tokens.attend(self)
 
     def mix(self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe, memory: Memory) -> tuple[Tensor, Maybe]:
-        """The same before the output projection."""
+        """`forward` without the output projection."""
         B, T, D = x_BTD.shape
         qkv = self.qkv(x_BTD).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
         q, k, v = qkv
         if context.rope is not None and context.room_is_made:
-            q, k = rotate(qkv[:2], context.rope)  # at once: compiled, one small kernel instead of two
+            q, k = rotate(qkv[:2], context.rope)  # together: one small kernel instead of two when compiled
         elif context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
         eager, window = context.attention_implementation == "eager", self.window
@@ -119,7 +119,7 @@ class CausalAttention(Operator):
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, visible: Maybe, dropout: float) -> tuple[Tensor, Tensor]:
-    """The definition, with the weights in the open."""
+    """The definition, which also returns the weights."""
     if visible is None:
         visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     scores = (q @ k.transpose(2, 3)).float() * q.shape[-1] ** -0.5

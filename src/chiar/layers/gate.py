@@ -5,11 +5,11 @@ from torch import Tensor, nn
 
 from chiar.layers.context import Memory, TokenContext
 
-BIAS = 2.0  # b at first under gate_init="biased": g is then 0.88
+BIAS = 2.0  # initial b under gate_init="biased", where g is 0.88
 
 
 class Gate(nn.Linear):
-    """w_g and b, a type of its own because it starts differently from other linear maps."""
+    """w_g and b; a type of its own because it is initialised differently from other linear maps."""
 
 
 class MetaRouter(nn.Module):
@@ -37,7 +37,7 @@ class MetaRouter(nn.Module):
         return gate.expand(*x_BTD.shape[:2], 1)
 
     def shut(self, gate_BT1: Tensor) -> bool:
-        """Whether the hard gate leaves nothing of the layer. Looks at values, so only where a bound is set."""
+        """Whether the hard gate removes the whole layer. Reads values, so only if a bound is set."""
         if self.skip_below is None or self.training or torch.compiler.is_compiling():
             return False
         return not bool(gate_BT1.any())

@@ -67,7 +67,7 @@ class RBFMixing(Operator):
         return weights_BTS @ key_BSF
 
     def run_packed(self, tokens: "PackedTokens", name: str) -> Tensor:
-        """Where the host sees that its own tokens are the only keys, they alone have features."""
+        """On the host, and if its own tokens are the only keys, features are computed for these alone."""
         if not (tokens.on_host and tokens.block.routed_keys):
             return super().run_packed(tokens, name)
         packing, features_PF = tokens.packing(name), self.features_of(tokens.seen(name, tokens.view(name)))

@@ -34,7 +34,7 @@ class SpectralBasis(DerivedBuffers):
 
 
 class SpectralFilter(TokenOperator):
-    """x ↦ Cᵀ diag(w) C x: a learned weight per frequency (the paper's w). It mixes features, never tokens."""
+    """x ↦ Cᵀ diag(w) C x with one learned weight per frequency (the paper's w). It mixes features, never tokens."""
 
     def __init__(self, config: ChiarConfig) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class SpectralFilter(TokenOperator):
         if not tokens.in_place(name):
             return super().run_packed(tokens, name)
         seen_ND, transform = tokens.seen(name, tokens.x), tokens.context.transform
-        if transform.is_identity:  # an element-wise product costs less than packing
+        if transform.is_identity:  # an element-wise product is cheaper than packing
             return seen_ND * self.weight
         packing = tokens.packing(name)
         product = partial(packed_linear, bias_K=None, packing=packing)

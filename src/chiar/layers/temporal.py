@@ -1,4 +1,4 @@
-"""A filter along time, the axis that has an order: over the last tokens of a row, in one pass or token by token."""
+"""The temporal filter: a causal filter of each channel over the last tokens of a row, whole texts or token by token."""
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from chiar.registry import Work
 
 
 class TemporalFilter(DerivedBuffers, Operator):
-    """A causal filter of each channel over the last W tokens: taps = basis · coefficients, plus one for the token now.
-    Few low frequencies cannot single out one token, so the weight `now` of the token itself is a parameter of its own.
-    With coefficients 0 the filter starts as `initial` times the identity: 1 is what the spectral filter starts as, 0
-    adds nothing to a residual stream. Both have gradients from the first step."""
+    """A causal filter of each channel over the last W tokens: taps = basis · coefficients, plus `now` for the current
+    token. A few low frequencies cannot single out one token, so its weight is a parameter of its own. With coefficients
+    of 0 the filter starts as `initial` times the identity: 1 as the spectral filter does, 0 adds nothing to a residual
+    stream. Both parameters have gradients from the first step."""
 
     basis_WK: Tensor
     looks_back = True
@@ -35,28 +35,28 @@ class TemporalFilter(DerivedBuffers, Operator):
 
     @staticmethod
     def flops(config: ChiarConfig, work: Work) -> dict[str, float]:
-        """Light tokens look back on all, but only they need an output."""
+        """Only the tokens sent to it need an output, though they look back on all."""
         return {"temporal": work.share * 2 * config.temporal_window * config.hidden_size}
 
     def derive(self) -> dict[str, Tensor]:
         return {"basis_WK": temporal_basis(self.window, self.number)}
 
     def taps(self) -> Tensor:
-        """(W, D) in fp32 at least; row j is for the token j before."""
+        """(W, D) in at least fp32; row j applies to the token j places earlier."""
         dtype = self.basis_WK.dtype
         taps_WD = (self.basis_WK[..., None] * self.coefficients_KD.to(dtype)).sum(1)
         return torch.cat([taps_WD[:1] + self.now_D.to(dtype), taps_WD[1:]])
 
     def begin(self, memory: LayerMemory, rows: int) -> None:
-        """Before the first token there is nothing."""
+        """Zeros before the first token."""
         if memory.get(self.name) is None:
             memory.put(self.name, self.now_D.new_zeros(rows, self.window - 1, len(self.now_D)))
 
     def forward(self, x_BTD: Tensor, context: TokenContext, key_BT: Maybe = None, memory: Memory = None, /) -> Tensor:
         device = x_BTD.device.type
-        if torch.is_autocast_enabled(device):  # as a linear map would: half the traffic
+        if torch.is_autocast_enabled(device):  # as a linear map does: half the memory traffic
             x_BTD = x_BTD.to(torch.get_autocast_dtype(device))
-        if context.used_BT is not None:  # what lies between two texts is nothing to look back on
+        if context.used_BT is not None:  # gaps between texts count as zeros
             x_BTD = torch.where(context.used_BT[..., None], x_BTD, 0)
         if memory is None and (context.real_BT is None or context.padding_behind):
             return temporal_filter(x_BTD, self.taps())
