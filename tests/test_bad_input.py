@@ -125,7 +125,7 @@ CASES = {
     "a page without a prompt": ([*EXPORT, "x.html"], "go together"),
     "a prompt without a page": (["explore", "v3-tiny", "--prompt", "a"], "go together"),
     "one model twice": ([*EXPORT, "x.html", "--prompt", "a", "--beside", "v3-tiny"], "named twice"),
-    "too long a page": (["explore", "v2-tiny", "--out", "x.html", "--prompt", "x" * 257], "256 are the most"),
+    "too long a page": (["explore", "v2-tiny", "--out", "x.html", "--prompt", "x" * 257], "at most 256"),
     "a second model alone": (["explore", "--beside", "v3-tiny"], "--beside needs a first model"),
     "a model without a tokenizer": (["explore", "v3-16m", "--port", "0"], "--tokenizer"),
     "unknown basis": (["convert", "v2-tiny", "--out", "new", "--coordinates", "spectrl"], "Did you mean 'spectral'"),

@@ -1,4 +1,4 @@
-"""What `chiar serve` and `chiar explore` are built on: limits, refusals, checks of who asks, start and stop."""
+"""The HTTP base of `chiar serve` and `chiar explore`: limits, error responses, request checks, startup and shutdown."""
 
 import asyncio
 import json
@@ -30,18 +30,18 @@ HEADERS = {
     **{"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"},
     **{"cross-origin-resource-policy": "same-origin", "cache-control": "no-store"},
 }
-# A Host header with a number or a name of ours. A stranger's name could let his page read answers (DNS rebinding).
+# Accepted Host headers: IP addresses and our own names. Others may be a foreign page's, by DNS rebinding.
 OWN_NAME = r"(localhost|[\d.]+|\[[\da-f:.]+\]|{})(:\d+)?"
-# How many times the allowed size is read of a body before the line is cut, and the seconds a client has to send it.
+# At most this multiple of the allowed size is read of a body; and seconds a client has to send it.
 READ_ON, BODY_SECONDS = 64, 30.0
-# Connections beyond those whose requests are worked on; and the seconds a client may keep its connection waiting.
+# Connections allowed beyond the requests in progress, and seconds a connection may wait for its client.
 SPARE, IDLE_SECONDS = 64, 60.0
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
 class Refused(Exception):
-    """An answer other than 200, in OpenAI's shape: `param` is the field that was wrong, `code` for programs."""
+    """An error response in OpenAI's format: `param` is the wrong field, `code` is for programs."""
 
     status: int
     message: str
@@ -60,7 +60,7 @@ def require(holds: bool, status: int, message: str, param: str | None = None, co
 
 
 async def refuse(request: Request, error: Exception) -> Response:
-    """One sentence; of a fault of ours the log has the rest."""
+    """The error as a response of one sentence. The traceback of an internal error is in the log."""
     if isinstance(error, HTTPException):
         error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
     elif isinstance(error, InputError):
@@ -74,7 +74,7 @@ async def refuse(request: Request, error: Exception) -> Response:
 
 
 def to_json(record: Mapping[str, Any]) -> bytes:
-    """In ASCII: what a client sent may come back in an error, half surrogate pairs among it."""
+    """ASCII, because an error may quote what the client sent, lone surrogates included."""
     return json.dumps(record, allow_nan=False).encode("ascii")
 
 
@@ -83,52 +83,52 @@ def json_response(record: Mapping[str, Any], status: int = 200, headers: Mapping
 
 
 async def read_json(request: Request, most: int, too_long: str) -> dict[str, Any]:
-    """The body as an object. What is beyond `most` bytes is read, not kept: the client must see why it is refused."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    require(kind == "application/json", 415, "send JSON, with content-type: application/json.")
+    """The body as an object. Bytes beyond `most` are read and discarded, so that the client gets to see the error."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    require(content_type == "application/json", 415, "send JSON, with content-type: application/json.")
     body, size = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                size += len(part)
-                body += part if size <= most else b""
+            async for chunk in request.stream():
+                size += len(chunk)
+                body += chunk if size <= most else b""
                 if size > READ_ON * most:
                     break
-        asked = json.loads(bytes(body), parse_constant=int) if size <= most else None  # int("NaN") raises
+        record = json.loads(bytes(body), parse_constant=int) if size <= most else None  # int("NaN") raises
     except TimeoutError:
         raise Refused(408, f"the request did not arrive within {BODY_SECONDS:g} seconds.") from None
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {str(error)[:200]}") from None
     require(size <= most, 413, too_long)
-    if not isinstance(asked, dict):
+    if not isinstance(record, dict):
         raise Refused(400, "the body must be a JSON object.")
-    return asked
+    return record
 
 
-# The value where a request says nothing or null, a check, and what the check wants.
+# Of a request field: the default (also for null), a check, and what the check allows, in words.
 Field = tuple[Any, Callable[[Any], bool], str]
-TEXT: Field = ("", lambda value: isinstance(value, str) and not HALVES.search(value), "text of whole characters")
+TEXT: Field = ("", lambda value: isinstance(value, str) and not HALVES.search(value), "text without lone surrogates")
 UNKNOWN: Field = (None, lambda value: False, "left out: it is not supported")
 
 
 def between(least: float, most: float, default: float | None, kind: Any = int) -> Field:
-    """A number of this kind; NaN lies between nothing."""
+    """A number of this kind within bounds; NaN is rejected."""
     meaning = f"a {'whole ' if kind is int else ''}number from {least} to {most}"
     return default, lambda v: isinstance(v, kind) and not isinstance(v, bool) and least <= v <= most, meaning
 
 
-def check_fields(asked: Mapping[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
-    """A value for every field; Refused names the one that is wrong."""
-    for name, value in asked.items():
+def check_fields(record: Mapping[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
+    """The record with defaults filled in. Raises Refused, which names the wrong field."""
+    for name, value in record.items():
         _, fits, meaning = fields.get(name, UNKNOWN)
         if name not in fields or (value is not None and not fits(value)):
             unsupported = "unsupported_parameter" if meaning == UNKNOWN[2] else None
             raise Refused(400, f"{name[:100]!r} must be {meaning}.", name, unsupported)
-    return {name: field[0] if asked.get(name) is None else asked[name] for name, field in fields.items()}
+    return {name: field[0] if record.get(name) is None else record[name] for name, field in fields.items()}
 
 
-async def while_there(request: Request, work: Awaitable[Made]) -> Made:
-    """What `work` gives; where the client, whose body was read, goes first, the work is cancelled."""
+async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of `work`, which is cancelled if the client disconnects first. The body must have been read."""
     job = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([job], timeout=0.1))[0]:
@@ -139,19 +139,19 @@ async def while_there(request: Request, work: Awaitable[Made]) -> Made:
         job.cancel()
 
 
-class Line(H11Protocol):
-    """A connection. Where there are too many, a new one takes the place of the one kept waiting longest by its client;
-    where all of those wait for us, it is answered 503."""
+class Connection(H11Protocol):
+    """If there are too many connections, a new one replaces the one that has waited longest for its client. If none
+    waits for its client, the new one gets 503 (Site.check)."""
 
     config: Any
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.since = self.loop.time()
-        lines: set[Any] = self.connections
-        waiting = [line for line in lines if line.waits and line is not self]
-        if waiting and len(lines) > self.config.app.most:
-            min(waiting, key=lambda line: line.since).drop()
+        connections: set[Any] = self.connections
+        waiting = [connection for connection in connections if connection.waits and connection is not self]
+        if waiting and len(connections) > self.config.app.most:
+            min(waiting, key=lambda connection: connection.since).drop()
 
     def on_response_complete(self) -> None:
         self.since = self.loop.time()
@@ -163,7 +163,7 @@ class Line(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Since `since`, or later, for its client: to send a whole request, or to read the answer."""
+        """Whether it waits for its client to send a whole request or to read the response, since `since` or later."""
         cycle = self.cycle
         return cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused
 
@@ -173,58 +173,58 @@ class Line(H11Protocol):
 
 
 class Listener(socket.socket):
-    """A listening socket with a limit to what is open, so that the loop, which accepts all who knock before it looks at
-    any of them, does not run out of file handles. Above it, it waits for connections to be dropped."""
+    """A listening socket that accepts nothing while `most` connections are open. asyncio accepts all pending
+    connections before it handles any, and would run out of file descriptors."""
 
-    def __init__(self, found: socket.socket, most: int) -> None:
-        super().__init__(fileno=found.detach())
+    def __init__(self, listening: socket.socket, most: int) -> None:
+        super().__init__(fileno=listening.detach())
         self.most, self.accepted = most, list[socket.socket]()
 
     def accept(self) -> tuple[socket.socket, Any]:
-        self.accepted = [line for line in self.accepted if line.fileno() >= 0]
+        self.accepted = [connection for connection in self.accepted if connection.fileno() >= 0]
         if len(self.accepted) >= self.most:
             raise BlockingIOError
-        line, address = super().accept()
-        self.accepted.append(line)
-        return line, address
+        connection, address = super().accept()
+        self.accepted.append(connection)
+        return connection, address
 
 
 class Site(uvicorn.Server):
-    """An application and its server. Told to stop it takes nothing new, drains, and goes; told twice, it waits for no
-    client. An endpoint may put what is to happen when its answer is over on the stack scope["over"]."""
+    """An application and its server. On a first stop signal it drains and exits; on a second it waits for no client.
+    Endpoints may push callbacks for the end of their response onto the stack scope["over"]."""
 
     greeting = "listening on {}"
-    log: Callable[[str], None] | None = None  # gets a line for every answer
+    log: Callable[[str], None] | None = None  # called with a line for every response
 
     def __init__(self, host: str, named: bool, routes: list[Any], farewell: int, busy: int) -> None:
-        """`named`: it answers to its own names only. `farewell`: seconds for last answers to be read. `busy`: requests
-        that may be worked on."""
+        """`named`: accept only Host headers of its own (OWN_NAME). `farewell`: seconds for the last responses to be
+        read. `busy`: how many requests may be in progress."""
         kinds = (Refused, InputError, ClientDisconnect, HTTPException, Exception)
         self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, refuse))
         quiet: Any = {"log_level": "error", "access_log": False, "server_header": False, "lifespan": "off"}
-        how: Any = {"http": Line, "ws": "none", "loop": "asyncio", "timeout_graceful_shutdown": farewell}
-        super().__init__(uvicorn.Config(self, **quiet, **how))
+        settings: Any = {"http": Connection, "ws": "none", "loop": "asyncio", "timeout_graceful_shutdown": farewell}
+        super().__init__(uvicorn.Config(self, **quiet, **settings))
         self.host, self.named, self.draining, self.most = host, named, False, busy + SPARE
 
     def check(self, request: Request) -> None:
-        """Refuse who may not ask, or has no place."""
+        """Refuse requests of foreign pages, and those above the limit of connections."""
         if len(self.server_state.connections) > self.most:
             raise Refused(503, "the server is full: come back later.", kind="server_error", retry_after=1)
-        called, origin = request.headers.get("host", ""), request.headers.get("origin")
-        if self.named and not re.fullmatch(OWN_NAME.format(re.escape(self.host)), called, re.IGNORECASE | re.ASCII):
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if self.named and not re.fullmatch(OWN_NAME.format(re.escape(self.host)), host, re.IGNORECASE | re.ASCII):
             raise Refused(421, "this server answers to localhost and to IP addresses only.", code="wrong_host")
-        if self.named and origin not in (None, f"{request.url.scheme}://{called}"):
-            raise Refused(403, "another site's page may not ask this server.", code="wrong_origin")
+        if self.named and origin not in (None, f"{request.url.scheme}://{host}"):
+            raise Refused(403, "a page of another site may not use this server.", code="wrong_origin")
 
     def answered(self, scope: Scope, status: int, seconds: float) -> None:
-        """Neither what was asked, nor its query, nor its key is logged."""
+        """Log a response, but neither the request's body nor its query nor its key."""
         if self.log is not None:
             now, client = datetime.now().astimezone().isoformat(timespec="milliseconds"), scope["client"] or ["-"]
             path = visible(scope["path"], keep="")[:200]
             self.log(f"{now} {client[0]} {scope['method']} {path} {status} {seconds:.3f} s")
 
     async def drain(self) -> None:
-        """Let what runs finish."""
+        """Let running requests finish."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, began = 500, time.monotonic()
@@ -254,14 +254,14 @@ class Site(uvicorn.Server):
         if self.draining and not self.should_exit:
             await self.drain()
             self.should_exit = True
-        lines: list[Any] = [*self.server_state.connections]
-        for line in lines if counter % 10 == 0 else ():
-            if line.waits and line.loop.time() - line.since > IDLE_SECONDS:
-                line.drop()
+        connections: list[Any] = [*self.server_state.connections]
+        for connection in connections if counter % 10 == 0 else ():
+            if connection.waits and connection.loop.time() - connection.since > IDLE_SECONDS:
+                connection.drop()
         return await super().on_tick(counter)
 
     def listen(self, port: int, say: Callable[[str], None], visit: Callable[[str], None] | None = None) -> None:
-        """Answer until told to stop; `say` is told so, and `visit` the address. Port 0: any free one."""
+        """Serve until stopped. `say` gets the greeting, `visit` the address. Port 0 takes any free one."""
         if not self.host:
             raise InputError("--host is empty, which would let every machine in: leave it out, or say 0.0.0.0.")
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -270,10 +270,10 @@ class Site(uvicorn.Server):
         except (OSError, OverflowError) as error:
             where = f"{self.host}, port {port} ({getattr(error, 'strerror', None) or error})"
             raise InputError(f"cannot listen on {where}: choose others with --host and --port 0.") from None
-        with suppress(ImportError):  # Windows knows no such limit
+        with suppress(ImportError):  # Windows has no such limit
             import resource
 
-            # Of the free file handles a third for connections, one for those about to be dropped, one for other files.
+            # A third of the free file descriptors each: connections, connections being dropped, other files.
             free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % 2**63 - listener.fileno()  # -1: no limit
             self.most = max(1, min(self.most, free // 3))
         with Listener(listener, 2 * self.most) as listener:

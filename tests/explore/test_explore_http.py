@@ -17,7 +17,7 @@ from chiar.explore.server import MOST_BYTES, SEATS
 from chiar.explore.view import PART, Pieces
 from chiar.generation.writer import BROKEN
 from chiar.routing.tables import route_text
-from chiar.web import HEADERS, Line
+from chiar.web import HEADERS, Connection
 from commands import wait_until
 
 FILES = ["/", "/style.css", "/theme.js", "/marks.js", "/view.js", "/app.js"]
@@ -126,7 +126,7 @@ def test_limits(served):
     assert "empty" in refused(served.post("/api/route", {"text": ""}), 400)
     for text in ("x" * 1_000_000, "漢" * (MOST_BYTES // 3 + 1)):  # bytes are counted, not characters
         assert f"{MOST_BYTES:,} bytes" in refused(served.post("/api/route", {"text": text}), 413)
-    assert "257 tokens and 256 are the most" in refused(served.post("/api/continue", {"text": "x" * 257}), 413)
+    assert "257 tokens, and at most 256" in refused(served.post("/api/continue", {"text": "x" * 257}), 413)
     assert served.post("/api/route", {"text": "x" * 256}).status_code == 200
 
 
@@ -209,8 +209,8 @@ def test_a_client_that_leaves_at_any_moment_leaves_no_work(served):
     ids=["idle", "slow", "kept", "unread"],
 )
 def test_clients_that_keep_it_waiting_are_dropped(served, monkeypatch, sent):
-    dropped = Mock(side_effect=Line.drop)
-    monkeypatch.setattr(Line, "drop", lambda line: dropped(line))
+    dropped = Mock(side_effect=Connection.drop)
+    monkeypatch.setattr(Connection, "drop", lambda connection: dropped(connection))
     monkeypatch.setattr("chiar.web.IDLE_SECONDS", 0.1)
     with socket.socket() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -284,7 +284,7 @@ def test_each_kind_of_model_is_routed_steered_or_explained_and_continued(tmp_pat
                 steer = {"kind": way, "value": 0.5 if way == "share" else 0.01}
                 assert zoo.post("/api/route", {"model": number, "text": TEXT, "steer": steer}).status_code == 200
             assert len(continued(zoo, model=number, tokens=5)) == 7
-            assert "64 are the most" in refused(zoo.post("/api/route", {"model": number, "text": "x" * 65}), 413)
+            assert "at most 64" in refused(zoo.post("/api/route", {"model": number, "text": "x" * 65}), 413)
             frozen = any("it stays as the prompt set it" in note for note in about["notes"])
             assert frozen == about["name"].endswith("batch-gate")
 

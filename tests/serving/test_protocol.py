@@ -53,7 +53,7 @@ def test_limits():
     assert parse(prompt=["a", "b"], n=2).left == 4
     for fields, status, code, said in (
         ({"prompt": ["a", "b"], "n": 3}, 400, None, "more than the 4"),
-        ({"prompt": "x" * 32}, 413, "context_length_exceeded", "32 are the most"),
+        ({"prompt": "x" * 32}, 413, "context_length_exceeded", "at most 32"),
         ({"prompt": "x" * 22, "max_tokens": 11}, 400, "context_length_exceeded", "at most 10"),
         ({"model": "gpt"}, 404, "model_not_found", "'model'"),
     ):

@@ -48,7 +48,7 @@ def explore(
 
 
 def visit(address: str) -> None:
-    """In the user's browser; aside, for some block until they are closed."""
+    """Opens the user's browser, in a thread because some browsers block until they are closed."""
     import threading
     import webbrowser
 

@@ -1,4 +1,4 @@
-"""The page's view of chosen prompts as one HTML file: styles, scripts, data and pictures are all inside it."""
+"""The page's view of chosen prompts as one HTML file with all its styles, scripts, data and pictures."""
 
 import base64
 import hashlib
@@ -29,7 +29,8 @@ Columns = dict[str, dict[str, Any]]
 def write_report(
     names: list[str], prompts: list[str], out: Path, more: list[Path], overwrite: bool, **how: Any
 ) -> None:
-    """`more`: evaluations beside those in the models' own folders; `how` the models are opened, after all checks."""
+    """`more`: evaluation reports besides those in the models' folders. `how`: options of `open_models`, which runs
+    after all checks."""
     runs, saved = ([Path(name) for name in names if Path(name, file).is_file()] for file in (METRICS, REPORT))
     require(out.suffix == ".html", f"the page is HTML: name the file {out.with_suffix('.html').name}.")
     check_new(out, overwrite)
@@ -39,23 +40,23 @@ def write_report(
     models = open_models(names, **how)
     frame, style, first, *rest = ((STATIC / name).read_text(encoding="utf-8") for name in FILES)
     last, data = "".join(rest), json.dumps([*sections(models, prompts, runs, measured)], allow_nan=False)
-    for mark in "&<>":  # JSON that cannot end the element it stands in
+    for mark in "&<>":  # so that the JSON cannot close its script element
         data = data.replace(mark, f"\\u{ord(mark):04x}")
     title = escape("Routing of " + " and ".join(loaded.name for loaded in models))
-    inside = {"style": style, "first": first, "last": last, "sections": data, "title": title, "version": __version__}
+    parts = {"style": style, "first": first, "last": last, "sections": data, "title": title, "version": __version__}
     policy = POLICY.format(digest(style), digest(first), digest(last))
-    write_new(out, Template(frame).substitute(inside, policy=policy), overwrite)
+    write_new(out, Template(frame).substitute(parts, policy=policy), overwrite)
 
 
 def digest(text: str) -> str:
-    """What a content security policy calls an inline script or style it allows."""
+    """The hash by which a content security policy allows an inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def sections(
     models: list[LoadedModel], prompts: list[str], runs: list[Path], measured: list[EvaluationReport]
 ) -> Iterator[dict[str, Any]]:
-    """Of the page, as data: each with a title, and a prompt and its views, or a table and perhaps a picture."""
+    """The sections of the page as data: a title, and a prompt with its views, or a table and perhaps a picture."""
     for number, prompt in enumerate(prompts, start=1):
         views = [next(route_text(loaded, prompt)) for loaded in models]
         yield {"title": f"Prompt {number}", "prompt": visible(prompt, keep="\n"), "views": views}
@@ -64,7 +65,7 @@ def sections(
         if any(getattr(loaded.config, name, None) != getattr(ChiarConfig(), name, None) for loaded in models):
             for loaded in models:
                 configs[loaded.name][name] = getattr(loaded.config, name, None)
-    yield {"title": "Models", "notes": ["Fields not named have their defaults."], **table(configs)}
+    yield {"title": "Models", "notes": ["Fields not listed have their defaults."], **table(configs)}
     if runs:
         settings: Columns = {}
         for run in runs:
@@ -81,13 +82,13 @@ def sections(
 
 
 def table(columns: Columns) -> dict[str, Any]:
-    """A row for each figure that any of the columns has, as text that is safe to show."""
+    """A row for each name that any column has, as text that is safe to show."""
 
-    def told(value: Any) -> str:
+    def shown(value: Any) -> str:
         if isinstance(value, list):
-            return ", ".join(map(told, value))
+            return ", ".join(map(shown, value))
         return "–" if value is None else f"{value:.6g}" if isinstance(value, float) else visible(str(value), keep="")
 
     names = dict.fromkeys(name for column in columns.values() for name in column)
-    rows = [[told(name), *(told(column.get(name)) for column in columns.values())] for name in names]
-    return {"head": ["", *map(told, columns)], "rows": rows}
+    rows = [[shown(name), *(shown(column.get(name)) for column in columns.values())] for name in names]
+    return {"head": ["", *map(shown, columns)], "rows": rows}

@@ -1,4 +1,4 @@
-"""The page's server: a few files, and a JSON interface to the models. Everything it sends is of this machine."""
+"""The page's server: static files and a JSON interface to the models. Everything it sends comes from this machine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,20 +16,20 @@ from chiar import web
 from chiar.explore.steering import KINDS, Steering
 from chiar.explore.view import STATIC, LoadedModel, open_models, route_text
 from chiar.generation.writer import Sampling
-from chiar.web import TEXT, Field, Made, Refused, Site, require
+from chiar.web import TEXT, Field, Refused, Result, Site, require
 
 CONTINUE = "/api/continue"
 DEMO = ("runs/demo/v5", "runs/demo/dense")
-MOST_BYTES, MOST_BODY = 20_000, 122_000  # of a text as UTF-8, and of a request: JSON may spell a byte in six
-TOO_LONG = f"the text is longer than {MOST_BYTES:,} bytes, the most here: shorten it."
-# Requests answered, and texts continued, at the same time; and after how many seconds others may come back.
+MOST_BYTES, MOST_BODY = 20_000, 122_000  # of a text in UTF-8, and of a request: JSON may escape a byte as six
+TOO_LONG = f"the text is longer than {MOST_BYTES:,} bytes, the most allowed here: shorten it."
+# Limits of concurrent requests, and of texts continued at once; each with the Retry-After of further ones, in seconds.
 SEATS, STREAMS = (16, 1), (4, 3)
 NUMBER = web.between(-1e300, 1e300, None, int | float)
 
 
-def is_steering(given: Any) -> bool:
-    known = isinstance(given, dict) and set(given) == {"kind", "value"} and given["kind"] in KINDS
-    return known and NUMBER[1](given["value"])
+def is_steering(value: Any) -> bool:
+    known = isinstance(value, dict) and set(value) == {"kind", "value"} and value["kind"] in KINDS
+    return known and NUMBER[1](value["value"])
 
 
 FIELDS: dict[str, Field] = {
@@ -47,7 +47,7 @@ def demo_runs() -> list[str]:
 
 
 class Explorer(Site):
-    """The models, and how they are asked: one pass at a time, in a thread of its own."""
+    """Serves the page and the models, which run one pass at a time in a thread of their own."""
 
     greeting = "the page is at {}/ (Ctrl-C ends it)"
 
@@ -61,43 +61,43 @@ class Explorer(Site):
         self.streaming: set[Request] = set()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="model")
 
-    def admit(self, request: Request, crowd: set[Request], most: int, seconds: int) -> None:
-        """Until its answer is over, however that ends."""
-        if len(crowd) >= most:
-            raise Refused(429, f"{most} requests are here already: try again in {seconds} s.", retry_after=seconds)
-        crowd.add(request)
-        request.scope["over"].callback(crowd.discard, request)
+    def admit(self, request: Request, active: set[Request], most: int, seconds: int) -> None:
+        """Adds the request to `active` until its response is over, or refuses it if there are `most` already."""
+        if len(active) >= most:
+            raise Refused(429, f"{most} requests are running already: try again in {seconds} s.", retry_after=seconds)
+        active.add(request)
+        request.scope["over"].callback(active.discard, request)
 
-    async def work(self, one_pass: Callable[[], Made]) -> Made:
-        """In the model's thread. Whoever stops waiting takes the work back, unless it has begun."""
+    async def work(self, one_pass: Callable[[], Result]) -> Result:
+        """Run in the models' thread. Cancelling this cancels the pass, unless it has begun."""
         return await asyncio.get_running_loop().run_in_executor(self.thread, one_pass)
 
     async def describe(self, request: Request) -> Response:
-        """What the page begins with: models, or the demo runs where there are none."""
+        """What the page starts with: the models, or the demo runs if no model is open."""
         demo, models = [] if self.models else demo_runs(), [loaded.about for loaded in self.models]
         return web.json_response({"models": models, "most_tokens": self.most_tokens, "demo": demo})
 
     async def open_demo(self, request: Request) -> Response:
-        """Only on demand: nothing is loaded that nobody asked for."""
+        """Loads the demo runs, which the page does on request only."""
         await web.read_json(request, MOST_BODY, TOO_LONG)
         names = demo_runs()
         require(bool(names) and not self.models, 409, "there is no demo run to open here.")
-        # In the model's thread, so that of two who ask at once the second finds what the first opened.
+        # In the models' thread, so that the second of two simultaneous requests gets the models of the first.
         self.models = await self.work(lambda: self.models or open_models(names))
         return await self.describe(request)
 
     async def route(self, request: Request) -> Response:
-        """A text's view. Where the text is continued, lines of JSON: the view, then a token each, then the end."""
-        asked, there = web.check_fields(await web.read_json(request, MOST_BODY, TOO_LONG), FIELDS), len(self.models)
-        require(len(asked["text"].encode()) <= MOST_BYTES, 413, TOO_LONG, "text")
-        require(asked["model"] < there, 400, f"there is no such model: there are {there}, counted from 0.", "model")
+        """The view of a text. To continue it: a stream of JSON lines with the view, each token, and the end."""
+        fields, count = web.check_fields(await web.read_json(request, MOST_BODY, TOO_LONG), FIELDS), len(self.models)
+        require(len(fields["text"].encode()) <= MOST_BYTES, 413, TOO_LONG, "text")
+        require(fields["model"] < count, 400, f"there is no such model: there are {count}, counted from 0.", "model")
         self.admit(request, self.seated, *SEATS)
-        steering, sampling = None if asked["steer"] is None else Steering(**asked["steer"]), None
+        steering, sampling = None if fields["steer"] is None else Steering(**fields["steer"]), None
         if request.url.path == CONTINUE:
             self.admit(request, self.streaming, *STREAMS)
-            sampling = Sampling(asked["tokens"], asked["temperature"], seed=asked["seed"])
-        passes = route_text(self.models[asked["model"]], asked["text"], steering, self.most_tokens, sampling)
-        view = await web.while_there(request, self.work(partial(next, passes)))
+            sampling = Sampling(fields["tokens"], fields["temperature"], seed=fields["seed"])
+        passes = route_text(self.models[fields["model"]], fields["text"], steering, self.most_tokens, sampling)
+        view = await web.while_connected(request, self.work(partial(next, passes)))
         if sampling is None:
             return web.json_response(view)
         return StreamingResponse(self.lines(passes, {"view": view}), media_type="application/x-ndjson")

@@ -1,5 +1,5 @@
-"""`chiar serve`: OpenAI's completions, every field checked and nothing ignored that would change the text; an engine
-that owns the model and writes all texts token by token; and the endpoints before it."""
+"""`chiar serve`: OpenAI's completions, where every field is checked and none that would change the text is ignored; the
+engine, which owns the model and writes all texts token by token; and the endpoints."""
 
 import asyncio
 import hmac
@@ -30,31 +30,29 @@ from chiar.model.modeling import ChiarForCausalLM
 from chiar.web import TEXT, Field, Refused, Site, require
 
 COMPLETIONS = "/v1/completions"
-# Seconds of writing between sends, and for last answers to be read.
+# Seconds of writing between two sends, and seconds for the last responses to be read at shutdown.
 QUICK, FAREWELL = 0.01, 3
-# What /metrics tells: type and help. The first five have no labels and begin at 0.
+# Of /metrics: type and help text. The first five have no labels and start at 0.
 METRICS = {
-    "prompt_tokens_total": ("counter", "Tokens of prompts that the model has read."),
+    "prompt_tokens_total": ("counter", "Prompt tokens that the model has read."),
     "completion_tokens_total": ("counter", "Tokens that the model has written."),
     "generation_seconds_total": ("counter", "Seconds in which the model read or wrote."),
-    "request_seconds_total": ("counter", "Seconds from a request to the end of its answer, of all in requests_total."),
-    "clients_gone_total": ("counter", "Clients who left before their text was written."),
+    "request_seconds_total": ("counter", "Seconds from request to end of response, summed over requests_total."),
+    "clients_gone_total": ("counter", "Clients that disconnected before their text was complete."),
     "rows_running": ("gauge", "Texts being written."),
-    "requests_waiting": ("gauge", "Requests that wait for others to end."),
-    "requests_running": ("gauge", "Requests whose texts are being read or written."),
-    "requests_total": ("counter", "Answers to requests for /v1, by status; 499: the client had left."),
+    "requests_waiting": ("gauge", "Requests in the queue."),
+    "requests_running": ("gauge", "Requests whose prompts are being read or texts being written."),
+    "requests_total": ("counter", "Responses under /v1, by status; 499: the client had disconnected."),
     "attention_fraction": ("gauge", "Share of routed_tokens_total that took attention."),
-    "routed_tokens_total": (
-        "counter",
-        "Tokens of prompts by the operator they took, summed over routed layers or dark stacks.",
-    ),
+    "routed_tokens_total": ("counter", "Prompt tokens by operator, summed over routed layers or dark stacks."),
 }
-stopping = partial(Refused, 503, "the server is stopping: ask another, or later.", kind="server_error", retry_after=5)
+stopping = partial(Refused, 503, "the server is stopping: try another, or later.", kind="server_error", retry_after=5)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`length`, in tokens, has the prompt in it; `rows` are texts at a time, and of one request; `body` is in bytes."""
+    """`length` counts tokens, prompt included; `rows` limits texts at a time, and per request; `waiting` is the length
+    of the queue; `body` is in bytes; `grace` is in seconds."""
 
     length: int
     rows: int = 16
@@ -65,7 +63,7 @@ class Limits:
 
 @dataclass
 class Job:
-    """One request on its way, with `n` choices for each prompt (ids and text), and its answer."""
+    """A request in progress, with `n` choices for each prompt (ids and text), and its response."""
 
     model: str
     codec: TextCodec
@@ -79,11 +77,11 @@ class Job:
     def __post_init__(self) -> None:
         name, now = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self.head = {"id": name, "object": "text_completion", "created": now, "model": self.model}
-        self.rows: list[Row] = []  # of the prompts that were read
-        # Choices that are not finished. Ended: failed, or nobody reads any more; dropped before the writer's next step.
+        self.rows: list[Row] = []  # one per choice, of the prompts read so far
+        # `left`: unfinished choices. `ended`: the request failed or its client is gone, and is written no further.
         self.left, self.ended = len(self.prompts) * self.n, False
-        self.offsets = [0] * self.left  # characters of each choice that went out
-        # The model's thread appends; whoever has it do so tells the loop.
+        self.offsets = [0] * self.left  # characters of each choice sent so far
+        # The model's thread appends to `unsent`; Engine.work then sets `news`, in the event loop.
         self.unsent: deque[tuple[int, Piece] | Refused] = deque()
         self.news = asyncio.Event()
 
@@ -101,7 +99,7 @@ class Job:
             self.unsent.append(error)
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """With the number of their choice, until every choice has ended."""
+        """Each piece with the number of its choice, until every choice is finished."""
         while self.left or self.unsent:
             if not self.unsent:
                 self.news.clear()
@@ -123,7 +121,7 @@ class Job:
         return {**self.head, "choices": choices, "usage": self.usage()}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events, as OpenAI's: a chunk for every piece of text, then [DONE]; a failure is an event too."""
+        """Server-sent events like OpenAI's: a chunk for every piece of text, then [DONE]. An error is an event too."""
         try:
             async for number, piece in self.pieces():
                 yield b"data: %b\n\n" % web.to_json({**self.head, "choices": [self.choice(number, piece)]})
@@ -136,13 +134,13 @@ class Job:
     def choice(self, number: int, piece: Piece) -> dict[str, Any]:
         logprobs = None
         if self.sampling.logprobs is not None:
-            texts, own = self.codec.pieces([t.id for t in piece.tokens]), [t.logprob for t in piece.tokens]
+            texts, scores = self.codec.pieces([t.id for t in piece.tokens]), [t.logprob for t in piece.tokens]
             *offsets, self.offsets[number] = accumulate(map(len, texts), initial=self.offsets[number])
             top: list[dict[str, float] | None] = []
-            for token in piece.tokens:  # by text, as OpenAI's; of several that look alike the likeliest, the first
+            for token in piece.tokens:  # by text, like OpenAI's; of tokens with equal texts the first, the likeliest
                 by_text = [*zip(self.codec.pieces(list(token.top)), token.top.values(), strict=True)]
                 top.append(None if token.logprob is None else dict(reversed(by_text)))
-            logprobs = {"tokens": texts, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
+            logprobs = {"tokens": texts, "token_logprobs": scores, "top_logprobs": top, "text_offset": offsets}
         return {"index": number, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
 
     def usage(self) -> dict[str, int]:
@@ -150,27 +148,27 @@ class Job:
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
-def is_stop(given: Any) -> bool:
-    stops = [given] if isinstance(given, str) else given
+def is_stop(value: Any) -> bool:
+    stops = [value] if isinstance(value, str) else value
     return isinstance(stops, list) and len(stops) <= 4 and all(isinstance(s, str) and 0 < len(s) <= 256 for s in stops)
 
 
-def is_prompt(given: Any) -> bool:
-    def is_one(value: Any) -> bool:
-        return TEXT[1](value) or (isinstance(value, list) and all(type(token) is int for token in value))
+def is_prompt(value: Any) -> bool:
+    def is_one(prompt: Any) -> bool:
+        return TEXT[1](prompt) or (isinstance(prompt, list) and all(type(token) is int for token in prompt))
 
-    return is_one(given) or (isinstance(given, list) and all(map(is_one, given)))
+    return is_one(value) or (isinstance(value, list) and all(map(is_one, value)))
 
 
 def unsupported(neutral: Any) -> Field:
-    """Anything but what asks for nothing would change the text."""
+    """A field accepted only with its neutral value, because any other would change the text."""
     return None, lambda value: not isinstance(value, bool) and value == neutral, web.UNKNOWN[2]
 
 
 FLAG: Field = (False, lambda value: isinstance(value, bool), "true or false")
 FIELDS: dict[str, Field] = {
     "model": TEXT,
-    "prompt": ("", is_prompt, "text or token ids, or a list of one of these"),
+    "prompt": ("", is_prompt, "text, token ids, or a list of either"),
     "n": web.between(1, 2**31, 1),
     "max_tokens": web.between(0, 2**31, None),
     "temperature": web.between(0, 2, 1.0, int | float),
@@ -186,63 +184,64 @@ FIELDS: dict[str, Field] = {
 }
 
 
-def parse_request(asked: dict[str, Any], model: str, codec: TextCodec, vocabulary: int, limits: Limits) -> Job:
-    """The request in `asked`, or Refused with the field that is wrong."""
-    found = web.check_fields(asked, FIELDS)
-    given, n, stop, wanted, echo = (found[name] for name in ("prompt", "n", "stop", "max_tokens", "echo"))
-    require(found["model"] in ("", model), 404, f"the only model here is {model!r}.", "model", "model_not_found")
-    given = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
-    too_many = f"{len(given)} prompts × n = {n} are more than the {limits.rows} texts a request may ask for."
-    require(len(given) * n <= limits.rows, 400, too_many, "n" if n > limits.rows else "prompt")  # encoding takes time
-    known = all(0 <= token < vocabulary for one in given if isinstance(one, list) for token in one)
+def parse_request(body: dict[str, Any], model: str, codec: TextCodec, vocabulary: int, limits: Limits) -> Job:
+    """Checks the body of a request. Raises Refused, which names the wrong field."""
+    fields = web.check_fields(body, FIELDS)
+    inputs, n, stop, wanted, echo = (fields[name] for name in ("prompt", "n", "stop", "max_tokens", "echo"))
+    require(fields["model"] in ("", model), 404, f"the only model here is {model!r}.", "model", "model_not_found")
+    inputs = inputs if isinstance(inputs, list) and inputs and not isinstance(inputs[0], int) else [inputs]
+    too_many = f"{len(inputs)} prompts × n = {n} are more than the {limits.rows} texts a request may ask for."
+    require(len(inputs) * n <= limits.rows, 400, too_many, "n" if n > limits.rows else "prompt")  # encoding is slow
+    known = all(0 <= token < vocabulary for one in inputs if isinstance(one, list) for token in one)
     require(known, 400, f"token ids must lie between 0 and {vocabulary - 1}.", "prompt")
-    prompts = [(codec.encode(one), one) if isinstance(one, str) else (one, codec.decode(one)) for one in given]
+    prompts = [(codec.encode(one), one) if isinstance(one, str) else (one, codec.decode(one)) for one in inputs]
     lengths = [len(ids) for ids, _ in prompts]
     longest = max(lengths)
     room = limits.length - longest
     tokens, stops = min(16, room) if wanted is None else wanted, [stop] if isinstance(stop, str) else stop
     require(min(lengths) > 0, 400, "the prompt is empty: give it at least a word to continue.", "prompt")
-    too_long = f"the prompt has {longest} tokens; with its continuation {limits.length} are the most: shorten it."
+    too_long = f"the prompt has {longest} tokens; with its continuation at most {limits.length} fit: shorten it."
     require(room > 0, 413, too_long, "prompt", "context_length_exceeded")
     require(tokens > 0 or echo, 400, "max_tokens must be above 0, unless the prompt is echoed.", "max_tokens")
-    no_room = f"behind {longest} tokens of prompt there is room for {room}: ask for at most {room}."
+    no_room = f"after {longest} tokens of prompt there is room for {room}: ask for at most {room}."
     require(tokens <= room, 400, no_room, "max_tokens", "context_length_exceeded")
-    how = {name: found[name] for name in ("temperature", "top_p", "seed", "logprobs")}
-    options = web.check_fields(found["stream_options"], {"include_usage": FLAG})
-    return Job(model, codec, prompts, Sampling(tokens, stops=tuple(stops), **how), n, echo, found["stream"], **options)
+    settings = {name: fields[name] for name in ("temperature", "top_p", "seed", "logprobs")}
+    options = web.check_fields(fields["stream_options"], {"include_usage": FLAG})
+    sampling = Sampling(tokens, stops=tuple(stops), **settings)
+    return Job(model, codec, prompts, sampling, n, echo, fields["stream"], **options)
 
 
 class Engine(Writer):
-    """Requests wait in their order until there are rows for them. One thread has the model."""
+    """Queues requests, in order, until there are rows for them. One thread runs the model."""
 
     def __init__(self, model: ChiarForCausalLM, codec: TextCodec, limits: Limits) -> None:
         super().__init__(model)
         self.codec, self.limits = codec, limits
         self.waiting: list[Job] = []
         self.running: list[Job] = []
-        self.closed, self.something = False, asyncio.Event()  # closed: takes nothing new; what waits and runs goes on
+        self.closed, self.submitted = False, asyncio.Event()  # closed: accepts no new requests, but finishes the others
         self.thread = ThreadPoolExecutor(1, "chiar-engine")
         self.task: asyncio.Task[None] | None = None
         self.counts: dict[str, float] = defaultdict(float, dict.fromkeys(list(METRICS)[:5], 0.0))
-        self.seconds: deque[float] = deque(maxlen=1000)  # that completions took
+        self.seconds: deque[float] = deque(maxlen=1000)  # durations of the latest completions
 
     def submit(self, job: Job) -> None:
-        """Refused where there is no room or no time left."""
+        """Raises Refused if the queue is full or the server is stopping."""
         if self.closed:
             raise stopping()
         if self.count(self.waiting) >= self.limits.waiting:
-            sentence = f"{self.limits.waiting} requests are waiting already: come back later."
-            after = min(60, max(1, math.ceil(sum(self.seconds) / max(1, len(self.seconds)))))
-            raise Refused(429, sentence, None, "rate_limit_exceeded", "rate_limit_error", after)
+            sentence = f"{self.limits.waiting} requests are waiting already: try again later."
+            retry_after = min(60, max(1, math.ceil(sum(self.seconds) / max(1, len(self.seconds)))))
+            raise Refused(429, sentence, None, "rate_limit_exceeded", "rate_limit_error", retry_after)
         self.waiting.append(job)
-        self.something.set()
+        self.submitted.set()
         self.task = self.task or asyncio.create_task(self.work())
 
     def count(self, jobs: Iterable[Job]) -> int:
         return sum(not job.is_over for job in jobs)
 
     async def end(self, seconds: float = 0, hurries: Callable[[], bool] = lambda: False) -> None:
-        """Take nothing new, let the rest finish while there is time, and stop."""
+        """Accept no new requests, let the others finish for at most `seconds` or until `hurries()`, and stop."""
         self.closed, deadline = True, time.monotonic() + seconds
         while self.count([*self.waiting, *self.running]) and not hurries() and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -258,20 +257,21 @@ class Engine(Writer):
                 while self.waiting and sum(job.left for job in [*self.running, self.waiting[0]]) <= self.limits.rows:
                     self.running.append(self.waiting.pop(0))
                 if not (self.running or self.rows):
-                    self.something.clear()
-                    await self.something.wait()
+                    self.submitted.clear()
+                    await self.submitted.wait()
                     continue
                 await asyncio.get_running_loop().run_in_executor(self.thread, self.advance)
                 for job in self.running:
                     job.news.set()
-        finally:  # whatever ended it, nobody waits for it
+        finally:  # whatever ended it, no request may wait for it
             self.closed = True
             for job in [*self.waiting, *self.running]:
                 job.fail(stopping())
                 job.news.set()
 
     def advance(self) -> None:
-        """Read one prompt, no more, or writers would be held up, then add a token to every text; quickly, several."""
+        """Read one prompt, then add a token to every text; repeat for QUICK seconds. Reading all waiting prompts at
+        once would hold up the texts being written."""
         began = time.monotonic()
         while time.monotonic() - began < QUICK:
             unread = [job for job in self.running if len(job.rows) < len(job.offsets) and not job.is_over]
@@ -294,7 +294,7 @@ class Engine(Writer):
         self.counts["completion_tokens_total"] += sum(len(row.tokens) for row in rows) - before
 
     def begin_prompt(self, job: Job) -> None:
-        """Read a request's next prompt and write the first token of its choices; choice i has the seed + i."""
+        """Read a request's next prompt and write the first token of its choices. Choice i is drawn with seed + i."""
         first, sampling = len(job.rows), job.sampling
         ids, text = job.prompts[first // job.n]
         read, operators = self.read_prompt(ids), self.model.config.operators or []
@@ -316,7 +316,7 @@ class Engine(Writer):
             row.finish("length")
 
     def fail(self, owners: list[Job], error: Exception) -> None:
-        """A fault of ours, no memory, or what a model cannot compute: these requests fail, the server goes on."""
+        """An internal error, no memory, or logits that are not finite: these requests fail, the server goes on."""
         sentence = "the model failed on this request; the server's log says why."
         if isinstance(error, InputError):
             sentence = str(error)
@@ -339,10 +339,10 @@ class Service(Site):
         self.entry = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "chiar"}
 
     def check(self, request: Request) -> None:
-        """/health and /metrics need no key: they are for those who look after the process."""
+        """/health and /metrics need no key: they are for monitoring."""
         super().check(request)
-        given, needed = request.headers.get("authorization", "").encode("latin-1"), b"Bearer " + self.key.encode()
-        if self.key and request.url.path.startswith("/v1") and not hmac.compare_digest(given, needed):
+        sent, expected = request.headers.get("authorization", "").encode("latin-1"), b"Bearer " + self.key.encode()
+        if self.key and request.url.path.startswith("/v1") and not hmac.compare_digest(sent, expected):
             raise Refused(401, "send the API key as Authorization: Bearer KEY.", code="invalid_api_key")
 
     def answered(self, scope: Scope, status: int, seconds: float) -> None:
@@ -360,18 +360,18 @@ class Service(Site):
     async def complete(self, request: Request) -> Response:
         engine, limits = self.engine, self.engine.limits
         too_long = f"the request is longer than {limits.body} bytes: shorten it."
-        fields = await web.read_json(request, limits.body, too_long)
-        given = fields, self.name, engine.codec, engine.model.config.vocab_size, limits
-        job = await asyncio.to_thread(parse_request, *given)  # long texts are encoded aside: the others' streams go on
+        body = await web.read_json(request, limits.body, too_long)
+        arguments = body, self.name, engine.codec, engine.model.config.vocab_size, limits
+        job = await asyncio.to_thread(parse_request, *arguments)  # encoding a long text must not block other streams
         engine.closed |= self.draining
         engine.submit(job)
         request.scope["over"].callback(self.settle, job)
         if job.stream:
             return StreamingResponse(job.events(), media_type="text/event-stream")
-        return web.json_response(await web.while_there(request, job.whole()))
+        return web.json_response(await web.while_connected(request, job.whole()))
 
     def settle(self, job: Job) -> None:
-        """Nobody reads this answer any more: what is not finished was left."""
+        """The response is over. If the job is not, its client has disconnected."""
         if not job.is_over:
             job.ended = True
             self.engine.counts["clients_gone_total"] += 1
@@ -386,21 +386,21 @@ class Service(Site):
         return web.json_response({"object": "list", "data": [self.entry]} if name is None else self.entry)
 
     async def health(self, request: Request) -> Response:
-        """503 while stopping and after the engine died, so that nobody is sent here any more."""
+        """503 while stopping and after the engine died, so that a load balancer sends no more requests."""
         failed = self.engine.task is not None and self.engine.task.done()
         state = "failed" if failed else "stopping" if self.draining or self.engine.closed else "ok"
         return web.json_response({"status": state}, 200 if state == "ok" else 503)
 
     async def show_metrics(self, request: Request) -> Response:
         engine, lines = self.engine, []
-        counts = dict(engine.counts)  # the model's thread adds to them
+        counts = dict(engine.counts)  # a copy: the model's thread adds to them
         routed = {name: count for name, count in counts.items() if name.startswith("routed")}
-        now: dict[str, float] = {"rows_running": sum(not row.is_over for row in engine.rows)}
-        now |= {f"requests_{name}": engine.count(getattr(engine, name)) for name in ("waiting", "running")}
+        gauges: dict[str, float] = {"rows_running": sum(not row.is_over for row in engine.rows)}
+        gauges |= {f"requests_{name}": engine.count(getattr(engine, name)) for name in ("waiting", "running")}
         if routed:
             dark = routed.get('routed_tokens_total{operator="attention"}', 0)
-            now["attention_fraction"] = dark / sum(routed.values())
-        for name, samples in groupby(sorted({**counts, **now}.items()), lambda sample: sample[0].split("{")[0]):
+            gauges["attention_fraction"] = dark / sum(routed.values())
+        for name, samples in groupby(sorted({**counts, **gauges}.items()), lambda sample: sample[0].split("{")[0]):
             lines += [f"# HELP chiar_{name} {METRICS[name][1]}", f"# TYPE chiar_{name} {METRICS[name][0]}"]
             lines += [f"chiar_{sample} {value:.10g}" for sample, value in samples]
         return PlainTextResponse("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")
