@@ -1,10 +1,9 @@
 #!/bin/sh
-# v5 in small, on a CPU and without a network: an inner stack of four layers that one byte in five passes, the one at
-# which the next becomes uncertain, beside plain layers of equal FLOPs. Both are trained, evaluated, compared and drawn, and v5 writes
-# a sentence. Needs chiar on the path. Everything goes to $DEMO_OUT; a folder an earlier demo made there is replaced, any
-# other is left alone.
+# A small v5 on a CPU, offline: an inner stack of four layers that one byte in five passes, where the next byte becomes
+# uncertain, beside a dense model of equal FLOPs. Trains, evaluates, compares and draws both, and lets v5 generate a
+# sentence. Needs chiar on the path. Writes to $DEMO_OUT and replaces only what an earlier demo wrote there.
 set -eu
-# Threads that wait sleep: spinning ones stall each other where cores are shared.
+# Waiting threads sleep: spinning ones stall each other where cores are shared.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 
 out=${DEMO_OUT:-runs/demo}
@@ -23,7 +22,7 @@ if [ -e "$out" ]; then
     echo "error: $out exists and was not made by the demo: move it away, or set DEMO_OUT." >&2
     exit 2
   fi
-  echo "starting afresh: the earlier demo in $out is replaced"
+  echo "replacing the earlier demo in $out"
   rm -rf "$out"
 fi
 mkdir -p "$out"
@@ -41,7 +40,7 @@ run() {
 # Python's own documentation, in bytes.
 run chiar data prepare stdlib --tokenizer bytes --out "$out/stdlib"
 
-# Two layers for every byte, four for dark ones, two for every byte: counted FLOPs of five plain layers.
+# Two layers for every byte, four for dark bytes, two for every byte: the FLOPs of five dense layers.
 run chiar train v5-tiny --data "$out/stdlib" --out "$out/v5" $shape $schedule \
   --set 'layer_types=["attention","attention","dark","dark","dark","dark","attention","attention"]'
 run chiar train v5-tiny --data "$out/stdlib" --out "$out/dense" $shape $schedule \
@@ -53,17 +52,17 @@ done
 run chiar eval "$out/dense.json" "$out/v5.json"
 cat <<WORDS
 
-How to read this: both had the same text, width, learning rate, about the same FLOPs and $steps steps of
-$((batch * length)) bytes, one seed. So early plain layers are ahead: layers that see one byte in five learn from one byte in
-five. In larger models on Wikipedia it turns after 20 to 50 million bytes, and after 140 million v5 is 0.05
-bits/byte ahead of plain layers of equal FLOPs, and 0.10 ahead of itself with bytes chosen at random (docs/bytes.md).
-What a minute does show is where a model is uncertain: below, the bytes that pass the stack stand where words
-begin. Nobody told it what a word is.
+How to read this: both models had the same text, width and learning rate, about the same FLOPs and $steps steps of
+$((batch * length)) bytes; one seed. So early the dense model is ahead, because layers that see one byte in five learn
+from one byte in five. For larger models on Wikipedia the order changes after 20 to 50 million bytes; after 140 million
+v5 is 0.05 bits/byte ahead of the dense model of equal FLOPs, and 0.10 ahead of v5 with randomly chosen bytes
+(docs/bytes.md). What one minute of training does show is where a model is uncertain: below, the bytes that pass the
+stack are those where words begin. Nothing told it what a word is.
 WORDS
 run chiar plot curves "$out/dense" "$out/v5" --data "$out/stdlib" --out "$out/curves.svg"
 run chiar trace "$out/v5" --prompt "$sentence"
 run chiar plot routing "$out/v5" --prompt "$sentence" --out "$out/routing.svg"
 run chiar generate "$out/v5" --prompt "If the object is" --temperature 0.4 --top-k 20 --max-new-tokens 120
 
-printf '\nIn %s: curves.svg and routing.svg to look at, both runs to go on with.\n' "$out"
+printf '\n%s holds the pictures curves.svg and routing.svg, and both training runs.\n' "$out"
 echo "To see it live: chiar explore $out/v5 --beside $out/dense"
