@@ -138,8 +138,8 @@ def test_models_without_spectral_coordinates():
         ("it is post-norm", {"norm_position": "post"}),
         ("LayerNorm subtracts the mean", {"norm": "layernorm"}),
         ("in spectral coordinates already", {"basis": "identity"}),
-        ("which no rotation passes", {"temporal_everywhere": True}),
-        ("which no rotation passes", {"operators": ["temporal", "attention"]}),
+        ("a rotation mixes features", {"temporal_everywhere": True}),
+        ("a rotation mixes features", {"operators": ["temporal", "attention"]}),
     ):
         with pytest.raises(InputError, match=message):
             to_spectral_coordinates(make(**fields))

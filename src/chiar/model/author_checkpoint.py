@@ -1,5 +1,5 @@
 """Checkpoints of the author's released code as folders `from_pretrained` opens. Nothing inside a file is ever executed:
-torch's restricted unpickler admits tensors and plain containers only, and how large these are is known before."""
+torch's restricted unpickler admits tensors and plain containers only, and their size is checked first."""
 
 import pickle
 import re
@@ -27,7 +27,7 @@ PUBLISHED_TAU = {1024: 0.8954}
 # The released DCT is twice the orthonormal one and its inverse ∘ forward is 2x: the filter absorbs the factor. At DC
 # it is larger by a further √2, so that bin's energy counts double in H; ε is added in both places of the entropy.
 FILTER_SCALE, ENTROPY_EPS, ENTROPY_DC_WEIGHT = 2.0, 1e-8, 2.0
-# Bounds of what a file may hold: values, one that is referred to twice counted twice; levels; names a message lists.
+# Most values of a file (one per reference) and levels of nesting; most names that a message lists.
 MOST_VALUES, DEEPEST, LISTED = 1_000_000, 50, 8
 GROWS = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # add to a container instead of making one
 ROPE_BUFFER = re.compile(r"(layers\.\d+\.attn|attns\.\d+)\.rope\.(inv_freq|cos_cache|sin_cache)")
@@ -37,7 +37,7 @@ AUTHORS_NAMES = {
     r"operators\.attention\.qkv": "attn.qkv", r"operators\.attention\.out": "attn.out_proj",
     r"norms\.attention": "attn.norm", r"router\.score": "router.gate_proj", r"ffn\.up": "ffn.0", r"ffn\.down": "ffn.3",
 }  # fmt: skip
-"""From our name of a tensor to the author's, one substitution after the other."""
+"""Substitutions from our tensor names to the author's, applied in order."""
 BASELINE_NAMES = {r"layers\.(\d+)\.(attn|ffn|ffn_norm)\.": r"\2s.\1."}
 """The author's dense model keeps each kind of part in a list of its own."""
 
@@ -47,15 +47,15 @@ class Imported:
     config: ChiarConfig
     tensors: dict[str, Tensor]
     heads: dict[str, Tensor]  # of mixed training
-    notes: list[str]  # what had to be assumed
+    notes: list[str]  # assumptions made
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], str | None]:
-    """Tensors by name and cfg's routing mode of a `.pt` file: {step, model, val_ppl, cfg} or a bare state dict."""
+    """Tensors of a `.pt` file ({step, model, val_ppl, cfg} or a bare state dict), and the routing mode in its cfg."""
     check_file(path)
     try:
         with ZipFile(path) as archive:
-            for record in archive.infolist():  # each that ends so, whichever torch takes
+            for record in archive.infolist():  # every one, whichever torch reads
                 require(record.compress_type == ZIP_STORED, f"{path} is compressed, as torch.save never writes it.")
                 if record.filename.lower().endswith("data.pkl"):
                     with archive.open(record) as stream:
@@ -66,7 +66,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], str | None]:
         raise
     except (pickle.UnpicklingError, BadZipFile) as error:
         forbidden = re.search(r"GLOBAL ([\w.]{1,100})", str(error))
-        what = f"it asks for {forbidden[1]}" if forbidden else "it is no zip of torch.save, or it is damaged"
+        what = f"it asks for {forbidden[1]}" if forbidden else "it is not a zip of torch.save, or it is damaged"
         raise InputError(f"{path} is not a file of tensors and plain values, so it was not opened: {what}.") from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not a readable checkpoint (truncated or damaged): {first_line(error)}") from error
@@ -74,14 +74,14 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], str | None]:
         raise InputError(f"{path} holds a {type(content).__name__}, expected a dictionary with the model's tensors.")
     tensors, stored = content.get("model", content), content.get("cfg")
     require(isinstance(tensors, dict) and tensors, "the checkpoint has no tensors under 'model'.")
-    room = 2 * path.stat().st_size  # a tied matrix may be told twice; many views of one would take for ever
+    room = 2 * path.stat().st_size  # a tied matrix may have two names; many views of one tensor would take forever
     for name, value in tensors.items():
-        # Messages print what the file holds only where it is a short name.
+        # Messages print names of the file only if they are short.
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,200}", name):
-            raise InputError(f"a tensor's name in {path} is a {type(name).__name__} that cannot be one.")
+            raise InputError(f"a tensor in {path} has an invalid name (a {type(name).__name__}).")
         if not isinstance(value, Tensor):
             raise InputError(f"the checkpoint's entry {name!r} is a {type(value).__name__}, expected a tensor.")
-        # Only what is plainly numbers in memory: a stride of 0 can claim terabytes, a sparse tensor anything.
+        # Only ordinary dense tensors: a stride of 0 can claim terabytes, a sparse tensor anything.
         ordinary = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
         if not ordinary or not value.dtype.is_floating_point:
             raise InputError(f"tensor {name} ({value.dtype}) is not an ordinary dense tensor of floating point.")
@@ -97,10 +97,10 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], str | None]:
 
 
 def check_size(stream: IO[bytes], path: Path) -> None:
-    """InputError before anything is built of a pickle that is too large or too deep. Shared parts count wherever they
-    are referred to, for so often they would be hashed or printed: 28 lists of twice the last one are 2²⁸ values."""
+    """Raise InputError if a pickle is too large or too deep, before anything is built. Shared values count once per
+    reference, as often as they would be hashed or printed: 28 lists, each of twice the last one, are 2²⁸ values."""
     parts: list[list[int]] = []  # of each value, by number
-    stack: list[Any] = []  # their numbers; None is a mark
+    stack: list[Any] = []  # numbers of values; None is a mark
     memo: dict[Any, Any] = {}
     too_large = InputError(f"{path} was not opened: it holds more than {MOST_VALUES:,} values, or {DEEPEST} levels.")
     for count, (code, argument, _) in enumerate(genops(stream)):
@@ -129,7 +129,7 @@ def check_size(stream: IO[bytes], path: Path) -> None:
     measured: dict[int, tuple[int, int]] = {}
 
     def measure(value: int, level: int) -> tuple[int, int]:
-        """Its size and depth; what holds itself is too deep."""
+        """The size and depth of a value. One that contains itself is too deep."""
         if value not in measured:
             if level > DEEPEST:
                 raise too_large
@@ -187,7 +187,7 @@ def convert(
 
 
 def find_layer_types(tensors: dict[str, Tensor]) -> list[str]:
-    """Of the layers from 0 on; `rename` finds what is missing in one of them."""
+    """The type of each layer. `rename` reports tensors that a layer lacks."""
     part = "attns" if any(name.startswith("attns.") for name in tensors) else "layers"
     numbers = {int(number) for name in tensors for number in re.findall(rf"^{part}\.([0-9]{{1,9}})\.", name)}
     require(numbers, "no layers found: the tensors are named neither layers.N.* nor attns.N.*.")
@@ -257,7 +257,7 @@ def shape_of(tensors: dict[str, Tensor], name: str, dimensions: int) -> tuple[in
 
 
 def empty_model(config: ChiarConfig, classifier: bool) -> Any:
-    """Names and shapes without memory."""
+    """A model on the meta device: names and shapes without memory."""
     with torch.device("meta"):
         return (ChiarForSequenceClassification if classifier else ChiarForCausalLM)(config)
 

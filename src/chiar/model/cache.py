@@ -1,4 +1,4 @@
-"""What a model remembers between decoding steps."""
+"""The cache: what each layer keeps between decoding steps."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ Joined = tuple[dict[str, RaggedStore], dict[str, Tensor]]  # the stores and name
 
 
 class LayerState(DynamicLayer):
-    """What one layer keeps: a ragged store of keys for each operator that has keys, and named tensors (gate sums), all
-    with the batch first. Padding is never stored, nor, under keys="routed", a token sent to another operator."""
+    """The state of one layer: a ragged key-value store for each operator with keys, and named tensors (gate sums), all
+    with the batch first. Neither padding nor, under keys="routed", tokens sent to other operators are stored."""
 
     is_croppable = False
 
     def __init__(self, shelf: Shelf) -> None:
         super().__init__()
         self.state: dict[str, Tensor] = {}
-        self.lines: set[str] = set()  # names of those that are the last tokens' values, in order
+        self.lines: set[str] = set()  # names of tensors that hold values of the latest tokens, in order
         self.stores: dict[str, RaggedStore] = {}
         self.shelf = shelf
 
@@ -47,8 +47,8 @@ class LayerState(DynamicLayer):
         self.put(name, line_BSC)
 
     def step_back(self, tokens: int, decided: int | None = None) -> None:
-        """Forget the last so many tokens, up to the shelf's `slack`; of a router that decided about more tokens than
-        the layer saw, `decided`. What is no line stays as it is."""
+        """Take back the last tokens, at most the shelf's `slack`. `decided` is their number for a router that decided
+        about more tokens than the layer saw. Only stores and lines change."""
         for store in self.stores.values():
             store.step_back(tokens)
         for name in self.lines:
@@ -62,7 +62,7 @@ class LayerState(DynamicLayer):
         return self.stores[name]
 
     def make_writable(self) -> None:
-        """Copy what a step could not write into: what was made in inference mode, or belongs to a gradient."""
+        """Copy tensors that a step could not write into: inference tensors, and those that a gradient needs."""
         for store in self.stores.values():
             store.make_writable()
         for name, value in self.state.items():
@@ -85,7 +85,7 @@ class LayerState(DynamicLayer):
             self.put(name, value.repeat_interleave(repeats, dim=0))
 
     def joined(self, other: "LayerState", rows: int, more: int) -> Joined:
-        """The `more` rows of another state behind these `rows`; what either of them never stored is empty there."""
+        """These `rows`, then the `more` rows of another state. A store that only one has is empty in the other."""
         require(self.state.keys() == other.state.keys(), "caches of different models cannot be joined.")
         names = dict.fromkeys([*self.stores, *other.stores])
         stores = {name: self.ragged(name).joined(other.ragged(name), rows, more) for name in names}
@@ -107,7 +107,7 @@ class LayerState(DynamicLayer):
 
 
 class ChiarCache(Cache):
-    """One LayerState a layer. Its length is the number of tokens seen: a spectral layer stores no keys at all."""
+    """One LayerState per layer. Its length is the number of tokens seen: layers may store fewer keys, or none."""
 
     def __init__(self, layers: int) -> None:
         self.shelf = Shelf()
@@ -118,15 +118,15 @@ class ChiarCache(Cache):
         return self.seen
 
     def check_rows(self, rows: int) -> None:
-        """A batch of another size would be written beside its own rows."""
+        """Raise if the batch size is not that of the stored rows."""
         held = {len(store.length_B) for store in self.shelf.stores if store.length_B is not None}
         if other := held - {rows}:
             found = f"the cache holds {other.pop()} rows and the input has {rows}"
-            raise InputError(f"{found}: a cache goes on with the batch it began with.")
+            raise InputError(f"{found}: a cache can only be used with the batch it began with.")
 
     def join(self, other: "ChiarCache", rows: int, more: int) -> None:
-        """Go on with the `more` rows of another cache behind these `rows`. Lengths stay each row's own: whoever decodes
-        them together gives `position_ids`, and no mask. Where memory runs out, nothing has changed."""
+        """Append the `more` rows of another cache to these `rows`. Each row keeps its own length, so decoding them
+        together needs `position_ids` and no mask. If memory runs out, nothing has changed."""
         joined = [mine.joined(theirs, rows, more) for mine, theirs in zip(self.layers, other.layers, strict=True)]
         for layer, new in zip(self.layers, joined, strict=True):
             layer.replace(new)

@@ -34,14 +34,14 @@ def models() -> None:
 def convert(
     source: Annotated[str, Argument(metavar="SOURCE", help="A model folder, or the author's .pt file (never run).")],
     out: Annotated[Path, Option(metavar="FOLDER", help="New model folder.")],
-    coordinates: Annotated[str | None, Option(help="Of a folder: spectral or features. [default: spectral]")] = None,
-    tau: Annotated[float | None, Option(help="Of a file: its threshold. [default: the published one]")] = None,
-    routing: Annotated[str | None, Option(help="Of a file: soft or hard. [default: what it says]")] = None,
-    pool: Annotated[str | None, Option(help="Of a file: last or mean, a classifier's pool. [default: last]")] = None,
+    coordinates: Annotated[str | None, Option(help="For a folder: spectral or features. [default: spectral]")] = None,
+    tau: Annotated[float | None, Option(help="For a file: its threshold. [default: the published one]")] = None,
+    routing: Annotated[str | None, Option(help="For a file: soft or hard. [default: as stored in it]")] = None,
+    pool: Annotated[str | None, Option(help="For a classifier's file: pool last or mean. [default: last]")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Import a checkpoint of the author's code, or fold a model's basis into its weights (pre-norm RMSNorm models: the
-    same outputs without any transform) and back."""
+    """Import a checkpoint of the author's code, or fold a model's basis into its weights and back (pre-norm RMSNorm
+    models: the same outputs without any transform)."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -1,7 +1,7 @@
-"""Rotating a model's residual stream: the same function, with the basis in the weights instead of in every layer.
-With pre-norm RMSNorm nothing between writers to the residual stream and readers from it notices a rotation: x' = C x
-has the same root mean square. Readers become W diag(γ) Cᵀ with the norm's γ folded in, writers C W, embeddings E Cᵀ,
-and the basis becomes the identity: H is then a row reduction and the filter an element-wise product."""
+"""Rotating a model's residual stream: the same function, with the basis in the weights instead of in every layer. Under
+pre-norm RMSNorm the rotated stream x' = C x has the same root mean square. So matrices that read the stream become
+W diag(γ) Cᵀ, with the norm's γ folded in, matrices that write to it C W, and embeddings E Cᵀ. The basis becomes the
+identity: H is then a row reduction and the filter an element-wise product."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -27,32 +27,32 @@ from chiar.model.load import MODEL_FILE, copy_tokenizer, load_config, open_weigh
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
 
 Model = TypeVar("Model", ChiarForCausalLM, ChiarForSequenceClassification)
-Turn = Callable[[Tensor], Tensor]
-"""Rows in the old coordinates to rows in the new ones."""
+Rotation = Callable[[Tensor], Tensor]
+"""Maps rows in the old coordinates to rows in the new ones."""
 
 
 def to_spectral_coordinates(model: Model) -> Model:
-    """The same model with basis="identity": logits, H and routes agree to rounding (training only without dropout,
-    which falls on other coordinates). The given one stays as it is."""
+    """A copy of the model with basis="identity": logits, H and routes agree up to rounding. In training they do so only
+    without dropout, which would drop other coordinates."""
     config = model.config
     require(config.basis != "identity", "basis is 'identity': the model is in spectral coordinates already.")
     transform = make_transform(config.basis, config.hidden_size, config.router_seed, torch.float64)
-    return turned(model, transform.forward, "identity", config.router_seed)
+    return rotated(model, transform.forward, "identity", config.router_seed)
 
 
 def to_feature_coordinates(model: Model, basis: str = "dct", seed: int = 0) -> Model:
-    """The reverse: a model with basis="identity" as one that transforms in every layer."""
+    """The reverse: a copy of a model with basis="identity" that transforms in every layer."""
     config = model.config
     if config.basis != "identity":
         raise InputError(f"basis is {config.basis!r}: only a model with basis='identity' is in spectral coordinates.")
     if basis not in ("dct", "random"):
         raise unknown_name("basis", basis, ("dct", "random"))
     transform = make_transform(basis, config.hidden_size, seed, torch.float64)
-    return turned(model, transform.inverse, basis, seed)
+    return rotated(model, transform.inverse, basis, seed)
 
 
 def convert_folder(name: str, out: Path, coordinates: str, overwrite: bool = False) -> ChiarConfig:
-    """Write a model folder in other coordinates, its tokenizer and further classifiers with it."""
+    """Write a model folder in other coordinates, with its tokenizer and the classifier heads beside it."""
     if coordinates not in ("spectral", "features"):
         raise unknown_name("coordinates", coordinates, ("spectral", "features"))
     check_new(out, overwrite, MODEL_FILE)
@@ -71,8 +71,8 @@ def convert_folder(name: str, out: Path, coordinates: str, overwrite: bool = Fal
     return converted.config
 
 
-def check_can_turn(model: Model) -> None:
-    """Raise InputError where no rotation of the weights gives the same function."""
+def check_can_rotate(model: Model) -> None:
+    """Raise InputError if no rotation of the weights gives the same function."""
     config, layers = model.config, [layer for layer in model.model.layers if isinstance(layer, Block)]
     operators = [operator for layer in layers for operator in layer.operators.values()]
     routers = [layer.router for layer in layers if layer.router is not None]
@@ -85,8 +85,8 @@ def check_can_turn(model: Model) -> None:
     reasons = {
         "it is post-norm: γ multiplies the residual stream itself": config.norm_position != "pre",
         "LayerNorm subtracts the mean over features, a direction that a rotation turns": config.norm != "rmsnorm",
-        "its temporal filters work on one feature at a time, which no rotation passes": along_time,
-        "nobody knows how to rotate an operator of your own, or a router of your own that reads states": own,
+        "its temporal filters treat each feature by itself, and a rotation mixes features": along_time,
+        "an operator of your own, or a router of your own that reads states, cannot be rotated": own,
         "a filter's norm has a γ that differs between features, so C diag(γ) Cᵀ is not diagonal: train with "
         "filter_gamma=False, or with basis='identity' from the start": not all(map(has_one_gamma, filters)),
     }
@@ -94,11 +94,11 @@ def check_can_turn(model: Model) -> None:
         raise InputError(f"the model has no spectral coordinates: {reason}.")
 
 
-def turned(model: Model, turn: Turn, basis: str, seed: int) -> Model:
-    check_can_turn(model)
+def rotated(model: Model, rotate: Rotation, basis: str, seed: int) -> Model:
+    check_can_rotate(model)
     config = deepcopy(model.config)
     config.basis, config.router_seed = basis, seed
-    # A final γ is folded into what reads it; the embedding does not, so a tied output matrix becomes one of its own.
+    # The final γ is folded into the output matrix but not into the embedding, so the two cannot stay tied.
     folds = not has_one_gamma(model.model.norm)
     if isinstance(model, ChiarForCausalLM) and folds:
         config.tie_word_embeddings = False
@@ -109,36 +109,36 @@ def turned(model: Model, turn: Turn, basis: str, seed: int) -> Model:
     with torch.no_grad():
         for table in (decoder.embed_tokens, decoder.embed_positions, decoder.meta_router and decoder.meta_router.gate):
             if table is not None:
-                turn_reader(table.weight, turn)
+                rotate_reader(table.weight, rotate)
         for layer in decoder.layers:
-            turn_layer(layer, turn)
+            rotate_layer(layer, rotate)
         gamma = take_gamma(decoder.norm) if folds else None
         if isinstance(new, ChiarForSequenceClassification):
-            turn_reader(new.score.weight, turn, gamma)
+            rotate_reader(new.score.weight, rotate, gamma)
         elif not config.tie_word_embeddings:
-            turn_reader(new.lm_head.weight, turn, gamma)
+            rotate_reader(new.lm_head.weight, rotate, gamma)
     return new
 
 
-def turn_layer(layer: Block, turn: Turn) -> None:
+def rotate_layer(layer: Block, rotate: Rotation) -> None:
     gammas = {name: take_gamma(norm) for name, norm in layer.norms.items()}
     for name, operator in layer.operators.items():
         if isinstance(operator, SpectralFilter):
-            operator.weight.mul_(gammas[name].to(operator.weight))  # constant, so it passes the rotation
+            operator.weight.mul_(gammas[name].to(operator.weight))  # constant, so it commutes with the rotation
         else:
             assert isinstance(operator, CausalAttention | RBFMixing)
             reader = operator.qkv.weight if isinstance(operator, CausalAttention) else operator.omega_Dm.T
-            turn_reader(reader, turn, gammas[name])
-            turn_writer(operator.out, turn)
+            rotate_reader(reader, rotate, gammas[name])
+            rotate_writer(operator.out, rotate)
     if isinstance(layer.router, LearnedRouter):
         gamma_D = gammas["attention"]  # it reads [x; H], with x as attention reads it
-        turn_reader(layer.router.score.weight[:, : len(gamma_D)], turn, gamma_D)
-    turn_reader(layer.ffn.up.weight, turn, take_gamma(layer.ffn_norm))
-    turn_writer(layer.ffn.down, turn)
+        rotate_reader(layer.router.score.weight[:, : len(gamma_D)], rotate, gamma_D)
+    rotate_reader(layer.ffn.up.weight, rotate, take_gamma(layer.ffn_norm))
+    rotate_writer(layer.ffn.down, rotate)
 
 
 def take_gamma(norm: nn.Module) -> Tensor:
-    """A norm's γ, which becomes 1; a norm may have none."""
+    """A norm's γ (1 if it has none), which is set to 1 in the norm."""
     assert isinstance(norm, nn.RMSNorm)
     if norm.weight is None:
         return torch.ones(norm.normalized_shape)
@@ -147,16 +147,16 @@ def take_gamma(norm: nn.Module) -> Tensor:
     return gamma_D
 
 
-def turn_reader(weight_OD: Tensor, turn: Turn, gamma_D: Maybe = None) -> None:
-    """W becomes W diag(γ) Cᵀ: each row is turned, in float64 and on the CPU, as not every device has it."""
+def rotate_reader(weight_OD: Tensor, rotate: Rotation, gamma_D: Maybe = None) -> None:
+    """W becomes W diag(γ) Cᵀ: each row is rotated, on the CPU because not every device has float64."""
     rows_OD = weight_OD.detach().cpu().double()
-    weight_OD.copy_(turn(rows_OD if gamma_D is None else rows_OD * gamma_D.cpu().double()))
+    weight_OD.copy_(rotate(rows_OD if gamma_D is None else rows_OD * gamma_D.cpu().double()))
 
 
-def turn_writer(linear: nn.Linear, turn: Turn) -> None:
-    """W becomes C W and b becomes C b: each column is turned."""
-    turn_reader(linear.weight.T, turn)
-    turn_reader(linear.bias, turn)
+def rotate_writer(linear: nn.Linear, rotate: Rotation) -> None:
+    """W becomes C W and b becomes C b: each column is rotated."""
+    rotate_reader(linear.weight.T, rotate)
+    rotate_reader(linear.bias, rotate)
 
 
 def has_one_gamma(norm: nn.Module) -> bool:

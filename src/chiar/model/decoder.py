@@ -30,7 +30,7 @@ from chiar.model.inputs import ChiarModelOutput, Routes, check_routes, check_tok
 from chiar.model.trace import RoutingTrace, trace_layer, trace_stack
 
 logger = logging.get_logger(__name__)
-EMBEDDING_EPS = 1e-10  # far below the mean square embeddings begin with (4e-4): only an embedding of 0 notices it
+EMBEDDING_EPS = 1e-10  # far below the mean square of initial embeddings (4e-4): it only matters for a zero vector
 MaybeGate = MetaRouter | None
 FIRST_WEIGHTS = 0.02  # standard deviation
 
@@ -41,11 +41,11 @@ class ChiarPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _keep_in_fp32_modules_strict = ["router_state"]  # noqa: RUF012
-    # Saved by experiments that are gone; nothing depends on them.
+    # Buffers of removed experiments, in older checkpoints.
     _keys_to_ignore_on_load_unexpected = [r"router_state\.(spread_L|progress)"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        """N(0, 0.02), biases 0, norms 1; operators set weights of their own."""
+        """N(0, 0.02), biases 0, norms 1. Operators initialise their own weights."""
         std = FIRST_WEIGHTS
         if getattr(module, "sets_own_weights", False):
             with torch.no_grad():
@@ -67,18 +67,18 @@ class ChiarPreTrainedModel(PreTrainedModel):
                 init.copy_(getattr(module, name), value)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
-        given = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
-        if given["use_reentrant"]:
+        options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+        if options["use_reentrant"]:
             raise InputError("use_reentrant=True would lose the gradient of the collapse regulariser: leave it off.")
-        super().gradient_checkpointing_enable(given, **kwargs)
+        super().gradient_checkpointing_enable(options, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Exports always carry our shim instead of a copy of the source."""
+        """Does nothing: exports contain our shim instead of a copy of the source."""
 
 
 class ChiarModel(ChiarPreTrainedModel):
-    """Embedding, layers, final norm. Layer 1 may be gated by the MetaRouter."""
+    """Embedding, layers, final norm. The MetaRouter may gate layer 1."""
 
     def __init__(self, config: ChiarConfig) -> None:
         super().__init__(config)
@@ -97,9 +97,10 @@ class ChiarModel(ChiarPreTrainedModel):
         self.post_init()
 
     def set_thresholds(self, thresholds: float | list | None) -> None:
-        """Route with other thresholds from now on (None: white noise's); saved with the configuration."""
+        """Set the routing thresholds, which are saved with the configuration; None: those of white noise. Thresholds of
+        dark stacks are saved with the weights; None leaves them unchanged."""
         if self.config.stacks:
-            return self._set_cuts(thresholds)
+            return self._set_stack_thresholds(thresholds)
         if thresholds is not None and self.config.target_fraction is not None:
             fraction = f"target_fraction={self.config.target_fraction}"
             raise InputError(f"{fraction} finds the thresholds in training: build the model without it.")
@@ -113,13 +114,12 @@ class ChiarModel(ChiarPreTrainedModel):
                 router.values = values
                 router.rebuild()
 
-    def _set_cuts(self, thresholds: float | list | None) -> None:
-        """Of dark stacks: they are saved with the weights, where training left them."""
+    def _set_stack_thresholds(self, thresholds: float | list | None) -> None:
         if thresholds is None:
             return
         state, count = self.router_state, len(self.config.stacks)
         if state is None:
-            raise InputError(f"router={self.config.router!r} has no threshold: nothing can be moved.")
+            raise InputError(f"router={self.config.router!r} has no threshold that could be set.")
         values = [thresholds] * count if isinstance(thresholds, int | float) else list(thresholds)
         numbers = all(fits(value, float) and math.isfinite(value) for value in values)
         require(numbers and len(values) == count, f"{count} dark stacks need a number each, got {thresholds}.")
@@ -127,7 +127,7 @@ class ChiarModel(ChiarPreTrainedModel):
             state.threshold_L.copy_(torch.tensor(values, dtype=state.threshold_L.dtype))
 
     def layer_contexts(self, context: TokenContext) -> list[TokenContext]:
-        """The context of each layer: a routed one's has the threshold it followed."""
+        """The context of each layer, with its threshold if that follows a quantile."""
         contexts = [context] * len(self.layers)
         if self.router_state is not None:
             for layer, threshold in zip(self.config.routed_layers, self.router_state.of_layers(), strict=True):
@@ -141,7 +141,7 @@ class ChiarModel(ChiarPreTrainedModel):
         return F.dropout(self.begin_stream(x_BTD), self.config.dropout, self.training)
 
     def begin_stream(self, x_BTD: Tensor) -> Tensor:
-        """Embedded tokens as the residual stream begins with them."""
+        """The first state of the residual stream: token embeddings, normalised under `embedding_norm`."""
         config = self.config
         return F.rms_norm(x_BTD, (config.hidden_size,), eps=EMBEDDING_EPS) if config.embedding_norm else x_BTD
 
@@ -153,9 +153,9 @@ class ChiarModel(ChiarPreTrainedModel):
         output_routing: bool = False, output_routes: bool = False, forced_routes: Routes | None = None, **kwargs: Any,
     ) -> ChiarModelOutput:  # fmt: skip
         """`output_routing` returns a RoutingTrace; `forced_routes` maps a routed layer to a (B, T) choice of operator.
-        `output_routes` returns only the routes and the gate as they were used, for losses and averages in training.
-        `attention_mask` is 1 for real tokens and 0 for padding, (B, cached + new tokens). Positions count real
-        tokens unless `position_ids` are given."""
+        `output_routes` returns the routes, the gate and the outputs of dark stacks with their gradients, for losses and
+        averages in training. `attention_mask` is 1 for real tokens and 0 for padding, (B, cached + new tokens).
+        Positions count real tokens unless `position_ids` are given."""
         config: ChiarConfig = self.config
         cache = past_key_values
         if kwargs:
@@ -173,7 +173,7 @@ class ChiarModel(ChiarPreTrainedModel):
         context.keep_entropy = output_routing
         check_routes(forced_routes, config, tuple(given.shape[:2]))
         x_BTD = self.embed(input_ids, inputs_embeds, context.positions_BT)
-        # Sparse execution reads no stored keys. It can fill a cache, but one token alone has nothing to leave out.
+        # Sparse execution can fill a cache but not read one, and has nothing to save on a single token.
         continues = cache is not None and (past > 0 or x_BTD.shape[1] == 1)
         context.sparse = self._runs_sparse(context, x_BTD) and not continues
 
@@ -183,21 +183,21 @@ class ChiarModel(ChiarPreTrainedModel):
             raise InputError("attention weights are only kept with attn_implementation='eager'.")
         contexts, forced = self.layer_contexts(context), forced_routes or {}
         hidden_states: list[Tensor] = []
-        done: list[LayerOutput] = []
-        stacks: list[StackOutput] = []
+        outputs: list[LayerOutput] = []
+        stack_outputs: list[StackOutput] = []
         for i, layer in enumerate(self.layers):
             if keep_hidden:
                 hidden_states.append(x_BTD)
             if layer.kind == "dark":
                 if i in config.stacks:
-                    x_BTD, stack_did, dids = self._run_stack(i, x_BTD, contexts[i], cache, forced.get(i))
-                    stacks.append(stack_did)
-                    done += dids
+                    x_BTD, stack_output, inner_outputs = self._run_stack(i, x_BTD, contexts[i], cache, forced.get(i))
+                    stack_outputs.append(stack_output)
+                    outputs += inner_outputs
                 continue
             gate, memory = self.meta_router if i == 0 else None, None if cache is None else cache.layers[i]
-            x_BTD, did = self._run_layer(layer, gate, x_BTD, contexts[i], memory, forced.get(i))
-            done.append(did)
-        routes = [layer.route for layer in done if layer.route is not None]
+            x_BTD, output = self._run_layer(layer, gate, x_BTD, contexts[i], memory, forced.get(i))
+            outputs.append(output)
+        routes = [output.route for output in outputs if output.route is not None]
         if self.router_state is not None and self.training:
             scores = [route.score_BT for route in routes if route.score_BT is not None]
             self.router_state.follow(scores, context.real_BT)
@@ -208,18 +208,18 @@ class ChiarModel(ChiarPreTrainedModel):
             last_hidden_state=x_BTD,
             past_key_values=cache,
             hidden_states=(*hidden_states, x_BTD) if keep_hidden else None,
-            attentions=tuple(layer.attention_weights for layer in done) if keep_attentions else None,
-            routing=self._trace(done, contexts) if output_routing else None,
-            routing_loss=self._routing_loss(routes, stacks, context.real_BT),
+            attentions=tuple(output.attention_weights for output in outputs) if keep_attentions else None,
+            routing=self._trace(outputs, contexts) if output_routing else None,
+            routing_loss=self._routing_loss(routes, stack_outputs, context.real_BT),
             routes=tuple(routes) if output_routes else None,
-            gate_BT1=done[0].gate_BT1 if output_routes else None,
-            stacks=tuple(stacks) if output_routes else None,
+            gate_BT1=outputs[0].gate_BT1 if output_routes else None,
+            stacks=tuple(stack_outputs) if output_routes else None,
         )
 
     def _check_cache(self, cache: Any, rows: int) -> None:
-        """Raise where the cache is not ours, or cannot go on with this batch, gate or router."""
+        """Raise if the cache is of another class or does not fit this batch, gate or router."""
         config: ChiarConfig = self.config
-        if not isinstance(cache, ChiarCache):  # transformers' general ones have no place for key marks and gate sums
+        if not isinstance(cache, ChiarCache):  # transformers' own cannot hold rows of different lengths or gate sums
             needed = "CHIAR-Former needs a chiar.model.cache.ChiarCache"
             raise TypeError(f"{needed}, got {type(cache).__name__}: pass none to have one made.")
         cache.check_rows(rows)
@@ -227,10 +227,10 @@ class ChiarModel(ChiarPreTrainedModel):
         both = config.routing == "hard" and config.hard_estimator == "both" and not config.stacks
         if config.keys == "routed" and both and self.training and torch.is_grad_enabled():
             needed = "hard_estimator='both' needs attention's output for light tokens"
-            raise InputError(f"{needed}, which a cache under keys='routed' has not: train with use_cache=False.")
+            raise InputError(f"{needed}, which a cache under keys='routed' does not hold: train with use_cache=False.")
 
     def _runs_sparse(self, context: TokenContext, x_BTD: Tensor) -> bool:
-        """Whether routed layers run only what was chosen; where `sparse` was asked for and cannot be, an error."""
+        """Whether to run only the chosen operators. Raises if execution='sparse' is not possible here."""
         config: ChiarConfig = self.config
         if config.execution == "dense" or not config.routed_layers:
             return False
@@ -247,47 +247,47 @@ class ChiarModel(ChiarPreTrainedModel):
 
     def _run_layer(self, layer: nn.Module, gate: MaybeGate, *rest: Any) -> tuple[Tensor, LayerOutput]:
         run = self._run_gated if gate else run_layer
-        # What the last layer keeps, the backward pass needs first: computing it again would free nothing for long.
+        # The backward pass begins with the last layer: recomputing its activations would hardly save memory.
         if self.gradient_checkpointing and self.training and layer is not self.layers[-1]:
             run = partial(self._gradient_checkpointing_func, run)
-        (y_BTD, _), done = run(layer, gate, *rest)
-        return y_BTD, done
+        (y_BTD, _), output = run(layer, gate, *rest)
+        return y_BTD, output
 
     def _run_stack(
         self, first: int, x_BTD: Tensor, context: TokenContext, cache: ChiarCache | None, forced_BT: Maybe
     ) -> tuple[Tensor, StackOutput, list[LayerOutput]]:
-        """The dark layers from `first` on, with what stands around them. The first one's output has the route."""
+        """Run the dark stack that begins at layer `first`. The output of that layer has the route."""
         layers = self.config.stacks[first]
-        dids: list[LayerOutput] = []
+        outputs: list[LayerOutput] = []
 
-        def through(z_BTD: Tensor, inner: TokenContext) -> Tensor:
+        def run_layers(z_BTD: Tensor, inner: TokenContext) -> Tensor:
             for i in layers:
                 memory = None if cache is None else cache.layers[i]
-                z_BTD, did = self._run_layer(self.layers[i], None, z_BTD, inner, memory, None)
-                dids.append(did)
+                z_BTD, output = self._run_layer(self.layers[i], None, z_BTD, inner, memory, None)
+                outputs.append(output)
             return z_BTD
 
         memory = None if cache is None else cache.layers[first]
-        x_BTD, done = self.stacks[str(first)](x_BTD, context, memory, forced_BT, through)
-        if cache is not None and not dids and not cache.seen:  # a prompt without a dark token leaves all as it begins
+        x_BTD, stack_output = self.stacks[str(first)](x_BTD, context, memory, forced_BT, run_layers)
+        if cache is not None and not outputs and not cache.seen:  # a prompt without dark tokens: create empty stores
             for i in layers:
                 self.layers[i].begin(cache.layers[i], len(x_BTD))
-        dids = dids or [LayerOutput() for _ in layers]
-        dids[0] = replace(dids[0], route=done.route, entropy_BT=done.entropy_BT)
-        return x_BTD, done, dids
+        outputs = outputs or [LayerOutput() for _ in layers]
+        outputs[0] = replace(outputs[0], route=stack_output.route, entropy_BT=stack_output.entropy_BT)
+        return x_BTD, stack_output, outputs
 
     def _routing_loss(self, routes: list[Route], stacks: list[StackOutput], real_BT: Maybe) -> Maybe:
-        losses = [stack.ratio_loss(done, real_BT) for stack, done in zip(self.dark_stacks, stacks, strict=True)]
-        losses.append(collapse_loss(routes, real_BT, self.config.collapse_regulariser))
-        there = [loss for loss in losses if loss is not None]
-        return torch.stack(there).sum() if there else None
+        terms = [stack.ratio_loss(output, real_BT) for stack, output in zip(self.dark_stacks, stacks, strict=True)]
+        terms.append(collapse_loss(routes, real_BT, self.config.collapse_regulariser))
+        losses = [loss for loss in terms if loss is not None]
+        return torch.stack(losses).sum() if losses else None
 
     def early_loss(self, decoded: ChiarModelOutput, targets_BT: Tensor, head: nn.Linear) -> Tensor:
-        """What stacks learn from the next tokens, beside the loss of the model: −100 where there is none."""
+        """Losses of the dark stacks' early heads and forecast routers. Targets are the next tokens, −100 for none."""
         final_BTD, total = decoded.last_hidden_state, targets_BT.new_zeros((), dtype=torch.float32)
         assert final_BTD is not None
-        for stack, did in zip(self.dark_stacks, decoded.stacks or (), strict=True):
-            total = total + stack.loss(did, targets_BT, final_BTD, head)
+        for stack, output in zip(self.dark_stacks, decoded.stacks or (), strict=True):
+            total = total + stack.loss(output, targets_BT, final_BTD, head)
         return total
 
     @property
@@ -295,7 +295,7 @@ class ChiarModel(ChiarPreTrainedModel):
         return [stack for stack in self.stacks.values() if isinstance(stack, DarkStack)]
 
     def _run_gated(self, *arguments: Any) -> tuple[Summands, LayerOutput]:
-        """Layer 1 under the MetaRouter. A method, so that who compiles layer by layer can compile both as one."""
+        """Layer 1 with the MetaRouter. A method, so that layer-by-layer compilation can compile both together."""
         return run_layer(*arguments)
 
     def _trace(self, outputs: list[LayerOutput], contexts: list[TokenContext]) -> RoutingTrace:
@@ -310,7 +310,7 @@ class ChiarModel(ChiarPreTrainedModel):
         return RoutingTrace(traces, real_BT, first.token_ids_BT, pool)
 
     def check_gate_can_generate(self) -> None:
-        """Tokens decoded one by one cannot know a mean over tokens that are not there yet."""
+        """Raise if the gate averages over later tokens, which do not exist yet while decoding."""
         config, pool = self.config, self.config.gate_pool
         if config.meta_router and pool != "causal" and config.gate_generation == "refuse":
             seen = f"gate_pool={pool!r} lets every token see the whole {pool}, so generation is not defined"
@@ -320,18 +320,18 @@ class ChiarModel(ChiarPreTrainedModel):
 def run_layer(
     layer: nn.Module, gate: MaybeGate, x_BTD: Tensor, context: TokenContext, memory: Memory, forced_BT: Maybe
 ) -> tuple[Summands, LayerOutput]:
-    """One layer; layer 1 under the MetaRouter: g · layer(x) + (1 − g) · x (Eq. 5)."""
+    """One layer; with a gate (layer 1 under the MetaRouter) g · layer(x) + (1 − g) · x (Eq. 5)."""
     if gate is None:
         return layer(x_BTD, context, memory, forced_BT)
     gate_BT1 = gate(x_BTD, context, memory)
-    # A fixed step looks at no values.
-    unseen = not (context.keep_entropy or context.room_is_made or (layer.looks_back and memory is not None))
-    if unseen and gate.shut(gate_BT1):
+    # A fixed step must not read the gate's values on the host.
+    may_skip = not (context.keep_entropy or context.room_is_made or (layer.looks_back and memory is not None))
+    if may_skip and gate.shut(gate_BT1):
         return (x_BTD, None), LayerOutput(gate_BT1=gate_BT1)
-    (y_BTD, more_BTD), done = layer(x_BTD, context, memory, forced_BT)
-    done, gate_now_BT1 = replace(done, gate_BT1=gate_BT1), gate_BT1.to(x_BTD.dtype)
+    (y_BTD, more_BTD), output = layer(x_BTD, context, memory, forced_BT)
+    output, gate_now_BT1 = replace(output, gate_BT1=gate_BT1), gate_BT1.to(x_BTD.dtype)
     rest_BTD = (1 - gate_now_BT1) * x_BTD
-    # As the layers behind it: those of one kind then share one compiled step.
+    # Two summands if the layer gave two, as other layers do: layers of one kind then share one compiled step.
     if more_BTD is not None:
-        return (gate_now_BT1 * (y_BTD + more_BTD), rest_BTD), done
-    return (gate_now_BT1 * y_BTD + rest_BTD, None), done
+        return (gate_now_BT1 * (y_BTD + more_BTD), rest_BTD), output
+    return (gate_now_BT1 * y_BTD + rest_BTD, None), output

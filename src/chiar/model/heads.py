@@ -1,5 +1,5 @@
-"""Classifiers as a decoder and a head. A run whose first corpus is classified exports a ChiarForSequenceClassification;
-heads of further corpora, and of those beside a language model, lie in `heads.safetensors`, by the corpus' name."""
+"""Classifiers made of a decoder and a head. A run whose first corpus has labels exports a
+ChiarForSequenceClassification; other heads are saved beside the model in `heads.safetensors`, named by corpus."""
 
 from copy import copy, deepcopy
 from pathlib import Path
@@ -20,7 +20,7 @@ HEADS = "heads.safetensors"
 
 
 class Classified(Protocol):
-    """What a head has to know of a prepared corpus."""
+    """The attributes of a prepared corpus that are read here."""
 
     name: str
     folder: Path
@@ -28,23 +28,23 @@ class Classified(Protocol):
 
 
 def as_classifier(decoder: ChiarModel, head: nn.Linear, labels: list[str]) -> ChiarForSequenceClassification:
-    """The decoder and the head themselves, not copies, with the names of the classes in a configuration of its own."""
+    """A classifier of this decoder and head, not of copies. Its configuration is a copy, with the class names."""
     config = deepcopy(decoder.config)
     config.id2label, config.label2id = dict(enumerate(labels)), {label: i for i, label in enumerate(labels)}
-    with torch.device("meta"):  # laid out only: both parts are replaced
+    with torch.device("meta"):  # without memory: both parts are replaced
         classifier = ChiarForSequenceClassification(config)
     classifier.model, classifier.score = decoder, head
     return classifier
 
 
 def export_model(model: Any, corpus: Classified, target: Path) -> None:
-    """A TaskModel as a folder for `from_pretrained` and `pipeline`: a classifier of its first corpus if that has
-    classes, else the language model. It pads, and writes under a gate that was trained to see later tokens."""
+    """Save a TaskModel as a folder for `from_pretrained` and `pipeline`: a classifier if its first corpus has labels,
+    else the language model. It gets a padding token, and may generate under a gate that sees later tokens."""
     heads = dict(model.heads.items())
     if corpus.labels:
         exported: Any = as_classifier(model.language.model, heads.pop(corpus.name), corpus.labels)
     else:
-        exported = copy(model.language)  # of its own are only the configurations: the run's stay what they were
+        exported = copy(model.language)  # shallow, with configurations of its own: those of the run stay unchanged
     exported.config, end = deepcopy(exported.config), exported.config.eos_token_id
     exported.config.gate_generation = "prefill"
     if exported.config.pad_token_id is None:
@@ -63,7 +63,7 @@ def save_heads(folder: Path, heads: dict[str, nn.Linear]) -> None:
 
 
 def read_heads(folder: Path) -> dict[str, nn.Linear]:
-    """Every head beside a model, by the name of its corpus."""
+    """The heads saved beside a model, by the name of their corpus."""
     path, heads = folder / HEADS, {}
     with errors_as(f"{path} cannot be loaded", SafetensorError, KeyError, ValueError, RuntimeError):
         stored = load_file(path, backend="pread") if path.is_file() else {}
@@ -75,7 +75,7 @@ def read_heads(folder: Path) -> dict[str, nn.Linear]:
 
 
 def open_classifier(name: str, corpus: Classified) -> ChiarForSequenceClassification:
-    """The classifier a folder holds for a corpus: the head of the corpus' name, or the folder's own classifier."""
+    """A folder's classifier for a corpus: the head of that name, or else the folder's own classifier."""
     heads, own = read_heads(Path(name)), Path(name).is_dir() and load_config(name).architectures != ["ChiarForCausalLM"]
     kind = ChiarForSequenceClassification if own else ChiarForCausalLM
     if corpus.name in heads:

@@ -1,4 +1,4 @@
-"""What a user feeds a model, checked and turned into what the layers share; and what comes back."""
+"""A model's inputs, checked and turned into the context that all layers share; and its outputs."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ Routes = dict[int, Tensor]  # by layer, (B, T): the number of each token's opera
 
 
 def check_tokens(input_ids: Maybe, inputs_embeds: Maybe, vocabulary: int) -> Tensor:
-    """The one of the two that is there; InputError unless it is alone, in rows, and inside the vocabulary."""
+    """Whichever of the two is given. InputError unless that is one of them, in rows, and inside the vocabulary."""
     given = input_ids if inputs_embeds is None else inputs_embeds
     if given is None or (input_ids is not None and inputs_embeds is not None):
         raise InputError("give exactly one of input_ids and inputs_embeds.")
@@ -47,7 +47,7 @@ def check_routes(routes: Routes | None, config: ChiarConfig, shape: tuple[int, .
             raise InputError(f"layer {layer} is not routed: routes can be forced in {config.routed_layers}.")
         if tuple(choice_BT.shape) != shape or choice_BT.dtype != torch.int64:
             got = f"{choice_BT.dtype} {tuple(choice_BT.shape)}"
-            raise InputError(f"forced routes of layer {layer} are {got}, expected int64 {shape}: an operator a token.")
+            raise InputError(f"forced routes of layer {layer} are {got}, expected int64 {shape}: one per token.")
         on_cpu = choice_BT.device.type == "cpu" and not torch.compiler.is_compiling()
         if on_cpu and not 0 <= int(choice_BT.min()) <= int(choice_BT.max()) < len(config.operators):
             raise InputError(f"forced routes of layer {layer} must be below {len(config.operators)} operators.")
@@ -71,7 +71,7 @@ def place_tokens(
     else:
         positions_BT = torch.arange(past, past + T, device=new_BT.device).expand(B, T)
     if config.positions == "learned":
-        # Padding takes no position, but counting what it leaves means looking at values.
+        # Padding takes no position, but counting real tokens means reading values.
         looked_at = positions_BT.device.type == "cpu" and not torch.compiler.is_compiling()
         needed = int(positions_BT.max()) + 1 if looked_at else past + T
         if needed > config.max_position_embeddings:
@@ -85,7 +85,7 @@ def make_context(
 ) -> TokenContext:
     """Positions, padding and RoPE's angles for T new tokens after `past` cached ones."""
     positions_BT, real_BT = place_tokens(config, new_BT, mask_BS, place_BT, past)
-    alike = place_BT is None and mask_BS is None  # then one row of angles serves all
+    alike = place_BT is None and mask_BS is None  # then all rows share one row of angles
     rope = None
     if config.positions == "rope":
         rope = rotary_tables(positions_BT[:1] if alike else positions_BT, config.head_size)
@@ -94,7 +94,7 @@ def make_context(
 
 @dataclass
 class ChiarModelOutput(ModelOutput):
-    """What the decoder returns."""
+    """Output of the decoder."""
 
     last_hidden_state: Maybe = None
     past_key_values: ChiarCache | None = None
@@ -102,14 +102,14 @@ class ChiarModelOutput(ModelOutput):
     attentions: tuple[Maybe, ...] | None = None
     routing: RoutingTrace | None = None
     routing_loss: Maybe = None
-    routes: tuple[Route, ...] | None = None  # the routed layers' decisions as they were used, with their gradients
+    routes: tuple[Route, ...] | None = None  # the routed layers' decisions, with their gradients
     gate_BT1: Maybe = None  # the MetaRouter's g
-    stacks: tuple[StackOutput, ...] | None = None  # what dark stacks did, likewise
+    stacks: tuple[StackOutput, ...] | None = None  # of the dark stacks, likewise
 
 
 @dataclass
 class ChiarOutput(ModelOutput):
-    """What the language model and the classifier return."""
+    """Output of the language model and the classifier."""
 
     loss: Maybe = None
     logits: Maybe = None

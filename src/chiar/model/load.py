@@ -1,4 +1,4 @@
-"""Models by folder or preset name. The model's classes, slow to import, are left to those who open one."""
+"""Models by folder or preset name. Model classes are slow to import, so they are imported only where one is opened."""
 
 import json
 import shutil
@@ -20,16 +20,16 @@ TOKENIZER_FILES = ("tokenizer.json", SETTINGS, "vocab.json", "merges.txt", "spec
 
 
 def copy_tokenizer(source: Path | None, target: Path) -> None:
-    """What the target has of its own stays. Batches are padded by the end of text, before a text that is continued."""
+    """Copy the tokenizer files that the target lacks. Without a padding token, the end of text pads on the left."""
     for name in TOKENIZER_FILES:
         if source is not None and (source / name).is_file() and not (target / name).exists():
             shutil.copy(source / name, target / name)
     if (path := target / SETTINGS).is_file():
         with errors_as(f"{path} is damaged", ValueError, AttributeError):
-            told = json.loads(path.read_text(encoding="utf-8"))
-            if told.get("pad_token") is None and told.get("eos_token") is not None:
-                told |= {"pad_token": told["eos_token"], "padding_side": "left"}
-                write_whole(path, json.dumps(told, indent=2) + "\n")
+            settings = json.loads(path.read_text(encoding="utf-8"))
+            if settings.get("pad_token") is None and settings.get("eos_token") is not None:
+                settings |= {"pad_token": settings["eos_token"], "padding_side": "left"}
+                write_whole(path, json.dumps(settings, indent=2) + "\n")
 
 
 def choose_device(name: str) -> torch.device:
@@ -54,7 +54,7 @@ def resolve_model(name: str) -> tuple[str, str | None]:
 
 
 def load_config(name: str) -> ChiarConfig:
-    """A preset's configuration, a folder's or a run's."""
+    """The configuration of a preset, a model folder or a run."""
     name = resolve_model(name)[0]
     path = Path(name) / "config.json"
     if path.is_file():
@@ -69,7 +69,7 @@ def load_config(name: str) -> ChiarConfig:
 
 
 def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
-    """A language model and its folder, of a run that of its best; a preset gives random weights and no folder."""
+    """A language model and its folder: of a run its best model, of a preset random weights and no folder."""
     from chiar.model.modeling import ChiarForCausalLM
 
     name = resolve_model(name)[0]
@@ -83,12 +83,12 @@ def load_model(name: str, seed: int = 0) -> tuple[Any, Path | None]:
 
 
 def open_weights(kind: Any, folder: str, **options: Any) -> Any:
-    """A model of class `kind` with all weights from a folder, finite ones, none left over but a classifier's head. They
-    are read, not mapped: mapped weights would end the process where the file shrinks, even long after."""
+    """A model of class `kind` with the weights of a folder. All must be present and finite, and none left over but a
+    classifier's head. Files are not memory-mapped: truncating a mapped file would kill the process, even much later."""
     logging.disable_progress_bar()
     options |= {"output_loading_info": True, "disable_mmap": True, "ignore_mismatched_sizes": True}
     verbosity, unfit = logging.get_verbosity(), f"the weights in {folder} cannot be loaded"
-    logging.set_verbosity_error()  # of a table of what does not fit: a sentence below says it
+    logging.set_verbosity_error()  # instead of its table of mismatches: see the messages below
     try:
         damaged = f"the weights in {folder} are damaged, restore them or take another model"
         with errors_as(unfit, RuntimeError, OSError), errors_as(damaged, SafetensorError):
@@ -110,7 +110,7 @@ def open_weights(kind: Any, folder: str, **options: Any) -> Any:
 
 
 def count_parameters(config: ChiarConfig) -> int:
-    """Trainable parameters, tied ones once; the model is laid out on the meta device and holds no memory."""
+    """Trainable parameters, tied ones once, of a model on the meta device, which takes no memory."""
     from chiar.model.modeling import ChiarForCausalLM
 
     with torch.device("meta"):

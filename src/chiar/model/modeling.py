@@ -1,4 +1,4 @@
-"""The language model and the classifier: a decoder and a head each, known to transformers' Auto classes."""
+"""The language model and the classifier: a decoder and a head each, registered with transformers' Auto classes."""
 
 from typing import Any
 
@@ -33,8 +33,8 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def enable_fast_decoding(self, compile: bool = False, graph: bool | None = None) -> None:
-        """Decode through fixed steps from now on: captured as CUDA graphs on a GPU, compiled if asked for. Passes that
-        are no such step (prompts, gradients, traces, eager attention, RBF mixing) run as before."""
+        """Decode in fixed steps from now on, captured as CUDA graphs on a GPU, and compiled on request. Other passes
+        (prompts, gradients, traces, eager attention, RBF mixing) run as before."""
         self.fast_decoder = FastDecoder(compile, graph)
 
     def disable_fast_decoding(self) -> None:
@@ -52,10 +52,10 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None, logits_to_keep: int = 0, num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> ChiarOutput:  # fmt: skip
-        """Arguments of ChiarModel, and `labels` (the ids themselves; −100 is ignored) for the next-token loss: a mean
-        over labels, in training with what routers are asked for; with `num_items_in_batch` this batch's share of a mean
-        over that many labels (transformers' Trainer counts all accumulated batches)."""
-        # generate() reads this signature to learn what the model takes.
+        """Arguments of ChiarModel, and `labels` (input ids, not shifted; −100 is ignored) for the next-token loss, a
+        mean over labels. Training adds the losses of routers and dark stacks. With `num_items_in_batch` it is this
+        batch's share of a mean over that many labels (transformers' Trainer counts all accumulated batches)."""
+        # generate() inspects this signature for the arguments the model takes.
         fast, plain = self.fast_decoder, labels is None and inputs_embeds is None
         if fast is not None and plain and fast.applies(self.model, input_ids, past_key_values, kwargs):
             assert input_ids is not None and past_key_values is not None
@@ -82,8 +82,8 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
         return to_output(decoded, loss, logits_BTV)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. A gate that sees the future needs `gate_generation="prefill"`, and its cache: the gate
-        stays as the prompt set it, which is said once. Texts longer than those of training transformers tells of."""
+        """As in transformers, which warns of texts beyond the trained length. A gate that sees later tokens needs
+        `gate_generation="prefill"` and a cache: it then keeps the value the prompt gave it, with one warning."""
         self.model.check_gate_can_generate()
         frozen = self.config.meta_router and self.config.gate_pool != "causal"
         settings = kwargs.get("generation_config") or self.generation_config
@@ -96,14 +96,14 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """The model makes its own cache on the first step: transformers' general one cannot hold our state."""
+        """The model makes its own cache on the first step: transformers' DynamicCache cannot hold its state."""
         return False
 
 
 class ChiarForSequenceClassification(ChiarPreTrainedModel):
-    """The decoder with a linear classifier over one state a row."""
+    """The decoder with a linear classifier of one state per row."""
 
-    accepts_loss_kwargs = False  # the loss is a mean over rows: Trainer divides by accumulation itself
+    accepts_loss_kwargs = False  # the loss is a mean over rows; Trainer divides it by the accumulation steps
 
     def __init__(self, config: ChiarConfig) -> None:
         super().__init__(config)
@@ -132,7 +132,7 @@ class ChiarForSequenceClassification(ChiarPreTrainedModel):
 
 
 def pool_states(states_BTD: Tensor, mask_BT: Maybe, how: str) -> Tensor:
-    """The state a row is classified by: its last real token's, or the mean over its real tokens."""
+    """The state a row is classified by: that of its last real token, or the mean over its real tokens."""
     B, T, _ = states_BTD.shape
     if mask_BT is None:
         mask_BT = torch.ones(B, T, dtype=torch.long, device=states_BTD.device)

@@ -1,7 +1,7 @@
-"""A model with a dark stack as two halves: what stands before the stack, with its early head, drafts the tokens that it
-is sure of; the rest reads all drafted tokens at once and says what would have been written.
+"""Speculative decoding with a dark stack. The layers before the stack and its early head draft tokens as long as the
+head is sure; the rest of the model then reads all of them in one pass, and its logits confirm or replace the drafts.
 
-Drafted tokens are behind light ones, so none but the last token read may need the inner layers."""
+A draft always follows a light token, so only the last token of a pass may need the inner layers."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ SURE = 0.5  # a draft must be likelier than all other tokens together
 
 @dataclass
 class Half:
-    """A token that the first half has read."""
+    """A token that the layers before the stack have read."""
 
     id: int
     x_11D: Tensor
@@ -42,7 +42,7 @@ def check_can_draft(config: ChiarConfig) -> None:
 
 
 class SplitModel:
-    """`language` with one row and its cache, which holds `at` tokens; up to `most` may be forgotten again."""
+    """`language` split at its dark stack, to decode one row. `at` tokens are cached; up to `most` can be taken back."""
 
     def __init__(self, language: Any, cache: ChiarCache, at: int, most: int) -> None:
         self.language, self.model, self.cache, self.at = language, language.model, cache, at
@@ -50,10 +50,10 @@ class SplitModel:
         (self.inner,) = self.model.config.stacks.values()
         self.stack: DarkStack = self.model.stacks[str(self.inner.start)]
         cache.shelf.slack = most + 1
-        self.told_11D: Maybe = None  # what the stack said before the last token
+        self.carried_11D: Maybe = None  # what the stack carried before the last pass
 
     def context(self, ids: list[int], first: int) -> tuple[Tensor, TokenContext]:
-        """Of tokens that stand in the text from `first` on, as the stack sees it."""
+        """Ids and context of tokens at positions from `first` on, with the threshold of the stack."""
         model, device = self.model, self.language.device
         ids_1T = torch.tensor([ids], device=device)
         place_1T = torch.arange(first, first + len(ids), device=device)[None]
@@ -67,7 +67,7 @@ class SplitModel:
 
     @torch.no_grad()
     def read_early(self, token: int, ahead: int) -> Half:
-        """The first half reads a token that is `ahead` of the cache."""
+        """Run the layers before the stack on a token, with `ahead` tokens between it and the cached ones."""
         ids_11, context = self.context([token], self.at + ahead)
         x_11D = self.run(range(self.inner.start), self.model.embed(ids_11, None, context.positions_BT), context)
         decided = self.stack.decide(x_11D, context, self.cache.layers[self.inner.start], None)
@@ -76,10 +76,10 @@ class SplitModel:
 
     @torch.no_grad()
     def read_rest(self, halves: list[Half]) -> Tensor:
-        """The second half reads what the first has read: logits behind each token, (T, V)."""
+        """Run the rest of the model on these tokens: logits of the token after each, (T, V)."""
         memory, last = self.cache.layers[self.inner.start], halves[-1]
-        told_11D = memory.get("stack")
-        self.told_11D = None if told_11D is None else told_11D.clone()
+        carried_11D = memory.get("stack")
+        self.carried_11D = None if carried_11D is None else carried_11D.clone()
         _, context = self.context([half.id for half in halves], self.at)
         x_1TD, light = torch.cat([half.x_11D for half in halves], 1), len(halves) - last.is_dark
         parts = []
@@ -92,8 +92,8 @@ class SplitModel:
             parts.append(self.stack.combine(layout, x_1TD[:, :light], None, route, memory))
         if last.is_dark:
             parts.append(self.pass_stack(last, self.at + light))
-        behind = range(self.inner.stop, len(self.model.layers))
-        return self.language.lm_head(self.model.norm(self.run(behind, torch.cat(parts, 1), context)))[0]
+        after = range(self.inner.stop, len(self.model.layers))
+        return self.language.lm_head(self.model.norm(self.run(after, torch.cat(parts, 1), context)))[0]
 
     def pass_stack(self, last: Half, place: int) -> Tensor:
         stack, memory, (_, context) = self.stack, self.cache.layers[self.inner.start], self.context([last.id], place)
@@ -102,14 +102,14 @@ class SplitModel:
         return stack.combine(layout, last.x_11D, change, last.decided.route, memory)
 
     def keep(self, halves: list[Half], count: int) -> None:
-        """Only the first `count` tokens were right: forget the others."""
-        wrong = len(halves) - count
+        """Accept the first `count` tokens and take the others back."""
+        rejected = len(halves) - count
         for i, layer in enumerate(self.cache.layers):
             if i not in self.inner:
-                layer.step_back(wrong)
+                layer.step_back(rejected)
             else:
-                layer.step_back(int(wrong > 0 and halves[-1].is_dark), wrong)
-        if wrong and halves[-1].is_dark and self.told_11D is not None:
-            self.cache.layers[self.inner.start].put("stack", self.told_11D)
+                layer.step_back(int(rejected > 0 and halves[-1].is_dark), rejected)
+        if rejected and halves[-1].is_dark and self.carried_11D is not None:
+            self.cache.layers[self.inner.start].put("stack", self.carried_11D)
         self.at += count
         self.cache.seen = self.at

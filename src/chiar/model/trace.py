@@ -1,4 +1,4 @@
-"""Routing as data: what each layer did with each token."""
+"""Routing as data: where each layer sent each token."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -26,7 +26,7 @@ class LayerTrace:
     operators: list[str]
     choice_BT: Tensor  # index into `operators`
     weights_BTK: Tensor  # what each operator's output was multiplied by (one-hot unless routing is soft)
-    entropy_BT: Tensor | None = None  # H of the layer's input; before a dark stack what its router cuts
+    entropy_BT: Tensor | None = None  # H of the layer's input; of a dark stack see `trace_stack`
     probabilities_BTK: Tensor | None = None  # the learned router's softmax
     gate_BT: Tensor | None = None  # the MetaRouter's g (layer 1 only)
     thresholds: list[float] | None = None
@@ -34,7 +34,7 @@ class LayerTrace:
 
 
 def trace_layer(index: int, layer: nn.Module, output: LayerOutput, context: TokenContext) -> LayerTrace:
-    """What `layer` did; a layer without a router sends every token to its one operator."""
+    """The trace of `layer`. A layer without a router sends every token to its one operator."""
     assert isinstance(layer, Block)
     route, gate_BT1, thresholds = output.route, output.gate_BT1, None
     if route is None:
@@ -50,18 +50,19 @@ def trace_layer(index: int, layer: nn.Module, output: LayerOutput, context: Toke
 
 
 def trace_stack(trace: LayerTrace, output: LayerOutput, context: TokenContext, router: RouterKind) -> LayerTrace:
-    """What each layer of a dark stack did: light tokens got what it carries, dark ones passed it. H is what the router
-    compared with τ, else what it read, else that of the early head."""
+    """The trace shared by all layers of a dark stack: light tokens got the carry, dark ones passed the stack. H is the
+    score that was compared with τ, or else what the router read, or else the early head's."""
     route = output.route
     assert route is not None
     p_BTK = None if route.probabilities_BTK is None else route.probabilities_BTK.detach()
-    entropy_BT, cuts = output.entropy_BT, None
+    entropy_BT, thresholds = output.entropy_BT, None
     name = router.score or ("spectral entropy" if router.reads_entropy else "predictive entropy")
     if router.score:
         assert route.score_BT is not None
-        entropy_BT, cuts = route.score_BT.detach(), None if context.threshold is None else [float(context.threshold)]
+        entropy_BT = route.score_BT.detach()
+        thresholds = None if context.threshold is None else [float(context.threshold)]
     chosen = list(STACK_OPERATORS), route.choice_BT, route.weights_BTK.detach()
-    return LayerTrace(trace.index, trace.kind, *chosen, entropy_BT, p_BTK, None, cuts, name)
+    return LayerTrace(trace.index, trace.kind, *chosen, entropy_BT, p_BTK, None, thresholds, name)
 
 
 @dataclass
@@ -75,23 +76,23 @@ class RoutingTrace:
 
     @property
     def routed_layers(self) -> list[int]:
-        """Where tokens were routed: a dark stack counts once, as its first layer."""
+        """Layers that routed tokens. A dark stack counts once, as its first layer."""
         return [part[0] for part in self.parts if self.layers[part[0]].kind in ("routed", "dark")]
 
     @property
     def parts(self) -> list[list[int]]:
-        """Layers that route as one: a dark stack, and every other by itself."""
-        found: list[list[int]] = []
+        """Layers in groups that share a route: each dark stack, and every other layer by itself."""
+        groups: list[list[int]] = []
         for layer in self.layers:
-            if layer.kind == "dark" and found and self.layers[found[-1][0]].kind == "dark":
-                found[-1].append(layer.index)
+            if layer.kind == "dark" and groups and self.layers[groups[-1][0]].kind == "dark":
+                groups[-1].append(layer.index)
             else:
-                found.append([layer.index])
-        return found
+                groups.append([layer.index])
+        return groups
 
     @property
     def coloured_by(self) -> LayerTrace | None:
-        """Whose H a text is shown by: the first dark stack's, where that is known."""
+        """The layer whose H colours the text: the first of a dark stack with a known H, if any."""
         known = (layer for layer in self.layers if layer.kind == "dark" and layer.entropy_BT is not None)
         return next(known, None)
 
