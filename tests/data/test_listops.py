@@ -108,4 +108,4 @@ def test_published_files_and_those_of_the_arena(tmp_path):
     cases |= {"4\t[MIN 4\n": "never closed", "11\t4\n": "label '11' is none of 0, 1", "4\n": "1 columns, expected 2"}
     path = tmp_path / "valid.tsv"
     all_refused(lambda: list(ListOpsFiles([path], "listops").documents("valid")), path, cases)
-    refused("one file a split", ListOpsFiles, [tmp_path], "listops")
+    refused("one file per split", ListOpsFiles, [tmp_path], "listops")

@@ -48,7 +48,7 @@ def test_one_file_is_split_into_contiguous_parts(tmp_path, monkeypatch, text, un
     parts = ["".join(texts(source, split)) for split in ("train", "valid", "test")]
     assert "".join(parts) == whole
     assert [len(part) / len(whole) for part in parts] == pytest.approx([0.6, 0.2, 0.2], abs=0.1)
-    assert "splits by contiguous parts of notes.txt: train 60.0%, valid 20.0%, test 20.0%." in source.told
+    assert "splits by contiguous parts of notes.txt: train 60.0%, valid 20.0%, test 20.0%." in source.notes
     assert all(len(document) < 4200 for document in texts(source))
     (tmp_path / "copy.txt").write_text(whole)  # copies are one text: none of its train part is in valid
     both = Text([path, tmp_path / "copy.txt"], unit=unit, fractions=(0.6, 0.2, 0.2))
@@ -69,8 +69,8 @@ def test_of_several_files_none_is_cut(tmp_path, count, unit):
         homes = [split for split, text in found.items() if (tmp_path / f"{n}.txt").read_text() in text]
         assert len(homes) == 1 and found[homes[0]].count(f"file {n}\n") == 1 + (n == 0)
     assert all(found.values()) and (count < 40 or 0.8 < len(found["train"]) / sum(map(len, found.values())) < 0.97)
-    assert any("whole files: train" in sentence for sentence in source.told)
-    assert any("too few files for a test split" in sentence for sentence in source.told) == (count == 2)
+    assert any("whole files: train" in sentence for sentence in source.notes)
+    assert any("too few files for a test split" in sentence for sentence in source.notes) == (count == 2)
 
 
 def test_a_folder_takes_what_a_single_file_may_be(tmp_path):
@@ -81,7 +81,7 @@ def test_a_folder_takes_what_a_single_file_may_be(tmp_path):
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     source = Text([tmp_path], fractions=WHOLE)
     assert sorted(texts(source)) == sorted(["row" if "row" in text else text for text in contents.values()])
-    assert source.told[-1] == "3 files left out, tables or no text: latin.txt, logo.png, t.csv."
+    assert source.notes[-1] == "3 files left out, tables or no text: latin.txt, logo.png, t.csv."
     for name in contents:
         assert texts(Text([tmp_path / name], fractions=WHOLE))
 
@@ -92,13 +92,13 @@ def test_files_named_after_splits_and_rows_by_hash(tmp_path):
         file.write_text(f"this is {file.stem}")
     source = Text(files)
     assert [texts(source, split) for split in source.splits] == [[f"this is {file.stem}"] for file in files]
-    assert source.told == ["splits by file names: train, valid, test."]
+    assert source.notes == ["splits by file names: train, valid, test."]
     files[0].write_text(LINES)
     without = Text([files[0], files[2]])
     assert "".join(texts(without) + texts(without, "valid")) == LINES and texts(without, "test") == ["this is test"]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(200)))
     rows = Text([tmp_path / "rows.jsonl"], fractions=(0.8, 0.1, 0.1))
-    assert rows.told == ["splits by a hash of each row: train 80.0%, valid 10.0%, test 10.0%."]
+    assert rows.notes == ["splits by a hash of each row: train 80.0%, valid 10.0%, test 10.0%."]
     counts = [len(texts(rows, split)) for split in rows.splits]
     assert max(counts) < sum(counts) == 200
 
@@ -160,7 +160,7 @@ def test_labelled_files_that_cannot_be_read(tmp_path):
     path = tmp_path / "a.csv"
     cases = {
         "": "is empty",
-        "a,b\n1,2\n": "columns a, b: say with --text-column",
+        "a,b\n1,2\n": "columns a, b: choose one with --text-column",
         "text,b\n1,2\n": "with --label-column",
     }
     cases |= {"text,label\nx,1\ny,1\n": "one label only, '1'", "text,label\nx,1\ny\n": "line 3 has 1 columns"}

@@ -99,8 +99,8 @@ def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypat
     prepare(Interrupted(), tmp_path / "out", choice, shard_tokens=700, display=display)
     assert len(encoded) == 105 + 200
     prepare(Interrupted(), tmp_path / "other", choice, shard_tokens=700, display=display)
-    assert sentences[0] == "going on with the unfinished out."
-    assert "from other inputs or options was there; it is begun anew" in sentences[1]
+    assert sentences[0] == "resuming the unfinished out."
+    assert "from other inputs or options is discarded; starting over" in sentences[1]
     assert tree(tmp_path / "out") == tree(tmp_path / "other") == tree(tmp_path / "whole")
     assert not partial.exists()
 
@@ -130,7 +130,7 @@ def test_kill_9_and_resume(tmp_path):
         assert not (tmp_path / "out").exists()
     source, (display, sentences) = Text([tmp_path / "notes.txt"], unit="paragraphs"), noted()
     prepare(source, tmp_path / "out", BPE, shard_tokens=1000, display=display)
-    assert sentences == ["going on with the unfinished out."]
+    assert sentences == ["resuming the unfinished out."]
     prepare(source, tmp_path / "whole", BPE, shard_tokens=1000)
     left = {"manifest.json", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
     assert {name for name in tree(tmp_path / "out") if not name.endswith((".bin", ".npy"))} == left

@@ -1,1 +1,1 @@
-"""Corpora as token shards: made once by `chiar data prepare`, opened by `shards.Corpus.open`."""
+"""Corpora as token shards: written by `chiar data prepare`, opened by `shards.Corpus.open`."""

@@ -13,7 +13,7 @@ from chiar.errors import InputError, require, unknown_name
 _WIKI, _GLUE = "a folder with wiki.{train,valid,test}.", "a folder with train.tsv and dev.tsv"
 _COLUMNS = ("fractions", "text_column", "label_column")
 _LISTOPS = "nothing (generated), or .tsv files"
-# Kind, what it is, what it is read from, options, and what builds it.
+# By name: kind, description, what it is read from, options, and the class.
 CATALOG: dict[str, tuple[str, str, str, tuple[str, ...], Callable[..., Source]]] = {
     "stdlib": ("language", "documentation of the running Python", "nothing", ("fractions",), Stdlib),
     "wikitext-103": ("language", "WikiText-103, tokens form", f"{_WIKI}tokens", ("from_hub",), WikiText),
@@ -34,7 +34,7 @@ CATALOG: dict[str, tuple[str, str, str, tuple[str, ...], Callable[..., Source]]]
         (),
         Enwik8,
     ),
-    "tokens": ("language", "ids made elsewhere", "a folder with train.u16 …, --tokenizer", (), TokensFile),
+    "tokens": ("language", "existing token ids", "a folder with train.u16 …, --tokenizer", (), TokensFile),
     "labelled": ("classification", "your own labelled texts", ".tsv, .csv, .jsonl, .parquet", _COLUMNS, LabelledFiles),
     "imdb": ("classification", "movie reviews, 2 labels", "aclImdb, or .tsv (.csv)", ("fractions",), Labelled),
     "listops": ("classification", "nested ListOps, 10 labels", _LISTOPS, GENERATOR, GeneratedListOps),
@@ -47,12 +47,12 @@ CATALOG: dict[str, tuple[str, str, str, tuple[str, ...], Callable[..., Source]]]
 
 
 def spelling(option: str) -> str:
-    """An option as the command line spells it."""
+    """The name of an option on the command line."""
     return {"fractions": "--split-fractions", "unit": "--documents"}.get(option, f"--{option.replace('_', '-')}")
 
 
 def build_source(named: list[str], /, **options: Any) -> Source:
-    """From what follows `chiar data prepare`: a name and what it is read from, or files; None is not given."""
+    """The source of `chiar data prepare NAME PATH...`, or of `PATH...` alone. Options of None were not given."""
     require(named, f"name a corpus ({', '.join(CATALOG)}) or a file.")
     name, paths = named[0].lower(), [Path(path) for path in named[1:]]
     if name not in CATALOG:

@@ -1,4 +1,4 @@
-"""`chiar data`: prepare corpora, see what can be prepared and what was. Heavy imports happen inside the verbs."""
+"""`chiar data`: prepare corpora, list the known ones, show a prepared one. Heavy imports happen inside the commands."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from chiar.console import Overwrite
 from chiar.errors import InputError, require
 
 ABOUT = "Turn corpora into token shards, and look at them."
-WHAT = "A corpus of `chiar data show` and the folder or files it is read from, or text files and folders of your own."
+WHAT = "A corpus of `chiar data show` and the folder or files it is read from, or your own text files and folders."
 SHOWN_LABELS = 20
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=ABOUT)
 
@@ -21,35 +21,35 @@ data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=ABOUT)
 def prepare(
     corpus: A[list[str], typer.Argument(metavar="NAME|PATH...", help=WHAT)],
     out: A[Path, Option(metavar="FOLDER", help="New folder for the corpus.")],
-    name: A[str | None, Option(help="What metrics call it; to mix several texts of your own.")] = None,
+    name: A[str | None, Option(help="Its name in metrics; tells several texts of your own apart.")] = None,
     tokenizer: A[str | None, Option(help="gpt2, bpe (trained on the corpus) or bytes. [default: bpe]")] = None,
     tokenizer_path: A[Path | None, Option(help="Folder with the tokenizer's files.")] = None,
     vocab_size: A[int | None, Option(help="Entries of a trained bpe. [default: 8192]")] = None,
-    like: A[Path | None, Option(help="Take the tokenizer of this prepared corpus.")] = None,
+    like: A[Path | None, Option(help="Use the tokenizer of this prepared corpus.")] = None,
     from_hub: A[bool, Option("--from-hub", help="Fetch WikiText or the gpt2 tokenizer if no path is given.")] = False,
-    shard_tokens: A[int, Option(help="Tokens a shard.")] = 1 << 26,
-    split_fractions: A[str | None, Option(help="Train, valid, test, if not given. [default: 0.9,0.05,0.05]")] = None,
+    shard_tokens: A[int, Option(help="Tokens per shard.")] = 1 << 26,
+    split_fractions: A[str | None, Option(help="Train, valid, test if not yet split. [default: 0.9,0.05,0.05]")] = None,
     field: A[str | None, Option(help="Field of .jsonl, column of .parquet with the text. [default: text]")] = None,
-    text_column: A[list[str] | None, Option(help="labelled: column of the text, or several. [default: text …]")] = None,
+    text_column: A[list[str] | None, Option(help="labelled: column with text; repeatable. [default: text …]")] = None,
     label_column: A[str | None, Option(help="labelled: column with the label. [default: label, sentiment …]")] = None,
     documents: A[str | None, Option(help="Documents of plain text: files, paragraphs, lines. [default: files]")] = None,
-    depth: A[int | None, Option(help="ListOps: levels, the digits' one included. [default: 20; lra 10]")] = None,
+    depth: A[int | None, Option(help="ListOps: levels, including the digits. [default: 20; lra 10]")] = None,
     arguments: A[int | None, Option(help="ListOps: most arguments of an operator. [default: 5; lra 10]")] = None,
-    min_length: A[int | None, Option(help="ListOps: fewest tokens, brackets aside. [default: 1; lra 501]")] = None,
-    max_length: A[int | None, Option(help="ListOps: most tokens, brackets aside. [default: 100000; lra 1999]")] = None,
-    brackets: A[bool | None, Option("--brackets/--no-brackets", help="ListOps: round ones. [default: not lra]")] = None,
+    min_length: A[int | None, Option(help="ListOps: fewest tokens, without ( and ). [default: 1; lra 501]")] = None,
+    max_length: A[int | None, Option(help="ListOps: most tokens, without ( and ). [default: 100000; lra 1999]")] = None,
+    brackets: A[bool | None, Option("--brackets/--no-brackets", help="ListOps: with ( ). [default: not lra]")] = None,
     examples: A[
-        str | None, Option(help="ListOps: how many in each split. [default: 85000,5000,10000; lra 96000,2000,2000]")
+        str | None, Option(help="ListOps: number in each split. [default: 85000,5000,10000; lra 96000,2000,2000]")
     ] = None,
     seed: A[int | None, Option(help="ListOps: seed of the generator. [default: 0]")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Turn a corpus into token shards with a manifest. Interrupted, the same command goes on where it stopped."""
+    """Turn a corpus into token shards with a manifest. If interrupted, the same command resumes where it stopped."""
     from chiar.data import prepare as preparation
     from chiar.data.catalog import build_source
     from chiar.data.tokenizers import TokenizerChoice
 
-    # The flag may be meant for the tokenizer alone; then a corpus that knows no Hub is not troubled with it.
+    # With gpt2 the flag may be meant for the tokenizer alone: corpora that are not on the Hub do not get it.
     corpus_from_hub = from_hub and (tokenizer != "gpt2" or corpus[0].lower().startswith("wikitext"))
     source = build_source(
         corpus, from_hub=corpus_from_hub or None, field=field, unit=documents, depth=depth, arguments=arguments,
@@ -59,17 +59,17 @@ def prepare(
         examples=three("--examples", "whole numbers", int, examples),
     )  # fmt: skip
     allowed = name is None or re.fullmatch(r"[\w-]+", name)
-    require(allowed, f"--name {name!r} goes into metrics and files: letters, digits, - and _ only.")
+    require(allowed, f"--name {name!r} is used in metrics and file names: only letters, digits, - and _ are allowed.")
     source.name = name or source.name
     choice = TokenizerChoice(tokenizer, tokenizer_path, vocab_size, like, from_hub)
     with preparation.Display(quiet=False) as display:
         preparation.prepare(source, out, choice, shard_tokens=shard_tokens, display=display, overwrite=overwrite)
-    typer.echo("\n".join([f"wrote {out}", *source.told]))
+    typer.echo("\n".join([f"wrote {out}", *source.notes]))
     show_corpus(out)
 
 
 def three(option: str, what: str, number: type, text: str | None) -> tuple[Any, ...] | None:
-    """An option's value for train, valid and test, or None where it was not given."""
+    """An option's values for train, valid and test, or None if it was not given."""
     try:
         first, second, third = map(number, text.split(",")) if text is not None else (None, None, None)
     except ValueError:
@@ -80,7 +80,7 @@ def three(option: str, what: str, number: type, text: str | None) -> tuple[Any, 
 @data_app.command("show")
 def show_corpus(
     folder: A[Path | None, typer.Argument(metavar="DIR", help="A prepared corpus.")] = None,
-    verify: A[bool, Option("--verify", help="Read all of it and compare every hash.")] = False,
+    verify: A[bool, Option("--verify", help="Read every file and compare its hash.")] = False,
 ) -> None:
     """Show a prepared corpus: its splits, tokenizer and counts. Without DIR, what can be prepared by name."""
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""The corpora: documents in an order that never changes, and where they lie in files as published."""
+"""Sources of documents in a fixed order: the base classes, and corpora read from their published files."""
 
 import ast
 import bz2
@@ -21,20 +21,20 @@ from typing import IO, Any, NamedTuple
 from chiar.errors import InputError, errors_as, optional_module, require
 
 SPLITS = ("train", "valid", "test")
-# Other people's names for the three splits, in file names.
+# Names of the three splits in file names.
 SPLIT_ALIASES = {name: name for name in SPLITS} | dict.fromkeys(("validation", "val", "dev"), "valid")
 Fractions = tuple[float, float, float] | None
 DEFAULT_FRACTIONS = (0.9, 0.05, 0.05)
 COMPRESSIONS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
-# Columns of tables by their names in lower case; a pair becomes one text with a newline between.
+# Usual columns of tables, in lower case; the texts of a pair are joined by a newline.
 TEXT_COLUMNS = (["text"], ["review"], ["sentence"], ["source"], ["sentence1", "sentence2"], ["#1 string", "#2 string"])
 LABEL_COLUMNS = ("label", "sentiment", "target", "quality")
-# Corpora of two labels: the folder inside the given one, the labels.
+# Corpora with two labels: the folder inside the given one, and the labels.
 LABELLED = {"imdb": ("aclImdb", "neg", "pos"), "sst-2": ("SST-2", "negative", "positive")}
 LABELLED |= {"cola": ("CoLA", "unacceptable", "acceptable"), "mrpc": ("MRPC", "different", "paraphrase")}
 LABELLED |= {"rte": ("RTE", "entailment", "not_entailment")}
 DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-# What JSON and Python sources can spell and no text file holds: NUL, and halves of characters.
+# Characters that escapes in JSON and Python can write but no text may hold: NUL and lone surrogates.
 NO_CHARACTER = re.compile("[\0\ud800-\udfff]")
 
 
@@ -44,7 +44,8 @@ class Document(NamedTuple):
 
 
 class Source:
-    """Give it a `read`, or files by split (`given`) and a `read_file`; `carve` makes splits out of the given train."""
+    """The documents of a corpus, by split. Subclasses define `read`, or pass files by split as `given` and define
+    `read_file`. `carve` divides the given train split: the share of each new one."""
 
     kind = "language"
     labels: tuple[str, ...] = ()
@@ -60,15 +61,15 @@ class Source:
         self.files = [*files] or [path for paths in self.paths.values() for path in paths]
 
     def read(self, given: str) -> Iterator[Document]:
-        """The documents of one of the splits the corpus comes with, in the same order each time."""
+        """The documents of one of the given splits, in the same order each time."""
         return (document for path in self.paths[given] for document in self.read_file(path))
 
     def read_file(self, path: Path) -> Iterator[Document]:
         raise NotImplementedError
 
     @property
-    def told(self) -> list[str]:
-        """How the splits came about; nothing where the corpus came with them."""
+    def notes(self) -> list[str]:
+        """How the splits were made; empty if the corpus came with them."""
         shares = ", ".join(f"{split} {share:.1%}" for split, share in self.carve.items())
         return [f"splits by a hash of each document: {shares}."] if len(self.carve) > 1 else []
 
@@ -79,14 +80,14 @@ class Source:
 
 
 class Table(Source):
-    """Labelled texts, one a row."""
+    """Labelled texts, one per row."""
 
     kind = "classification"
-    spellings: dict[str, int]  # how files write the labels
-    columns: tuple[list[int], int] = ([1], 0)  # of the text and the label, where no header names them
+    spellings: dict[str, int]  # the number of each label, by its spellings in files
+    columns: tuple[list[int], int] = ([1], 0)  # of the text and the label, if no header names them
 
     def checked(self, text: str, label: int) -> str:
-        return text  # as it is kept, or a ValueError
+        return text  # the text to keep; subclasses may raise ValueError
 
     def read_file(self, path: Path) -> Iterator[Document]:
         rows = read_table(path)
@@ -114,14 +115,14 @@ class Table(Source):
 
 
 def split_by_hash(text: str, fractions: dict[str, float]) -> str:
-    """Nothing but the document itself decides: adding documents moves no other, and copies stay in one split."""
+    """The split of a document by its text alone: adding documents moves no others, and copies stay in one split."""
     share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
     bounds = zip(fractions, accumulate(fractions.values()), strict=True)
     return next((name for name, bound in bounds if share < bound), list(fractions)[-1])
 
 
 def carve_all(fractions: Fractions = None) -> dict[str, float]:
-    """For a corpus that comes as one piece: the share of each split that has one."""
+    """Shares for a corpus without splits; a split with a share of 0 is left out."""
     fractions = fractions or DEFAULT_FRACTIONS
     if min(fractions) < 0.0 or abs(sum(fractions) - 1.0) > 1e-6 or fractions[0] == 0.0:
         raise InputError(f"split fractions must be from 0 to 1, add up to 1 and leave some for train: {fractions}.")
@@ -129,32 +130,32 @@ def carve_all(fractions: Fractions = None) -> dict[str, float]:
 
 
 def carve_valid(given: Collection[str], fractions: Fractions = None) -> dict[str, float]:
-    """For a corpus that may lack a validation set: its share is taken out of train."""
+    """Shares that take a validation split out of train, or none if the corpus has one."""
     valid = carve_all(fractions).get("valid")
     return {"train": 1.0 - valid, "valid": valid} if valid and "train" in given and "valid" not in given else {}
 
 
 def plain_name(path: Path) -> str:
-    """The file's name without the ending of a compression."""
+    """The file name without the suffix of a compression."""
     return path.stem if path.suffix in COMPRESSIONS else path.name
 
 
 def split_of_file(path: Path) -> str | None:
-    """The split a file's name speaks of: train.txt, test_d20s.tsv, basic_val.tsv; None if it names none or several."""
+    """The split in a file name, as in train.txt, test_d20s.tsv, basic_val.tsv; None if it names none or several."""
     named = {SPLIT_ALIASES[part] for part in re.split(r"[_.\-]", path.name.lower()) if part in SPLIT_ALIASES}
     return named.pop() if len(named) == 1 else None
 
 
 def by_split(files: Iterable[Path]) -> dict[str, list[Path]]:
-    """Files by the split their names speak of, those that speak of none under the empty name."""
-    found: dict[str, list[Path]] = {}
+    """Files by the split in their names; those without one under the empty name."""
+    splits: dict[str, list[Path]] = {}
     for file in files:
-        found.setdefault(split_of_file(file) or "", []).append(file)
-    return found
+        splits.setdefault(split_of_file(file) or "", []).append(file)
+    return splits
 
 
 def one_folder(name: str, paths: list[Path], layout: str, inner: str = "") -> tuple[Path, dict[str, Path]]:
-    """The folder of a corpus that is read from one, or the `inner` one there; its files by name without compression."""
+    """The folder a corpus is read from, or `inner` inside it if that exists; its files by name without compression."""
     if len(paths) != 1 or not paths[0].is_dir():
         got = f"{paths[0]} is not a folder" if len(paths) == 1 else f"got {len(paths)}"
         raise InputError(f"{name} is read from one folder with {layout}: {got}.")
@@ -170,7 +171,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Lines with their newlines, exactly as they are; only a byte order mark at the start is dropped."""
+    """Lines with their newlines, unchanged; only a byte order mark at the start is dropped."""
     position = 0
     with open_bytes(path) as handle:
         for raw in handle:
@@ -185,14 +186,14 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def read_table(path: Path) -> Any:
-    """A csv.reader: .csv with quotes as usual, anything else tab-separated without them."""
-    csv.field_size_limit(2**30)  # a review can be longer than the usual 128 KiB
+    """A csv.reader: .csv with the usual quoting, anything else tab-separated without quoting."""
+    csv.field_size_limit(2**30)  # a review can be longer than the default of 128 KiB
     style: Any = {} if plain_name(path).endswith(".csv") else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     return csv.reader(read_lines(path), **style)
 
 
 class WikiText(Source):
-    """WikiText-103 and -2. A document is an article; joined, they are the published file byte for byte."""
+    """WikiText-103 and -2. A document is an article; concatenated, they are the published file byte for byte."""
 
     def __init__(self, paths: list[Path], name: str, from_hub: bool = False) -> None:
         form = "raw" if name.endswith("-raw") else "tokens"
@@ -211,13 +212,13 @@ class WikiText(Source):
     def _hub_lines(self, split: str) -> Iterator[str]:
         datasets = optional_module("datasets", "hub", f"{self.name} from the Hub")
         name = "validation" if split == "valid" else split
-        with errors_as(f"{self.name} could not be fetched from the Hub", Exception):  # of many libraries
+        with errors_as(f"{self.name} could not be fetched from the Hub", Exception):  # raised by many libraries
             for row in datasets.load_dataset("Salesforce/wikitext", f"{self.name}-v1", split=name, streaming=True):
-                yield row["text"] or " \n"  # rows are the lines of the file, the blank ones emptied
+                yield row["text"] or " \n"  # rows are the lines of the file; blank lines come empty
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:
-    """Cuts before the blank line that precedes a title, ` = Title = ` between blank lines (formulas have none)."""
+    """Splits before the blank line above a title: ` = Title = ` between blank lines (formulas are not between them)."""
     article: list[str] = []
     for line in lines:
         article.append(line)
@@ -230,7 +231,7 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
 
 
 class Labelled(Table):
-    """IMDB and GLUE as tables, or IMDB's official folders. GLUE's test sets carry no labels and are not read."""
+    """IMDB and GLUE as tables, or IMDB's official folders. GLUE's test sets have no labels and are not read."""
 
     def __init__(self, paths: list[Path], name: str, fractions: Fractions = None) -> None:
         inner, self.labels = LABELLED[name][0], LABELLED[name][1:]
@@ -243,12 +244,12 @@ class Labelled(Table):
         folder, files = one_folder(name, paths, layout, inner)
         named = [(split, f"{stem}{end}") for stem, split in SPLIT_ALIASES.items() for end in (".tsv", ".csv")]
         given = {split: [files[file]] for split, file in reversed(named) if file in files and split in read}
-        for place in [folder / split for split in read if name == "imdb" and (folder / split).is_dir()]:
-            if lacking := [label for label in self.labels if not (place / label).is_dir()]:
-                raise InputError(f"{place} has no folder {lacking[0]}.")
-            reviews = [path for label in self.labels for path in (place / label).glob("*.txt")]
-            # By the number of a review, 12 in 12_7.txt, which gave 7 stars: negative and positive ones take turns.
-            given[place.name] = sorted(reviews, key=lambda file: (file.stem.split("_")[0].zfill(9), file.name, file))
+        for inside in [folder / split for split in read if name == "imdb" and (folder / split).is_dir()]:
+            if missing := [label for label in self.labels if not (inside / label).is_dir()]:
+                raise InputError(f"{inside} has no folder {missing[0]}.")
+            reviews = [path for label in self.labels for path in (inside / label).glob("*.txt")]
+            # By review number (12 in 12_7.txt, a review of 7 stars), so that negative and positive ones alternate.
+            given[inside.name] = sorted(reviews, key=lambda file: (file.stem.split("_")[0].zfill(9), file.name, file))
         require(given, f"{folder} holds neither {layout} (also as .xz or .gz).")
         options = {"pair_separator": "\n"} if name in ("mrpc", "rte") else {}
         super().__init__(name, given, options, carve=carve_valid(given, fractions) if name == "imdb" else {})
@@ -262,38 +263,38 @@ class Labelled(Table):
 
 
 class Stdlib(Source):
-    """The embedded corpus: what documents the running Python's library. Sources are parsed, so nothing of them runs."""
+    """The built-in corpus: documentation in the running Python's library. Sources are parsed, never executed."""
 
-    # Installed packages differ from one environment to the next, and some systems leave the tests out.
+    # Installed packages differ between environments, and some systems leave out the tests.
     skipped = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
     folder = Path(sysconfig.get_paths()["stdlib"])
 
     def __init__(self, paths: Collection[Path] = (), name: str = "stdlib", fractions: Fractions = None) -> None:
         require(not paths, "stdlib is read from the running Python and takes no files.")
-        found = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob("*.py")}
-        files = [found[place] for place in sorted(found) if not self.skipped & set(Path(place).parts)]
+        modules = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob("*.py")}
+        files = [modules[module] for module in sorted(modules) if not self.skipped & set(Path(module).parts)]
         require(files, f"{self.folder} holds no Python sources to take texts from: give a text of your own.")
         super().__init__(name, ["train"], {"python": platform.python_version()}, files, carve_all(fractions))
 
     def read(self, given: str) -> Iterator[Document]:
         return map(Document, self._texts)
 
-    @cached_property  # a few MB, and parsing takes seconds for each of the three splits
+    @cached_property  # a few MB; parsing takes seconds, and each of the three splits needs it
     def _texts(self) -> list[str]:
         texts, seen = list[str](), set[str]()
         for path in self.files:
             try:
                 tree = ast.parse(path.read_bytes())
-            except (SyntaxError, ValueError):  # a few files of the library are broken on purpose, for its tools
+            except (SyntaxError, ValueError):  # a few files of the library are invalid on purpose
                 continue
-            place = path.relative_to(self.folder).with_suffix("")
-            if place == Path("pydoc_data", "topics"):  # the file assigns one dictionary of texts
+            module = path.relative_to(self.folder).with_suffix("")
+            if module == Path("pydoc_data", "topics"):  # the file assigns one dictionary of texts
                 tables = [s.value for s in tree.body if isinstance(s, ast.Assign) and isinstance(s.value, ast.Dict)]
                 topics = sorted(item for table in tables for item in ast.literal_eval(table).items())
                 texts += [f"{name}\n\n{text.strip()}\n" for name, text in topics]
                 continue
             new = []
-            for heading, text in docstrings(tree, ".".join(place.parts).removesuffix(".__init__")):
+            for heading, text in docstrings(tree, ".".join(module.parts).removesuffix(".__init__")):
                 new += [] if text in seen else [f"{heading}\n\n{text}\n"]
                 seen.add(text)
             texts += ["\n".join(new)] if new else []
@@ -301,7 +302,8 @@ class Stdlib(Source):
 
 
 def docstrings(node: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Of a definition and those inside it, those under `except` last. Looking at statements only is quick."""
+    """Headings and docstrings of a module or definition and those inside it; those under `except` come last. Only
+    statements are visited, which is quick."""
     text = (ast.get_docstring(node) or "").strip() if isinstance(node, ast.Module | DEFINITIONS) else ""
     if text and not NO_CHARACTER.search(text):
         yield name + (f"({ast.unparse(node.args)})" if hasattr(node, "args") else ""), text

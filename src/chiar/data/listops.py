@@ -1,7 +1,7 @@
 """ListOps: nested expressions over digits. `[MAX 2 9 [MIN 4 7 ] 0 ]` is 9.
 
-The published data also writes a binary tree in round brackets around it, one pair a step: `( ( ( [MIN 4 ) 7 ) ] )`.
-They carry no meaning and are ignored here. The median of two middle values is their mean, rounded down.
+The published data adds round brackets that form a binary tree, one pair per step: `( ( ( [MIN 4 ) 7 ) ] )`. They carry
+no meaning and are ignored here. A median between two middle values is their mean, rounded down.
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from chiar.errors import InputError, require
 OPERATORS: dict[str, Any] = {"[MIN": min, "[MAX": max, "[MED": median, "[SM": lambda values: sum(values) % 10}
 NAMES = tuple(OPERATORS)
 DIGITS = tuple("0123456789")
-PATIENCE = 1_000_000  # a shape that almost no tree has would otherwise be searched for ever
-# Of the generator, with what the two published shapes have: first Nangia and Bowman 2018, then the long-range arena,
-# whose readers drop the round brackets. Lengths count tokens without these, both ends included.
+PATIENCE = 1_000_000  # tries per expression, for settings that almost no tree fits
+# Options of the generator, and their values for the two published sets: Nangia and Bowman 2018; the long-range arena,
+# whose readers drop the round brackets. Lengths count tokens without these; both bounds are inclusive.
 GENERATOR = ("depth", "arguments", "min_length", "max_length", "brackets", "seed", "examples")
 SHAPES = {
     "listops": (20, 5, 1, 100_000, True, 0, (85_000, 5_000, 10_000)),
@@ -28,7 +28,7 @@ SHAPES = {
 
 
 class GeneratedListOps(Source):
-    """Generated as the original generator does, in one of its two published shapes or another."""
+    """Expressions generated as by the original generator, with the options of a published set or others."""
 
     kind = "classification"
     labels = DIGITS
@@ -47,7 +47,7 @@ class GeneratedListOps(Source):
         super().__init__(name, [*filter(self.counts.get, SPLITS)], shape | {"examples": list(examples)})
 
     def read(self, given: str) -> Iterator[Document]:
-        """No expression comes twice: train avoids what valid and test hold, valid what test holds."""
+        """No expression occurs twice: train avoids those of valid and test, valid those of test."""
         taken: set[bytes] = set()
         for other in reversed(SPLITS[SPLITS.index(given) + 1 :]):
             if other not in self._used:
@@ -59,7 +59,7 @@ class GeneratedListOps(Source):
 
     def _generate(self, split: str, taken: set[bytes]) -> Iterator[tuple[list[str], bytes]]:
         seen, rng = set(taken), Random(f"listops {self.seed} {split}")
-        for wanted in range(self.counts[split]):
+        for count in range(self.counts[split]):
             for _ in range(PATIENCE):
                 tokens = generate(rng, self.depth, self.arguments, self.shortest > 1, self.longest)
                 if tokens is not None and len(tokens) >= self.shortest:
@@ -67,14 +67,14 @@ class GeneratedListOps(Source):
                     if key not in seen:
                         break
             else:
-                what = f"of {self.shortest} to {self.longest} tokens in {PATIENCE:,} tries after {wanted:,} in {split}"
+                what = f"of {self.shortest} to {self.longest} tokens in {PATIENCE:,} tries after {count:,} in {split}"
                 raise InputError(f"no new expression {what}: ask for fewer --examples, more --depth or other lengths.")
             seen.add(key)
             yield tokens, key
 
 
 class ListOpsFiles(Table):
-    """Tables of value and expression, as first published, or Source and Target with a header, as in the arena."""
+    """Tables of value and expression, as first published, or with a header of Source and Target, as in the arena."""
 
     labels = DIGITS
     spellings = {digit: int(digit) for digit in DIGITS}  # noqa: RUF012
@@ -84,7 +84,7 @@ class ListOpsFiles(Table):
         given = by_split(file for path in paths for file in (sorted(path.glob("*.tsv*")) if path.is_dir() else [path]))
         for split, files in given.items():
             if not split or len(files) > 1:
-                raise InputError(f"{files[-1]}: one file a split, with train, valid or test in its name, is expected.")
+                raise InputError(f"{files[-1]}: expected one file per split, with train, valid or test in its name.")
         require(given, f"{', '.join(map(str, paths))}: no .tsv file there.")
         options = {"brackets": "as given" if brackets is None else brackets}
         super().__init__(name, given, options, carve=carve_valid(given, fractions))
@@ -98,7 +98,7 @@ class ListOpsFiles(Table):
 
 
 def evaluate(expression: str) -> tuple[int, str]:
-    """The digit an expression stands for, and itself with round brackets as published; ValueError if malformed."""
+    """The value of an expression, and the expression with round brackets as published; ValueError if malformed."""
     stack: list[tuple[str, list[int], list[str]]] = [("", [], [])]
     for token in expression.split():
         value, text = token, token
@@ -127,10 +127,10 @@ def evaluate(expression: str) -> tuple[int, str]:
 def generate(rng: Random, depth: int, arguments: int, operator_at_root: bool, max_length: int) -> list[str] | None:
     """One random tree as tokens without round brackets, or None if it grew beyond `max_length`, as in the original."""
     tokens: list[str] = []
-    missing: list[int] = []  # arguments still to come, of each open operator
+    missing: list[int] = []  # arguments still to come, for each open operator
     random = rng.random
     while True:
-        operator = (operator_at_root and not tokens) or random() < 0.25  # of places, as in the original generator
+        operator = (operator_at_root and not tokens) or random() < 0.25  # as in the original generator
         if operator and len(missing) + 1 < depth:
             tokens.append(NAMES[int(random() * len(NAMES))])
             missing.append(2 + int(random() * (arguments - 1)))

@@ -1,4 +1,4 @@
-"""The user's own files: text, and tables of labelled texts."""
+"""Sources of the user's own files: text, and tables of labelled texts."""
 
 import codecs
 import csv
@@ -31,13 +31,14 @@ from chiar.data.corpora import (
 from chiar.errors import InputError, errors_as, optional_module, require, unknown_name
 
 TABLE_ENDINGS = (".tsv", ".csv", ".jsonl", ".ndjson", ".parquet")
-LARGEST = 1 << 22  # characters of a document: a larger file is several, so that memory holds one of them
-MOST_LABELS = 1000  # more are hardly classes: another column was meant
+LARGEST = 1 << 22  # characters of a document; a larger file becomes several, so that one fits in memory
+MOST_LABELS = 1000  # more are hardly classes: the wrong column was chosen
 
 
 class Text(Source):
-    """.jsonl and .parquet (the text in `field`), rows split by hash; or plain UTF-8 (a document a `unit`), of which no
-    split cuts a file, unless there is one text only: then by contiguous parts. Documents joined are the file again."""
+    """Text of .jsonl and .parquet files (their `field`), with rows split by hash; or of plain UTF-8 files, with one
+    document per `unit`. Of these each split gets whole files, or contiguous parts if there is only one text. The
+    documents of a plain file, concatenated, are the file."""
 
     def __init__(
         self, paths: list[Path], name: str = "text", unit: str = "files", field: str = "text",
@@ -46,38 +47,38 @@ class Text(Source):
         if unit not in (units := ("files", "paragraphs", "lines")):
             raise unknown_name("--documents", unit, units)
         self.unit, self.field = unit, field
-        files, self.left_out = found_files(paths, is_text)
+        files, self.left_out = find_files(paths, is_text)
         for table in [file for file in files if plain_name(file).endswith((".csv", ".tsv"))]:
             kind = f"chiar data prepare labelled {table} takes texts with labels"
             raise InputError(f'{table} is a table: {kind}; for text alone write a {{"text": …}} a line, as .jsonl.')
         given = by_split(files)
-        self.named = "train" in given and "" not in given
-        given = given if self.named else {"train": files}
-        carve = carve_valid(given, fractions) if self.named else carve_all(fractions)
+        self.split_by_name = "train" in given and "" not in given
+        given = given if self.split_by_name else {"train": files}
+        carve = carve_valid(given, fractions) if self.split_by_name else carve_all(fractions)
         plain = [file for file in given["train"] if not has_rows(file)]
-        self.home = whole_files(plain, carve) if min(len(carve), len(plain)) > 1 else {}
-        kept = {split: share for split, share in carve.items() if split in self.home.values()}
-        self.lacking = [split for split in carve if split not in kept] if kept and plain == given["train"] else []
-        super().__init__(name, given, {"documents": unit, "field": field}, files, kept if self.lacking else carve)
+        self.split_of = whole_files(plain, carve) if min(len(carve), len(plain)) > 1 else {}
+        kept = {split: share for split, share in carve.items() if split in self.split_of.values()}
+        self.missing = [split for split in carve if split not in kept] if kept and plain == given["train"] else []
+        super().__init__(name, given, {"documents": unit, "field": field}, files, kept if self.missing else carve)
         if carve and plain:
-            self.options["split_of_text"] = "whole files" if self.home else "contiguous parts"
+            self.options["split_of_text"] = "whole files" if self.split_of else "contiguous parts"
 
     @property
-    def told(self) -> list[str]:
-        said = [f"splits by file names: {', '.join(self.paths)}."] if self.named else []
+    def notes(self) -> list[str]:
+        notes = [f"splits by file names: {', '.join(self.paths)}."] if self.split_by_name else []
         plain = [file.name for file in self.paths["train"] if not has_rows(file)]
         if len(self.carve) > 1 and len(plain) < len(self.paths["train"]):
-            said += [line.replace("document", "row") for line in super().told]
-        if self.home:
-            counts = ", ".join(f"{split} {[*self.home.values()].count(split)}" for split in self.splits)
-            said += [f"splits by whole files: {counts}."]
+            notes += [line.replace("document", "row") for line in super().notes]
+        if self.split_of:
+            counts = ", ".join(f"{split} {[*self.split_of.values()].count(split)}" for split in self.splits)
+            notes += [f"splits by whole files: {counts}."]
         elif len(self.carve) > 1 and plain:
             shares = ", ".join(f"{split} {share:.1%}" for split, share in self.carve.items())
-            said += [f"splits by contiguous parts of {', '.join(plain)}: {shares}."]
-        said += [f"too few files for a {split} split: more files make one." for split in self.lacking]
+            notes += [f"splits by contiguous parts of {', '.join(plain)}: {shares}."]
+        notes += [f"too few files for a {split} split: add files to get one." for split in self.missing]
         names, count = ", ".join(file.name for file in self.left_out[:3]), len(self.left_out)
-        said += [f"{count} files left out, tables or no text: {names}{' …' if count > 3 else ''}."] if count else []
-        return said
+        notes += [f"{count} files left out, tables or no text: {names}{' …' if count > 3 else ''}."] if count else []
+        return notes
 
     def documents(self, split: str) -> Iterator[Document]:
         if split not in self.carve:
@@ -85,15 +86,15 @@ class Text(Source):
         return chain.from_iterable(self._part(path, split) for path in self.paths["train"])
 
     def _part(self, path: Path, split: str) -> Iterator[Document]:
-        """What one of the files to be divided gives to a split."""
+        """The documents of a split in one of the files that are divided."""
         if has_rows(path):
             return (row for row in self.read_file(path) if split_by_hash(row.text, self.carve) == split)
-        if self.home or len(self.carve) == 1:
-            return self.read_file(path) if self.home.get(path, split) == split else iter(())
-        size, place = sum(map(len, read_lines(path))), [*self.carve].index(split)
+        if self.split_of or len(self.carve) == 1:
+            return self.read_file(path) if self.split_of.get(path, split) == split else iter(())
+        size, part = sum(map(len, read_lines(path))), [*self.carve].index(split)
         bounds = [0.0, *(share * size for share in accumulate(self.carve.values()))]
         bounds[-1] = math.inf
-        return self._plain(between(short_lines(path), bounds[place], bounds[place + 1], longest=size // 100))
+        return self._plain(between(short_lines(path), bounds[part], bounds[part + 1], longest=size // 100))
 
     def read_file(self, path: Path) -> Iterator[Document]:
         if not has_rows(path):
@@ -102,8 +103,8 @@ class Text(Source):
         return (Document(text) for text in texts if text.strip())
 
     def _plain(self, lines: Iterable[str]) -> Iterator[Document]:
-        """Blank lines stay, at the end of a document; a document begins with text unless it is the first."""
-        text, size = list[str](), 0  # without blanks
+        """Blank lines are kept, at the end of a document: only the first document may begin with one."""
+        text, size = list[str](), 0  # size without blanks around lines
         for line in lines:
             paragraph = self.unit == "paragraphs" and size and text[-1].isspace()
             if size and not line.isspace() and (paragraph or self.unit == "lines" or size >= LARGEST):
@@ -120,7 +121,7 @@ def has_rows(path: Path) -> bool:
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file in a folder is taken: by its first bytes, whatever it is called."""
+    """Whether a file in a folder is read: rows always, tables never, others if their first bytes are text."""
     if has_rows(path) or plain_name(path).endswith((".csv", ".tsv")):
         return has_rows(path)
     with open_bytes(path) as handle:
@@ -132,8 +133,8 @@ def is_text(path: Path) -> bool:
 
 
 def whole_files(files: list[Path], shares: dict[str, float]) -> dict[Path, str]:
-    """The split of each file. Copies stay together, nothing but the texts decides, and every split gets one as long as
-    there are enough; none at all if they are one text."""
+    """The split of each file, decided by the texts alone. Copies stay together, and every split gets a text while there
+    are enough. Empty if there are not two different texts."""
     copies, sizes = dict[str, list[Path]](), dict[str, int]()
     for file in files:
         digest, size = hashlib.sha256(), 0
@@ -146,7 +147,7 @@ def whole_files(files: list[Path], shares: dict[str, float]) -> dict[Path, str]:
             sizes[digest.hexdigest()] = size
     if len(sizes) < 2:
         return {}
-    home, left = dict.fromkeys(files, "train"), sorted(sizes)
+    split_of, left = dict.fromkeys(files, "train"), sorted(sizes)
     for split in [split for split in shares if split != "train"]:
         room, taken = shares[split] * sum(sizes.values()), list[str]()
         for text in left:
@@ -155,13 +156,13 @@ def whole_files(files: list[Path], shares: dict[str, float]) -> dict[Path, str]:
                 room -= sizes[text]
         if not taken and len(left) > 1:
             taken = [min(left, key=sizes.__getitem__)]
-        home |= {file: split for text in taken for file in copies[text]}
+        split_of |= {file: split for text in taken for file in copies[text]}
         left = [text for text in left if text not in taken]
-    return home
+    return split_of
 
 
 def short_lines(path: Path) -> Iterator[str]:
-    """Lines, those of many megabytes in pieces that begin with a space."""
+    """Lines; those of many megabytes in pieces that begin with a space."""
     for line in read_lines(path):
         while (space := line.find(" ", LARGEST)) > 0:
             yield line[:space]
@@ -170,8 +171,8 @@ def short_lines(path: Path) -> Iterator[str]:
 
 
 def between(lines: Iterable[str], begin: float, end: float, longest: int) -> Iterator[str]:
-    """The lines from one place to another, in characters; a cut inside a line is moved to its end or, if it is longer
-    than `longest`, to the next space. So the parts of a text, joined, are the text."""
+    """The lines between two offsets, in characters. An offset inside a line moves to its end or, if the line is longer
+    than `longest`, to the next space. So the parts of a text, concatenated, are the text."""
     at = 0
     for line in lines:
         first, last = (cut(line, place - at, longest) for place in (begin, end))
@@ -189,7 +190,7 @@ def cut(line: str, place: float, longest: int) -> int:
 
 
 class LabelledFiles(Source):
-    """Labelled texts, one a row of the files; several text columns become one text with newlines between."""
+    """Labelled texts, one per row; the texts of several columns are joined by newlines."""
 
     kind = "classification"
 
@@ -197,10 +198,10 @@ class LabelledFiles(Source):
         self, paths: list[Path], name: str = "labelled", text_column: list[str] | None = None,
         label_column: str | None = None, fractions: Fractions = None,
     ) -> None:  # fmt: skip
-        files, _ = found_files(paths, lambda file: plain_name(file).endswith(TABLE_ENDINGS))
+        files, _ = find_files(paths, lambda file: plain_name(file).endswith(TABLE_ENDINGS))
         for file in files:
             if not plain_name(file).endswith(TABLE_ENDINGS):
-                raise InputError(f"{file} is none of {', '.join(TABLE_ENDINGS)}, which labelled texts are read from.")
+                raise InputError(f"{file} is none of {', '.join(TABLE_ENDINGS)}, the formats of labelled texts.")
         given = by_split(files)
         named = "train" in given and "" not in given
         carve = carve_valid(given, fractions) if named else carve_all(fractions)
@@ -214,12 +215,12 @@ class LabelledFiles(Source):
         self.labels = tuple(sorted(labels, key=int if numbers else str))
         options = {"text_columns": self.texts, "label_column": self.label}
         super().__init__(name, given if named else {"train": files}, options, files, carve)
-        if name == "labelled":  # named after the file, or the folder of train.csv and test.csv
+        if name == "labelled":  # named after the file, or after the folder of train.csv and test.csv
             own, folder = files[0].name.split(".")[0], files[0].absolute().parent.name
             self.name = re.sub(r"[^\w-]+", "-", folder if split_of_file(files[0]) else own) or name
 
     def _choose_columns(self, path: Path, texts: list[str] | None, label: str | None) -> None:
-        """The given ones, or those with a usual name; from the first row of the first file."""
+        """The given columns, or those with a usual name in the first row of the first file."""
         first = next(rows(path), None)
         if first is None or not isinstance(first[1], dict):
             raise InputError(f"{path} is empty." if first is None else f"{first[0]} is no object with named fields.")
@@ -228,7 +229,7 @@ class LabelledFiles(Source):
         chosen = label or next((name for name in LABEL_COLUMNS if name in head), None)
         if not (texts or usual) or not chosen:
             what = "--label-column" if texts or usual else "--text-column"
-            raise InputError(f"{path} has the columns {', '.join(first[1])}: say with {what} which one to take.")
+            raise InputError(f"{path} has the columns {', '.join(first[1])}: choose one with {what}.")
         self.texts = [head.get(name.lower(), name) for name in texts or usual or []]
         self.label = head.get(chosen.lower(), chosen)
 
@@ -237,8 +238,8 @@ class LabelledFiles(Source):
             text = "\n".join(text_of(where, row, name, "--text-column") for name in self.texts)
             value = value_of(where, row, self.label, "--label-column")
             label = text_of(where, {self.label: "" if value is None else str(value).strip()}, self.label, "")
-            lacking = "text" if not text.strip() else "" if label else "label"
-            require(not lacking, f"{where} has no {lacking}: fill it in or remove it.")
+            missing = "text" if not text.strip() else "" if label else "label"
+            require(not missing, f"{where} has no {missing}: fill it in or remove it.")
             yield text, label
 
     def read_file(self, path: Path) -> Iterator[Document]:
@@ -246,8 +247,8 @@ class LabelledFiles(Source):
         return (Document(text, numbers[label]) for text, label in self._labelled(path))
 
 
-def found_files(paths: list[Path], taken: Callable[[Path], bool]) -> tuple[list[Path], list[Path]]:
-    """The files, and those in the folders that are taken, by name; and those that are not. Hidden ones do not count."""
+def find_files(paths: list[Path], taken: Callable[[Path], bool]) -> tuple[list[Path], list[Path]]:
+    """The given files, and those in given folders that are `taken`, by name; and those left out. Skips hidden ones."""
     files, left_out = list[Path](), list[Path]()
     for path in paths:
         require(path.exists(), f"there is no file or folder {path}.")
@@ -276,7 +277,7 @@ def text_of(where: str, row: Any, field: str, option: str) -> str:
 
 
 def rows(path: Path, wanted: Iterable[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Of a table, JSON lines or parquet, with where each lies; of parquet only the wanted columns, if all are there."""
+    """Rows of a table, JSON lines or parquet, and where each is; of parquet only the `wanted` columns, if all exist."""
     if plain_name(path).endswith((".csv", ".tsv")):
         lines = read_table(path)
         try:
@@ -297,7 +298,7 @@ def rows(path: Path, wanted: Iterable[str] = ()) -> Iterator[tuple[str, Any]]:
                 yield f"{path}, line {number}", row
         return
     parquet = optional_module("pyarrow.parquet", "parquet", str(path))
-    with errors_as(f"{path} is not a readable parquet file", ValueError, OSError):  # pyarrow's own are kinds of these
+    with errors_as(f"{path} is not a readable parquet file", ValueError, OSError):  # bases of pyarrow's errors
         table = parquet.ParquetFile(path)
     with table:
         known = wanted and {*wanted} <= {*table.schema_arrow.names}

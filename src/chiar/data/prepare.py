@@ -1,4 +1,4 @@
-"""From a source to a folder of shards: streaming, resumable, the same bytes each time."""
+"""Writes a source to a folder of shards: streaming, resumable, and with the same bytes each time."""
 
 import codecs
 import io
@@ -27,12 +27,12 @@ from chiar.files import check_new, hold, put_in_place, write_whole
 
 CHECKPOINT_SECONDS, MANIFEST = 2.0, "manifest.json"
 BLOCK_BYTES = 1 << 22
-# Some documents' ids in a row, (documents, 2) where each ends there and its label, and what they add to the counts.
+# Concatenated ids of some documents, the end of each among them and its label, (documents, 2), and their counts.
 Encoded = tuple[np.ndarray, np.ndarray, list[int]]
 
 
 class TokensFile(Source):
-    """Ids made elsewhere, stored as they are; a document ends at each end of text. It gives ids, not documents."""
+    """Existing token ids, stored unchanged; each end of text ends a document. Yields blocks of ids, not documents."""
 
     def __init__(self, paths: list[Path], name: str = "tokens") -> None:
         layout = "train.u16 (or train.0.u16, train.1.u16…), valid.u16 and test.u16 (or .bin)"
@@ -56,7 +56,7 @@ class TokensFile(Source):
 
 
 class Enwik8(TokensFile):
-    """The first 10⁸ bytes of Wikipedia as of 2006, a byte an id, in the usual split: 90, 5 and 5 million bytes."""
+    """The first 10⁸ bytes of Wikipedia as of 2006, one id per byte, in the usual split: 90, 5 and 5 million bytes."""
 
     SIZES: ClassVar[dict[str, int]] = {"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000}
 
@@ -80,16 +80,16 @@ class Enwik8(TokensFile):
 
 
 class Display(rich.Progress):
-    """What a person sees meanwhile, on standard error: bars in a terminal and notes anywhere, or nothing if quiet."""
+    """Progress on standard error: bars in a terminal and notes anywhere, or nothing if quiet."""
 
     def __init__(self, quiet: bool = True) -> None:
         columns = "{task.description}", rich.BarColumn(16), rich.DownloadColumn(), rich.TransferSpeedColumn()
-        shown: Any = {"console": Console(stderr=True, quiet=quiet), "disable": quiet or not sys.stderr.isatty()}
-        super().__init__(*columns, rich.TimeRemainingColumn(), "{task.fields[note]}", **shown)
+        options: Any = {"console": Console(stderr=True, quiet=quiet), "disable": quiet or not sys.stderr.isatty()}
+        super().__init__(*columns, rich.TimeRemainingColumn(), "{task.fields[note]}", **options)
         self.known: dict[str, rich.TaskID] = {}
 
     def at(self, task: str, done: int, expected: int | None = None, note: str = "") -> None:
-        """A split, or the training of a tokenizer, has come so many bytes far."""
+        """Show that a split, or the training of a tokenizer, has reached `done` bytes."""
         if task not in self.known:
             self.known[task] = self.add_task(task, total=None, note="")
         self.update(self.known[task], completed=done, total=expected, note=note)
@@ -132,7 +132,7 @@ def prepare(
         manifest: dict[str, Any] = {"format": FORMAT, "name": source.name, "kind": source.kind}
         manifest |= {"labels": list(source.labels), "tokenizer": used.describe()}
         manifest |= {"dtype": used.dtype.newbyteorder("=").name, "shard_tokens": shard_tokens}
-        # The remarks of older corpora say how they differ from the published ones.
+        # Only older corpora have remarks, which say how they differ from the published ones.
         manifest |= {"options": source.options, "remarks": [], "splits": splits}
         manifest["inputs"] = {"files": len(files), "bytes": sum(size for _, size, _ in files)}
         manifest["fingerprint"] = fingerprint(manifest)
@@ -144,7 +144,7 @@ def prepare(
 
 @contextmanager
 def partial_folder(out: Path, inputs: str, note: Callable[[str], None], overwrite: bool) -> Iterator[Path]:
-    """Becomes `out` when the block ends well. Work of equal `inputs` goes on; only an InputError leaves none behind."""
+    """Becomes `out` when the block succeeds. Earlier work with equal `inputs` is resumed; an InputError removes it."""
     out = Path(os.path.abspath(out))
     folder = out.with_name(f".{out.name}.partial")
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,8 +153,8 @@ def partial_folder(out: Path, inputs: str, note: Callable[[str], None], overwrit
         hold(held, f"another process is preparing {out} right now.")
         before = recorded.read_text(encoding="utf-8") if recorded.is_file() else None
         if before is not None:
-            other = f"an unfinished {out.name} from other inputs or options was there; it is begun anew."
-            note(f"going on with the unfinished {out.name}." if before == inputs else other)
+            other = f"an unfinished {out.name} from other inputs or options is discarded; starting over."
+            note(f"resuming the unfinished {out.name}." if before == inputs else other)
         for path in [path for path in folder.rglob("*") if path.is_file() and path != lock and before != inputs]:
             path.unlink()
         recorded.write_text(inputs, encoding="utf-8")
@@ -172,26 +172,26 @@ def partial_folder(out: Path, inputs: str, note: Callable[[str], None], overwrit
 def write_split(
     folder: Path, split: str, source: Source, tokenizer: Tokenizer, shard_tokens: int, display: Display
 ) -> dict[str, Any]:
-    """Shards, and a table of document ends and labels; what is synced is noted, and the next run goes on from there."""
+    """Write shards, and a table of document ends and labels; what is synced is recorded, for the next run to resume."""
     progress, table = folder / f"{split}.progress.json", folder / f"{split}.documents.part"
-    noted: Any = json.loads(progress.read_text()) if progress.is_file() else {"counts": [0] * len(COUNTED)}
-    if "entry" in noted:
-        return noted["entry"]
-    counts = np.array(noted["counts"])
+    recorded: Any = json.loads(progress.read_text()) if progress.is_file() else {"counts": [0] * len(COUNTED)}
+    if "entry" in recorded:
+        return recorded["entry"]
+    counts = np.array(recorded["counts"])
     if isinstance(source, TokensFile):
         stream = read_ids(source, split, tokenizer)
     else:
         stream = encode(islice(source.documents(split), int(counts[0]), None), tokenizer, bool(source.labels))
     for ids, documents, more in stream:
-        first, place = divmod(int(counts[1]), shard_tokens)
-        for shard, part in enumerate(np.split(ids, range(shard_tokens - place, len(ids), shard_tokens)), first):
-            start = place * tokenizer.dtype.itemsize if shard == first else 0
+        first, offset = divmod(int(counts[1]), shard_tokens)
+        for shard, part in enumerate(np.split(ids, range(shard_tokens - offset, len(ids), shard_tokens)), first):
+            start = offset * tokenizer.dtype.itemsize if shard == first else 0
             write_at(folder / f"{split}.{shard:03d}.bin", start, part.astype(tokenizer.dtype))
         documents[:, 0] += counts[1]
         write_at(table, 16 * int(counts[0]), documents)
         counts += more
         display.at(split, int(counts[2]), None, f"{counts[1]:,} tokens")
-        if not isinstance(source, TokensFile):  # words of ids are counted across blocks: such a split is one piece
+        if not isinstance(source, TokensFile):  # words of ids are counted across blocks: such a split is not resumed
             write_whole(progress, json.dumps({"counts": counts.tolist()}))
     documents = np.fromfile(table, "<i8").reshape(-1, 2)
     if counts[1] > documents[-1:, 0].sum():  # ids after the last end of text are a document too
@@ -211,7 +211,7 @@ def write_split(
 
 
 def write_at(path: Path, place: int, data: Any) -> None:
-    """From `place` on, to disk; what lay there was not noted and is not trusted."""
+    """Replace the file from byte `place` on, and sync. What was there was not recorded, so it is not trusted."""
     with path.open("ab") as handle:
         handle.truncate(place)
         handle.write(data)
@@ -226,9 +226,9 @@ def write_array(path: Path, array: np.ndarray) -> dict[str, str]:
 
 
 def read_ids(source: TokensFile, split: str, tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Counts bytes and words of the text the ids stand for, so that figures by byte and by word can be given."""
-    # A space stands for the end of text, which parts words but is no text itself.
-    spoken = [*tokenizer.token_bytes[:-1], b" "]
+    """Ids with the bytes and words of their text, for figures per byte and per word."""
+    # The end of text becomes a space: it separates words but is no text itself.
+    bytes_of_id = [*tokenizer.token_bytes[:-1], b" "]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     in_word = False
     for ids in source.blocks(split):
@@ -236,7 +236,7 @@ def read_ids(source: TokensFile, split: str, tokenizer: Tokenizer) -> Iterator[E
             entries = f"the {tokenizer.vocab_size} entries of the {tokenizer.kind} tokenizer: is it the right one?"
             raise InputError(f"{split} of {source.name} holds id {ids.max()}, outside {entries}")
         ends = np.flatnonzero(ids == tokenizer.end_of_text) + 1
-        data = b"".join(map(spoken.__getitem__, ids.tolist()))
+        data = b"".join(map(bytes_of_id.__getitem__, ids.tolist()))
         text = decoder.decode(data)
         words = len(text.split()) - (in_word and text[:1].strip() != "")
         in_word = text[-1:].strip() != "" if text else in_word
@@ -245,18 +245,18 @@ def read_ids(source: TokensFile, split: str, tokenizer: Tokenizer) -> Iterator[E
 
 
 def encode(documents: Iterator[Document], tokenizer: Tokenizer, labelled: bool) -> Iterator[Encoded]:
-    """Language documents are followed by the end of text; labelled ones are not, the label is what comes next."""
+    """Language documents are followed by the end of text; labelled ones are not, their label follows."""
     end = np.array([] if labelled else [tokenizer.end_of_text], tokenizer.dtype)
     rows: list[np.ndarray] = []
     labels: list[int] = []
-    counts, began = np.zeros(3, np.int64), time.monotonic()
+    counts, started = np.zeros(3, np.int64), time.monotonic()
     for document in chain(documents, [None]):
         if document is not None:
             text = document.text
             rows.append(np.concatenate([*tokenizer.encode_batch([text]), end]))
             labels.append(document.label or 0)
             counts += (len(text.encode()), len(text.split()), text.count("\n"))
-        if rows and (document is None or time.monotonic() - began >= CHECKPOINT_SECONDS):
+        if rows and (document is None or time.monotonic() - started >= CHECKPOINT_SECONDS):
             ids, ends = np.concatenate(rows), np.cumsum([len(row) for row in rows])
             yield ids, np.stack([ends, labels], axis=1), [len(rows), len(ids), *counts.tolist()]
-            rows, labels, counts, began = [], [], np.zeros(3, np.int64), time.monotonic()
+            rows, labels, counts, started = [], [], np.zeros(3, np.int64), time.monotonic()

@@ -1,13 +1,13 @@
 """A prepared corpus: a folder of token shards with a manifest.
 
-    manifest.json         what it holds, with a hash of every file and a fingerprint of the whole
+    manifest.json         splits, tokenizer and options, a hash of every file and a fingerprint of the corpus
     tokenizer/            opens with AutoTokenizer.from_pretrained
-    train.000.bin …       ids, raw little-endian, each shard but the last of a split of `shard_tokens` ids
-    train.documents.npy   where documents begin, and where the last one ends
-    train.labels.npy      one label a document, in classification corpora
+    train.000.bin …       raw little-endian ids, `shard_tokens` in every shard but the last of a split
+    train.documents.npy   the start of each document, and the end of the last
+    train.labels.npy      one label per document, in classification corpora
 
 In language corpora each document is followed by the end of text. Opening never unpickles. Shards are read, never
-mapped into memory: where a mapped file shrinks, the system kills the process that looks at it.
+mapped into memory: if a mapped file shrinks, the system kills the process that reads it.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ COUNTED = ("documents", "tokens", "bytes", "words", "lines")
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:
-    """The same corpus read from other files is the same corpus, so `inputs` are left out."""
-    known = {key: value for key, value in manifest.items() if key not in ("fingerprint", "inputs")}
-    return hashlib.sha256(json.dumps(known, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    """A hash of the manifest without `inputs`: the same corpus read from other files is the same corpus."""
+    hashed = {key: value for key, value in manifest.items() if key not in ("fingerprint", "inputs")}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def file_hash(path: Path) -> str:
@@ -40,7 +40,7 @@ def file_hash(path: Path) -> str:
 
 
 def read_npy(path: Path, length: int) -> np.ndarray:
-    """So many whole numbers."""
+    """An array of `length` whole numbers."""
     with errors_as(f"{path} is damaged, prepare the corpus again", ValueError, OSError, EOFError):
         array = np.load(path, allow_pickle=False)
     if array.shape != (length,) or array.dtype.kind not in "iu":
@@ -55,12 +55,12 @@ class Split:
         self.name, self.dtype, self._folder, self._entry, self._shard_tokens = name, dtype, folder, entry, shard_tokens
         self.documents, self.tokens, self.bytes, self.words, self.lines = (int(entry[count]) for count in COUNTED)
         self._files = [folder / shard["file"] for shard in entry["shards"]]
-        # Held open: a corpus that is moved or replaced meanwhile is read on as it was.
+        # Kept open, so that a corpus that is moved or replaced meanwhile is still read as it was.
         self._shards = [os.open(file, os.O_RDONLY) for file in self._files]
         weakref.finalize(self, lambda shards: [*map(os.close, shards)], self._shards)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` ids from `start` on, not to be written to; InputError where the file no longer holds them."""
+        """`count` ids from `start` on, read-only; InputError if the file no longer holds them."""
         parts, stop, size = [], start + count, self.dtype.itemsize
         if start < 0 or count < 0 or stop > self.tokens:
             raise IndexError(f"ids {start} to {stop} of split {self.name!r}, which has {self.tokens}")
@@ -82,17 +82,17 @@ class Split:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Where documents begin, and where the last one ends: documents + 1 numbers."""
+        """The start of each document, and the end of the last: documents + 1 numbers."""
         return read_npy(self._folder / self._entry["offsets"]["file"], self.documents + 1)
 
     @cached_property
     def labels(self) -> np.ndarray | None:
-        """One label a document, or None in a language corpus."""
+        """One label per document, or None in a language corpus."""
         entry = self._entry.get("labels")
         return None if entry is None else read_npy(self._folder / entry["file"], self.documents)
 
     def choose(self, rows: int | None) -> list[int]:
-        """All documents, or `rows` of them spread over the split: files are often sorted by label."""
+        """Indices of all documents, or of `rows` spread over the split, because files are often sorted by label."""
         count = min(rows or self.documents, self.documents)
         return [row * self.documents // count for row in range(count)]
 
@@ -104,7 +104,7 @@ class Split:
 
 
 class Corpus:
-    """An opened corpus. `remarks` say where it differs from the published one of its name; figures repeat them."""
+    """An opened corpus. `remarks` say how it differs from the published one of its name; reports repeat them."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder, self.manifest = folder, manifest
@@ -118,7 +118,7 @@ class Corpus:
 
     @classmethod
     def open(cls, path: Path | str, verify: bool = False) -> "Corpus":
-        """`verify` reads all of it and compares every hash; sizes are always compared."""
+        """`verify` reads every file and compares its hash; sizes are always compared."""
         folder, where = Path(path), Path(path) / "manifest.json"
         if not where.is_file():
             what = f"{folder} is not a prepared corpus" if folder.exists() else f"there is no folder {folder}"
@@ -129,7 +129,7 @@ class Corpus:
             if manifest["format"] != FORMAT:
                 raise InputError(f"{where} has the format {manifest['format']!r}, expected {FORMAT!r}.")
             if manifest["fingerprint"] != fingerprint(manifest):
-                raise InputError(f"{where} was changed after the preparation: it does not have its own fingerprint.")
+                raise InputError(f"{where} was changed after the preparation: its fingerprint does not match.")
             corpus = cls(folder, manifest)
             for entry in manifest["splits"].values():
                 for file in [*entry["shards"], *(entry[what] for what in ("offsets", "labels") if what in entry)]:
@@ -162,7 +162,7 @@ class Corpus:
         return tokenizer
 
     def require_same_tokenizer(self, other: "Corpus") -> None:
-        """For whatever reads both with one model."""
+        """InputError unless one model can read both corpora."""
         if self.tokenizer_fingerprint != other.tokenizer_fingerprint:
             one, two = (f"{c.folder} ({c.tokenizer_kind}, {c.vocab_size} entries)" for c in (self, other))
             raise InputError(f"{one} and {two} have different tokenizers: prepare one of them --like the other.")

@@ -1,6 +1,6 @@
-"""The three tokenizers are one, byte-level BPE, and how a corpus chooses among them.
+"""The three tokenizers, all byte-level BPE, and how a corpus chooses among them.
 
-Ids are dense, the last one is the end of text. Text never produces that id, also not by spelling it out.
+Ids are dense, and the last one is the end of text. Text never produces that id, even if it spells the token out.
 """
 
 import hashlib
@@ -23,20 +23,20 @@ END_OF_TEXT = "<|endoftext|>"
 KINDS = ("gpt2", "bpe", "bytes")
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 GPT2_ENTRIES, GPT2_MERGES = 50_257, 50_000
-# A file beside tokenizer.json, and what we note there: a BPE trained here may be just as large as GPT-2's.
+# A file beside tokenizer.json, and our key in it: a BPE trained here may be exactly as large as GPT-2's.
 SETTINGS, IS_GPT2 = "tokenizer_config.json", "chiar_gpt2"
-# GPT-2's alphabet, which fits vocabularies of bytes into JSON text: printable Latin-1 characters stand for themselves;
-# the other bytes take the characters from U+0100 on, in order.
+# GPT-2's byte alphabet, which writes vocabularies of bytes as JSON text: printable Latin-1 characters represent
+# themselves; the other bytes become the characters from U+0100 on, in order.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 CHARACTER_OF_BYTE = {byte: chr(byte if byte in _PRINTABLE else 256 + _OTHERS.index(byte)) for byte in range(256)}
 BYTE_OF_CHARACTER = {character: byte for byte, character in CHARACTER_OF_BYTE.items()}
-# Where GPT-2's pattern always starts a new word: at a space, newline, tab or carriage return after a character that is
-# no space. What lies between two such places is encoded on its own, once, and remembered. Rarer kinds of space start
-# no new piece, because Python and the tokenizers library disagree about some of them.
+# GPT-2's pattern always starts a new word at a space, newline, tab or carriage return after a non-space character. The
+# piece between two such places is encoded on its own, once, and cached. Rarer kinds of space start no new piece,
+# because Python and the tokenizers library disagree about some of them.
 PIECES = re.compile(r"\s*\S+(?:[^\S \n\t\r]\s*\S*)*|\s+")
 NEW_WORD = re.compile(r"(?<=\S)[ \n\t\r]")
-TRAINED_AT_ONCE = 1 << 16  # characters: long texts take the library much memory, and twice the time
+TRAINED_AT_ONCE = 1 << 16  # characters; longer texts cost the library much memory and twice the time
 
 
 class Tokenizer:
@@ -47,7 +47,7 @@ class Tokenizer:
         self.end_of_text = len(self.vocabulary)
         self.vocab_size = self.end_of_text + 1
         self.dtype = np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
-        # Of what the tokenizer does, not of its files: libraries write the same tokenizer in several ways.
+        # The fingerprint covers what the tokenizer does, not its files: libraries write the same one in several ways.
         definition: dict[str, Any] = {"family": "byte-level-bpe", "pattern": None if kind == "bytes" else "gpt2"}
         definition |= {"vocabulary": self.vocabulary, "merges": self.merges}
         definition["end_of_text"] = [END_OF_TEXT, self.end_of_text]
@@ -55,18 +55,18 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """What each id stands for; nothing for the end of text."""
+        """The bytes of each id; none for the end of text."""
         return [bytes(map(BYTE_OF_CHARACTER.__getitem__, token)) for token in (*self.vocabulary, "")]
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each text, as `AutoTokenizer.from_pretrained` of the saved folder gives them; nothing is added."""
+        """Ids of each text, as from `AutoTokenizer.from_pretrained` of the saved folder, without special tokens."""
         if self.kind == "bytes":
             return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
         return [np.frombuffer(b"".join(map(self._ids_of, PIECES.findall(text))), self.dtype) for text in texts]
 
     @cached_property
     def _ids_of(self) -> Callable[[str], bytes]:
-        """Of a piece of text, remembered: text repeats itself, and encoding costs ten times a look there."""
+        """Ids of a piece of text, cached: text repeats itself, and encoding takes ten times as long as a lookup."""
         encode, dtype = self._model().encode, self.dtype
         return lru_cache(400_000)(lambda piece: np.array(encode(piece, add_special_tokens=False).ids, dtype).tobytes())
 
@@ -80,12 +80,12 @@ class Tokenizer:
         return {name: getattr(self, name) for name in ("kind", "fingerprint", "vocab_size", "end_of_text")}
 
     def save(self, folder: Path) -> None:
-        """A folder for `AutoTokenizer.from_pretrained`, and for `Tokenizer.open`."""
+        """Write a folder for `AutoTokenizer.from_pretrained` and `Tokenizer.open`."""
         from tokenizers import AddedToken
 
         folder.mkdir(parents=True, exist_ok=True)
         model = self._model()
-        # An id of its own that text cannot spell: see split_special_tokens below.
+        # An id of its own that no text produces: see split_special_tokens below.
         model.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
         assert model.token_to_id(END_OF_TEXT) == self.end_of_text
         model.save(str(folder / "tokenizer.json"))
@@ -106,7 +106,7 @@ class Tokenizer:
 
     @classmethod
     def open(cls, folder: Path) -> "Tokenizer":
-        """From GPT-2's two files under either pair of names, or a tokenizer.json that is byte-level BPE as above."""
+        """Read GPT-2's two files under either pair of names, or a tokenizer.json of byte-level BPE."""
         pair = next((pair for pair in GPT2_FILES if all((folder / name).is_file() for name in pair)), None)
         path = folder / (pair[0] if pair else "tokenizer.json")
         require(path.is_file(), f"{folder} has no tokenizer.json, and neither vocab.json with merges.txt.")
@@ -116,13 +116,13 @@ class Tokenizer:
                 lines = (folder / pair[1]).read_text(encoding="utf-8").splitlines()
                 merges = [line for line in lines if line and not line.startswith("#version")]
                 return cls.checked("gpt2" if len(merges) == GPT2_MERGES else "bpe", stored, merges, str(path))
-            model, before = stored["model"], stored["pre_tokenizer"]
+            model, pre = stored["model"], stored["pre_tokenizer"]
             plain = not any((stored["normalizer"], model.get("dropout"), model.get("ignore_merges")))
-            if not plain or (model["type"], before["type"], before["add_prefix_space"]) != ("BPE", "ByteLevel", False):
-                raise InputError(f"{path} is not plain byte-level BPE, the only family of tokenizers known here.")
-            told = json.loads((folder / SETTINGS).read_text(encoding="utf-8")) if (folder / SETTINGS).is_file() else {}
-            kind = "gpt2" if told.get(IS_GPT2, len(model["merges"]) == GPT2_MERGES) else "bpe"
-            if not before.get("use_regex", True):
+            if not plain or (model["type"], pre["type"], pre["add_prefix_space"]) != ("BPE", "ByteLevel", False):
+                raise InputError(f"{path} is not plain byte-level BPE, the only supported kind of tokenizer.")
+            extra = json.loads((folder / SETTINGS).read_text(encoding="utf-8")) if (folder / SETTINGS).is_file() else {}
+            kind = "gpt2" if extra.get(IS_GPT2, len(model["merges"]) == GPT2_MERGES) else "bpe"
+            if not pre.get("use_regex", True):
                 kind = "bytes"
             opened = cls.checked(kind, model["vocab"], model["merges"], str(path))
             if kind == "bytes" and opened.fingerprint != cls.of_bytes().fingerprint:
@@ -131,7 +131,7 @@ class Tokenizer:
 
     @classmethod
     def checked(cls, kind: str, vocab: dict[str, int], merges: Iterable[Any], where: str) -> "Tokenizer":
-        """From what libraries store: the end of text may or may not be an entry, merges are pairs or "one two"."""
+        """From a stored vocabulary and merges: the end of text may be missing, and merges are pairs or "one two"."""
         tokens = sorted(vocab.keys() - {END_OF_TEXT}, key=vocab.__getitem__)
         if [vocab.get(token) for token in (*tokens, END_OF_TEXT)][: len(vocab)] != list(range(len(vocab))):
             raise InputError(f"{where}: ids must run from 0 without gaps, with {END_OF_TEXT} last.")
@@ -153,7 +153,7 @@ class Tokenizer:
         from tokenizers.trainers import BpeTrainer
 
         sizes = "at least 257 (256 bytes and the end of text) and at most a million"
-        if not 257 <= vocab_size <= 1_000_000:  # the trainer takes memory for every entry it may make
+        if not 257 <= vocab_size <= 1_000_000:  # the trainer allocates memory for all of them
             raise InputError(f"--vocab-size must be {sizes}, got {vocab_size}.")
         model = cls("bpe", (), ())._model()
         settings: Any = {"min_frequency": 2, "show_progress": False, "initial_alphabet": sorted(BYTE_OF_CHARACTER)}
@@ -163,7 +163,7 @@ class Tokenizer:
 
 
 def in_parts(texts: Iterable[str]) -> Iterator[str]:
-    """Long texts in parts, cut where words begin, so that the words are the same."""
+    """Long texts in parts that begin where a word does, so that the words are the same."""
     for text in texts:
         start = 0
         while start < len(text):
@@ -175,7 +175,7 @@ def in_parts(texts: Iterable[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """GPT-2's or a saved tokenizer (`path`), a prepared corpus's (`like`), or a BPE trained on the corpus."""
+    """GPT-2's tokenizer, bytes, a saved one (`path`), a prepared corpus's (`like`), or a BPE trained on the corpus."""
 
     kind: str | None = None
     path: Path | None = None
@@ -210,29 +210,29 @@ class TokenizerChoice:
                 raise InputError(f"gpt2 needs --tokenizer-path FOLDER with {files}, or --from-hub to fetch them.")
             from huggingface_hub import hf_hub_download
 
-            with errors_as("gpt2 could not be fetched from the Hub", Exception):  # of many libraries
+            with errors_as("gpt2 could not be fetched from the Hub", Exception):  # raised by many libraries
                 _, path = (Path(hf_hub_download("openai-community/gpt2", name)).parent for name in GPT2_FILES[0])
-        found = None if path is None else Tokenizer.open(path)
-        if found and self.kind == "gpt2" and found.vocab_size != GPT2_ENTRIES:
-            raise InputError(f"{path} holds {found.vocab_size} entries, but GPT-2's tokenizer has {GPT2_ENTRIES}.")
-        return found
+        saved = None if path is None else Tokenizer.open(path)
+        if saved and self.kind == "gpt2" and saved.vocab_size != GPT2_ENTRIES:
+            raise InputError(f"{path} holds {saved.vocab_size} entries, but GPT-2's tokenizer has {GPT2_ENTRIES}.")
+        return saved
 
 
 def check_tokenizer(folder: str, config: "ChiarConfig", corpus: Any) -> list[str]:
-    """InputError where the corpus was not prepared for this model; a remark where that cannot be told."""
-    made = f"{corpus.folder} has a vocabulary of {corpus.vocab_size}"
+    """InputError if the corpus has another tokenizer than the model; a remark if that cannot be checked."""
+    what = f"{corpus.folder} has a vocabulary of {corpus.vocab_size}"
     if corpus.vocab_size > config.vocab_size:
-        room = f"more than the {config.vocab_size} entries of {folder}"
-        raise InputError(f"{made}, {room}: prepare the corpus with the model's tokenizer.")
+        more = f"more than the {config.vocab_size} entries of {folder}"
+        raise InputError(f"{what}, {more}: prepare the corpus with the model's tokenizer.")
     if not Path(folder).is_dir():
         return [f"{folder} is a preset with random weights."]
-    places = [place for place in (Path(folder), Path(folder) / "tokenizer") if (place / "tokenizer.json").is_file()]
-    if not places:
-        return [f"{folder} has no tokenizer: that the ids of {corpus.name} are those it was trained on is not checked."]
+    folders = [path for path in (Path(folder), Path(folder) / "tokenizer") if (path / "tokenizer.json").is_file()]
+    if not folders:
+        return [f"{folder} has no tokenizer: it is not checked that {corpus.name} has the ids it was trained on."]
     try:
-        own = Tokenizer.open(places[0]).fingerprint
+        own = Tokenizer.open(folders[0]).fingerprint
     except InputError as error:
         return [f"the tokenizers of model and corpus were not compared: {error}"]
     if own != corpus.tokenizer_fingerprint:
-        raise InputError(f"{made} and was prepared with another tokenizer than the one in {folder}: prepare it again.")
+        raise InputError(f"{what} and was prepared with another tokenizer than the one in {folder}: prepare it again.")
     return []

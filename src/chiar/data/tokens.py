@@ -1,4 +1,4 @@
-"""Text and token files for the commands that run a model, as token ids in rows of one length."""
+"""Text for the commands that run a model, as token ids in rows of equal length."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ UNUSABLE = "the tokenizer in {} cannot be used"  # the library raises plain Exce
 
 
 class TextCodec:
-    """A model's own tokenizer, or bytes where the vocabulary is bytes."""
+    """A model's own tokenizer, or bytes if the vocabulary is bytes."""
 
     def __init__(self, tokenizer: Any, source: Path | None) -> None:
         self.tokenizer, self.source = tokenizer, source
@@ -35,27 +35,27 @@ class TextCodec:
         return cls(None, None)
 
     def encode(self, text: str) -> list[int]:
-        require(not HALVES.search(text), "the text holds bytes that are no UTF-8, or half a character: remove them.")
+        require(not HALVES.search(text), "the text holds invalid UTF-8 or half of a surrogate pair: remove it.")
         if self.source is None:
             return list(text.encode())
         with errors_as(UNUSABLE.format(self.source), Exception):
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of these ids; the end of text stands for none."""
+        """The text of these ids, without the end of text."""
         if self.source is None:
             return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def pieces(self, ids: list[int]) -> list[str]:
-        """What to show of each id."""
+        """The text to show for each id."""
         if self.source is None:
             return [chr(i) if 32 <= i < 127 else "·" for i in ids]
         return [self.tokenizer.decode([i]) for i in ids]
 
 
 def encode(text: str, config: ChiarConfig, folder: Path | None, tokenizer: Path | None) -> tuple[list[int], list[str]]:
-    """Ids and the piece of text each stands for."""
+    """The ids of a text, and the text of each."""
     codec = TextCodec.open(config, folder, tokenizer)
     ids = codec.encode(text)
     return ids, codec.pieces(ids)
@@ -67,7 +67,7 @@ def read_text_file(path: Path) -> str:
 
 
 def batches(ids: np.ndarray, rows: int, length: int, batch_size: int) -> list[dict[str, Tensor]]:
-    """The first rows × length ids as batches; the last row may be shorter than the rest and is left out."""
+    """The first rows × length ids as batches; an incomplete last row is left out."""
     available = len(ids) // length
     if available == 0:
         raise InputError(f"{len(ids)} tokens are fewer than one row of {length}: give more text or a smaller --length.")
