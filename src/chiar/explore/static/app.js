@@ -1,5 +1,5 @@
 "use strict";
-// The live page: what is typed is routed by every model; sliders move a model's routes; a model continues the text.
+// The live page: every model routes the typed text; sliders move a model's routes; a model continues the text.
 (() => {
   const { Panel, colouring, heading } = ChiarView;
   const { make, mean, percent, share, signed } = ChiarMarks;
@@ -7,7 +7,7 @@
   const text = byId("text"), status = byId("status"), error = byId("error"), panelsRoot = byId("panels");
   const both = byId("both");
   const EXAMPLE = "Return the number of items in the list, or raise ValueError if it is empty.";
-  let models = [], limits = {}, panels = [], stream = null, story = "";
+  let models = [], limits = {}, panels = [], stream = null, outcome = "";
 
   async function ask(path, body, signal) {
     const options = body === undefined ? {} :
@@ -21,16 +21,16 @@
       }
       if (response.ok) return response;
       const { message, param } = (await response.json().catch(() => ({}))).error ?? {};
-      const label = param && byId(param)?.labels[0].firstChild.textContent.trim();  // what the field is called here
+      const label = param && byId(param)?.labels[0].firstChild.textContent.trim();  // the field's name on this page
       const sentence = message || `The server answered ${response.status}.`;
       throw new Error(label ? sentence.replace(`'${param}'`, label) : sentence);
     }
   }
 
-  function complain(problem) {
+  function showError(problem) {
     if (problem && problem.name === "AbortError") return;
-    const silent = problem instanceof TypeError;  // fetch's word for no answer
-    const sentence = silent ? "The server does not answer: is it still running?" : problem ? problem.message : "";
+    const unanswered = problem instanceof TypeError;  // what fetch throws without a response
+    const sentence = unanswered ? "The server does not answer: is it still running?" : problem ? problem.message : "";
     error.textContent = sentence ? sentence[0].toUpperCase() + sentence.slice(1) : "";
     error.hidden = !sentence;
     if (sentence) status.textContent = "";
@@ -41,7 +41,7 @@
       this.about = about;
       this.index = index;
       this.continueButton = make("button", { type: "button", class: "primary", text: "Continue" });
-      this.continueButton.addEventListener("click", () => stream ? stream.abort() : carryOn([this]));
+      this.continueButton.addEventListener("click", () => stream ? stream.abort() : continueText([this]));
       this.root = make("article", { class: "panel", "aria-label": about.name },
         [make("header", {}, [heading(about), this.continueButton])]);
       this.panel = new Panel(this.root);
@@ -49,10 +49,10 @@
       this.written = null;
       this.tail = "";
       this.busy = this.again = false;
-      this.slider();
+      this.addSlider();
     }
 
-    slider() {
+    addSlider() {
       if (!this.about.steer.length) {
         this.panel.slot.append(make("p", { class: "steer", text: this.about.unsteerable }));
         this.panel.slot.firstChild.style.display = "block";
@@ -67,13 +67,18 @@
       this.reset = make("button", { type: "button", text: "Reset", disabled: "" });
       this.panel.slot.append(make("div", { class: "steer" }, [this.kind, this.range, this.value, this.reset]));
       this.moved = false;
-      this.kind.addEventListener("change", () => this.settle(true));
-      this.range.addEventListener("input", () => { this.moved = true; this.say(); complain(null); this.route(); });
-      this.reset.addEventListener("click", () => this.settle(true));
+      this.kind.addEventListener("change", () => this.resetSlider(true));
+      this.range.addEventListener("input", () => {
+        this.moved = true;
+        this.showValue();
+        showError(null);
+        this.route();
+      });
+      this.reset.addEventListener("click", () => this.resetSlider(true));
     }
 
-    // The slider back to where the model itself is.
-    settle(reroute) {
+    // Moves the slider to the model's own routes.
+    resetSlider(reroute) {
       if (!this.kind) return;
       this.moved = false;
       const shift = this.kind.value === "shift", reach = this.base?.reach ?? 0.1;
@@ -81,11 +86,11 @@
       const end = shift ? 1.02 * reach : 1;
       Object.assign(this.range, { min: shift ? -end : 0, max: end, step: shift ? reach / 100 : 0.01 });
       this.range.value = shift ? 0 : dark;
-      this.say();
+      this.showValue();
       if (reroute) this.route();
     }
 
-    say() {
+    showValue() {
       const value = Number(this.range.value), shift = this.kind.value === "shift";
       const digits = Math.max(2, Math.min(6, 2 - Math.floor(Math.log10(this.base?.reach ?? 0.1))));
       this.value.textContent = shift ? signed(value, digits - 1) : percent(value);
@@ -97,67 +102,67 @@
       return this.kind && this.moved ? { kind: this.kind.value, value: Number(this.range.value) } : null;
     }
 
-    // The text, and behind it what this model alone wrote.
-    get asked() {
+    // The text, and after it what this model alone wrote.
+    get fullText() {
       return text.value && text.value + this.tail;
     }
 
-    // One request at a time; whatever changed meanwhile is asked next, so a dragged slider never queues up.
+    // One request at a time. The next one sends all changes made meanwhile, so a dragged slider queues no requests.
     async route() {
       if (this.busy) { this.again = true; return; }
       this.busy = true;
       this.root.classList.add("stale");
       do {
         this.again = false;
-        const { asked, steer } = this;
-        if (!asked || stream) break;
+        const { fullText, steer } = this;
+        if (!fullText || stream) break;
         try {
-          if (this.base?.asked !== asked) {
-            this.base = { ...await this.fetch(asked, null), asked };
-            if (!this.moved) this.settle(false);
+          if (this.base?.fullText !== fullText) {
+            this.base = { ...await this.fetch(fullText, null), fullText };
+            if (!this.moved) this.resetSlider(false);
           }
-          const view = steer ? await this.fetch(asked, steer) : this.base;
-          if (this.asked === asked && !stream) this.show(view, steer ? this.base : null);
+          const view = steer ? await this.fetch(fullText, steer) : this.base;
+          if (this.fullText === fullText && !stream) this.show(view, steer ? this.base : null);
         } catch (problem) {
-          if (this.again || this.asked !== asked) continue;
+          if (this.again || this.fullText !== fullText) continue;
           this.clear();
-          complain(problem);
+          showError(problem);
         }
       } while (this.again);
       this.busy = false;
       this.root.classList.remove("stale");
     }
 
-    // What is shown is of the text that stands there: no text, or one that was refused, shows nothing.
+    // A panel always shows the current text: nothing if that is empty or was refused.
     clear() {
       this.base = null;
       if (this.range) this.range.disabled = true;
       this.panel.clear();
     }
 
-    async fetch(asked, steer) {
-      return (await ask("api/route", { model: this.index, text: asked, steer })).json();
+    async fetch(fullText, steer) {
+      return (await ask("api/route", { model: this.index, text: fullText, steer })).json();
     }
 
     show(view, base) {
       if (this.range) this.range.disabled = false;
       this.panel.update(view, { base, written: this.written });
-      count();
+      showCount();
     }
 
-    // Continue the text, drawn token by token; what was written and its number of tokens, or null.
-    async write(wish, signal) {
-      let written = "", view = null, begin = 0, ended = false;
+    // Continues the text and draws it token by token. Returns what was written and its number of tokens, or null.
+    async write(sampling, signal) {
+      let written = "", view = null, promptLength = 0, ended = false;
       try {
-        const body = { model: this.index, text: this.asked, steer: this.steer, ...wish };
+        const body = { model: this.index, text: this.fullText, steer: this.steer, ...sampling };
         const response = await ask("api/continue", body, signal);
         for await (const record of lines(response.body)) {
           if (record.view) {
             view = record.view;
-            begin = view.tokens.length;
-            this.written ??= begin;
+            promptLength = view.tokens.length;
+            this.written ??= promptLength;
           } else if (record.token) {
-            extend(view, record);
+            append(view, record);
             written = record.text;
           }
           ended = record.end === true;
@@ -165,27 +170,27 @@
         }
         if (!ended) throw new Error("The server broke off in the middle of the text.");
       } catch (problem) {
-        complain(problem);
+        showError(problem);
       }
-      return view && { text: written, tokens: view.tokens.length - begin };
+      return view && { text: written, tokens: view.tokens.length - promptLength };
     }
 
-    // Not more often than half of the time goes into drawing, however fast tokens come.
+    // Waits as long as the last drawing took, so that at most half of the time goes into drawing.
     draw(view) {
       this.drawn = view;
       this.timer ??= setTimeout(() => {
         this.timer = null;
         if (!stream) return;
-        const began = performance.now();
+        const start = performance.now();
         this.panel.update(this.drawn, { written: this.written });
         this.panel.words.scrollTop = this.panel.words.scrollHeight;
-        this.cost = performance.now() - began;
+        this.cost = performance.now() - start;
       }, this.cost ?? 0);
     }
   }
 
-  // One more token in a view.
-  function extend(view, record) {
+  // Appends a token to a view.
+  function append(view, record) {
     view.tokens.push(record.token);
     view.layers.forEach((layer, i) => {
       const next = record.layers[i], before = layer.choice.length;
@@ -211,23 +216,24 @@
     }
   }
 
-  // One model's text goes into the field, for all to route; of two, each keeps its own behind the prompt they share.
-  async function carryOn(writers) {
+  // One model's text goes into the field, for all to route. Two models each keep theirs, after the shared prompt.
+  async function continueText(writers) {
     if (!text.value) { text.focus(); return; }
     const number = ({ value }) => value === "" ? value : Number(value);
-    const wish = { tokens: number(byId("tokens")), temperature: number(byId("temperature")),
+    const sampling = { tokens: number(byId("tokens")), temperature: number(byId("temperature")),
       seed: Math.floor(Math.random() * 2 ** 31) };
     const names = writers.map((live) => live.about.name).join(" and "), several = writers.length > 1;
     stream = new AbortController();
-    story = "";
-    complain(null);
+    outcome = "";
+    showError(null);
     status.textContent = `${names} ${several ? "are" : "is"} writing; Escape stops ${several ? "them" : "it"}.`;
     lock(writers);
-    const texts = await Promise.all(writers.map((live) => live.write(wish, stream.signal)));
+    const texts = await Promise.all(writers.map((live) => live.write(sampling, stream.signal)));
     const stopped = stream.signal.aborted ? ", then stopped" : "";
     stream = null;
     lock([]);
-    if (texts.some((own) => own)) story = `; ${texts.map((own) => own?.tokens ?? 0).join(" and ")} written${stopped}`;
+    const counts = texts.map((own) => own?.tokens ?? 0).join(" and ");
+    if (texts.some((own) => own)) outcome = `; ${counts} written${stopped}`;
     writers.forEach((live, i) => { live.tail += texts[i]?.text ?? ""; });
     if (!several && texts[0]) {
       text.value += writers[0].tail;
@@ -237,7 +243,7 @@
     for (const live of panels) live.route();
   }
 
-  // While models write, the text stays as it is and the others wait.
+  // While models write, the text is read-only and the others cannot continue it.
   function lock(writers) {
     text.readOnly = writers.length > 0;
     for (const live of panels) {
@@ -250,17 +256,17 @@
     both.textContent = writers.length > 1 ? "Stop both" : "Continue with both";
   }
 
-  function count() {
+  function showCount() {
     const most = Math.max(...panels.map(({ panel }) => panel.view?.tokens.length ?? 0)).toLocaleString("en");
-    status.textContent = `${most} of at most ${limits.most_tokens.toLocaleString("en")} tokens${story}`;
+    status.textContent = `${most} of at most ${limits.most_tokens.toLocaleString("en")} tokens${outcome}`;
   }
 
   let pause = null;
   text.addEventListener("input", () => {
     clearTimeout(pause);
     for (const live of panels) Object.assign(live, { written: null, tail: "" });
-    story = "";
-    complain(null);
+    outcome = "";
+    showError(null);
     if (!text.value) {
       for (const live of panels) live.clear();
       status.textContent = "Type something to route.";
@@ -269,9 +275,9 @@
     pause = setTimeout(() => { for (const live of panels) live.route(); }, 200);
   });
   text.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && panels[0] && !stream) carryOn(panels);
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && panels[0] && !stream) continueText(panels);
   });
-  both.addEventListener("click", () => stream ? stream.abort() : carryOn(panels));
+  both.addEventListener("click", () => stream ? stream.abort() : continueText(panels));
   addEventListener("keydown", (event) => { if (event.key === "Escape" && stream) stream.abort(); });
 
   function begin(record) {
@@ -306,6 +312,6 @@
 
   ask("api/models").then((response) => response.json()).then(begin).catch((problem) => {
     byId("composer").hidden = false;
-    complain(problem);
+    showError(problem);
   });
 })();

@@ -1,7 +1,7 @@
 "use strict";
-// Colours, words and nodes that everything on the page is made of. Text is only ever inserted as text.
+// Colours, labels and DOM nodes for the whole page. Text is only ever inserted as text.
 const ChiarMarks = (() => {
-  // From at the threshold to far from it; all light cells are paler than any dark one.
+  // Each from the colour at the threshold to that far from it. All light cells are paler than any dark one.
   const RAMPS = {
     light: [[255, 247, 205], [250, 205, 50]], temporal: [[218, 243, 236], [90, 205, 180]],
     rbf: [[221, 160, 195], [204, 121, 167]], attention: [[120, 170, 215], [8, 40, 100]],
@@ -12,16 +12,16 @@ const ChiarMarks = (() => {
   };
   const ramp = (operator) => RAMPS[operator] || RAMPS.light;
   const nameOf = (operator) => NAMES[operator] || `light: ${operator}`;
-  // From light to dark; light operators of one's own are light ones too.
+  // From light to dark; a user's own operators are light.
   const inOrder = (operators) => [...new Set(operators)].sort((a, b) => rank(a) - rank(b));
   const rank = (operator) => ["rbf", "attention"].indexOf(operator);
   const LIGHT = RAMPS.light[1], DARK = RAMPS.attention[1];
-  const LESS = [1, 133, 113], EVEN = [245, 245, 245], MORE = [166, 97, 26];  // of a loss, than another model's
+  const LESS = [1, 133, 113], EVEN = [245, 245, 245], MORE = [166, 97, 26];  // loss than another model
   const SVG = "http://www.w3.org/2000/svg";
 
   const mix = (a, b, share) => a.map((v, i) => Math.round(v + (b[i] - v) * Math.min(Math.max(share, 0), 1)));
   const css = (rgb) => `rgb(${rgb.join(",")})`;
-  const bright = ([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b > 118;  // black on it reads better than white
+  const bright = ([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b > 118;  // whether black on it reads better than white
   const shown = (piece) => piece.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
   const edged = (piece) => shown(piece).replaceAll(" ", "·") || "∅";
   const percent = (value) => `${(100 * value).toFixed(0)}%`;
@@ -52,12 +52,12 @@ const ChiarMarks = (() => {
     return number.toPrecision(3);
   }
 
-  // A layer whose tokens choose, or a dark stack, which is one here.
+  // A layer that routes its tokens, or a dark stack, which is one layer here.
   const chooses = (layer) => layer.kind === "routed" || layer.kind === "dark";
   const routed = (view) => view.layers.filter(chooses);
   const stackOf = (view) => view.layers.find((layer) => layer.kind === "dark");
 
-  // How uncertain each token was before a dark stack, 0 to 1, at most ½ up to τ; null where that is not known.
+  // How uncertain each token was before a dark stack, from 0 to 1, with τ at ½; null if that is unknown.
   function uncertainty(view) {
     const { entropy, thresholds } = stackOf(view) ?? {};
     if (!entropy) return null;
@@ -66,12 +66,12 @@ const ChiarMarks = (() => {
       : 0.5 + (score - cut) / Math.max(score <= cut ? cut - low : high - cut, 1e-9) / 2);
   }
 
-  // The light ramp, at ½ palest, then the dark one.
+  // Down from the light ramp's end to palest at ½, then the dark ramp.
   const entropyColour = (share) =>
     share <= 0.5 ? mix(...RAMPS.light, 1 - 2 * share) : mix(...RAMPS.attention, 2 * share - 1);
   const share = (view) => routed(view).length ? mean(routed(view).map((layer) => layer.use.attention)) : null;
 
-  // Score less τ, from the nearest of several thresholds.
+  // Score minus τ, or minus the nearest of several thresholds.
   function gap(layer, t) {
     if (!layer.thresholds || !layer.entropy) return null;
     const gaps = layer.thresholds.map((threshold) => layer.entropy[t] - threshold);
@@ -101,7 +101,7 @@ const ChiarMarks = (() => {
       const cuts = layer.thresholds.map((value) => value.toFixed(4)).join(", ");
       lines.push(`threshold ${cuts} (${signed(gap(layer, t), 4)} from it)`);
     }
-    if (layer.probability) lines.push(`p of attention ${layer.probability[t].toFixed(3)}`);
+    if (layer.probability) lines.push(`p(attention) ${layer.probability[t].toFixed(3)}`);
     if (layer.gate) lines.push(`gate ${layer.gate[t].toFixed(3)}`);
     if (token.nats !== null) lines.push(`loss ${token.nats.toFixed(2)} nats`);
     return lines;

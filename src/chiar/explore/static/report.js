@@ -1,5 +1,5 @@
 "use strict";
-// What a report carries, as data: sections with a prompt and its views, or a table. Text is only inserted as text.
+// Builds a report from its data: sections with a prompt and its views, or a table. Text is only inserted as text.
 (() => {
   const { make } = ChiarMarks;
   const row = (kind, texts) => make("tr", {}, texts.map((text, column) =>
@@ -25,8 +25,8 @@
   const main = document.querySelector("main");
   for (const section of JSON.parse(document.getElementById("sections").textContent)) {
     main.append(make("section", {}, [...parts(section)]));
-    // A panel measures its place, which must be on the page by then.
-    const panels = [...main.lastChild.querySelectorAll("article.panel")].map((place) => new ChiarView.Panel(place));
+    // A panel measures its element, which must be in the document by then.
+    const panels = [...main.lastChild.querySelectorAll("article.panel")].map((node) => new ChiarView.Panel(node));
     const choice = panels.length && ChiarView.colouring(panels, section.views.map((view) => view.model));
     if (choice) main.lastChild.querySelector(".panels").before(choice);
     panels.forEach((panel, number) => panel.update(section.views[number]));

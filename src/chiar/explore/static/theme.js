@@ -1,5 +1,5 @@
 "use strict";
-// Before the first paint: what was chosen last, else what the system prefers.
+// Sets the theme before the first paint: the user's last choice, else what the system prefers.
 (() => {
   const root = document.documentElement;
   const stored = () => { try { return localStorage.getItem("chiar-theme"); } catch { return null; } };
@@ -16,7 +16,7 @@
     apply(root.dataset.theme);
     document.getElementById("theme")?.addEventListener("click", () => {
       const next = root.dataset.theme === "dark" ? "light" : "dark";
-      try { localStorage.setItem("chiar-theme", next); } catch { /* a page opened from a file may not store */ }
+      try { localStorage.setItem("chiar-theme", next); } catch { /* a page opened from a file may have no storage */ }
       apply(next);
     });
   });

@@ -6,9 +6,9 @@ const ChiarView = (() => {
     nameOf, percent, ramp, routed, share, shown, signed, stackOf, strength, tokenFacts, uncertainty,
   } = ChiarMarks;
   const LABEL = 96, CHARACTER = 7.3, NARROWEST = 17, LONGEST = 22;
-  const WIDE_GAP = 2;  // nats between two models' losses that have the full colour
+  const WIDE_GAP = 2;  // difference of two models' losses, in nats, that gets the full colour
 
-  // A single tip for the whole page; pointer and keyboard show the same.
+  // One tooltip for the whole page; pointer and keyboard show the same.
   const tip = {
     node: null,
     show(target, title, lines) {
@@ -31,7 +31,7 @@ const ChiarView = (() => {
   };
   addEventListener("scroll", () => tip.place(), { passive: true, capture: true });
 
-  // One stop for the Tab key; arrows move inside. `places` maps "row,column" to a node.
+  // One tab stop; arrow keys move inside. `move(node, down, across)` returns the node to go to.
   function roving(root, selector, move) {
     root.addEventListener("keydown", (event) => {
       const here = event.target.closest(selector);
@@ -67,7 +67,7 @@ const ChiarView = (() => {
       const title = (text) => make("h3", { text });
       this.histogramTitle = title("");
       this.beyond = make("p", { class: "note" });
-      // What grows with the text comes last, and the tokens scroll in a place of their own.
+      // What grows with the text comes last; the tokens have a scrolling box of their own.
       this.rest = make("div", {}, [title("Tokens"), this.words, this.legend, title("Split by layer"), this.table,
         this.histogramTitle, this.histograms, title("Routes, layer by token"), this.grid, this.cellLegend]);
       root.append(this.figures, this.beyond, this.slot, this.rest);
@@ -100,7 +100,7 @@ const ChiarView = (() => {
       });
     }
 
-    // `base` is the same text unmoved, for differences; tokens from `written` on are the model's own.
+    // `base` is the view with the model's own routes, for differences. The model wrote the tokens from `written` on.
     update(view, { base = null, written = null } = {}) {
       Object.assign(this, { view, base, written });
       this.rest.hidden = false;
@@ -126,7 +126,7 @@ const ChiarView = (() => {
       if (this.view && this.colouring === "loss") this.drawWords();
     }
 
-    // Of each token the loss less the rival's; null behind where their tokens part, and where one has none.
+    // Each token's loss minus the rival's; null after the first token that differs, and where one has no loss.
     gaps() {
       const theirs = this.rival?.view?.tokens ?? [];
       let alike = true;
@@ -157,17 +157,17 @@ const ChiarView = (() => {
         const where = stacks ? `of tokens pass layers ${stacks}` : "of tokens, over the routed layers";
         add("Sent to attention", percent(dark), where, change);
       }
-      add("Loss", view.loss === null ? "–" : view.loss.toFixed(3), view.loss === null ? "one token has none" :
-        `nats a token; perplexity ${compact(view.perplexity)}`, difference(view.loss, base && base.loss, 3));
+      add("Loss", view.loss === null ? "–" : view.loss.toFixed(3), view.loss === null ? "needs two tokens" :
+        `nats per token; perplexity ${compact(view.perplexity)}`, difference(view.loss, base && base.loss, 3));
       const saved = view.flops.saved, part = (one) => one && one.flops.model / one.flops.baseline * 100;
       const side = saved > 0 ? "below" : "above", size = Math.abs(100 * saved).toFixed(1);
       const gap = Math.abs(saved) < 0.0005 ? "" : `${size}% ${side} `;
       const change = difference(part(view), part(base), 1, " pt");
-      add("Counted FLOPs", compact(view.flops.model), `a token; ${gap}attention everywhere`, change);
+      add("Counted FLOPs", compact(view.flops.model), `per token; ${gap}attention everywhere`, change);
       this.figures.replaceChildren(...rows);
       const { trained } = view.model;
       this.beyond.hidden = trained === null || view.tokens.length <= trained;
-      this.beyond.textContent = `Trained on ${trained?.toLocaleString("en")} tokens in a row: beyond that it guesses.`;
+      this.beyond.textContent = `Trained on texts of ${trained?.toLocaleString("en")} tokens: beyond that it guesses.`;
     }
 
     drawWords() {
@@ -181,9 +181,9 @@ const ChiarView = (() => {
       const hue = (gap) => mix(EVEN, gap < 0 ? LESS : MORE, Math.abs(gap) / WIDE_GAP);
       view.tokens.forEach((token, t) => {
         if (t === written) nodes.push(make("span", { class: "begin", text: "▸" }));
-        const gap = gaps?.[t] ?? null, said = gap === null ? `${percent(token.dark)} dark` : this.against(gap);
+        const gap = gaps?.[t] ?? null, label = gap === null ? `${percent(token.dark)} dark` : this.against(gap);
         const node = make("span", { class: "token", dir: "auto", role: "img", "data-token": t, tabindex: t ? -1 : 0,
-          "aria-label": `${edged(token.piece)}: ${said}` }, [shown(token.piece) || "∅"]);
+          "aria-label": `${edged(token.piece)}: ${label}` }, [shown(token.piece) || "∅"]);
         if (gap !== null) paint(node, hue(gap));
         else if (!byLoss) {
           paint(node, hueOf(token, t));
@@ -203,16 +203,16 @@ const ChiarView = (() => {
       const ends = byLoss ? [`${WIDE_GAP} nats less`, `${WIDE_GAP} more`] : shares ? ["low", "high"] : ["light", "dark"];
       const other = byLoss && (this.rival.view?.model.name ?? "the other model");
       const meaning = byLoss ? `Loss against ${other}; no colour: nothing to compare.`
-        : shares ? `By ${stack.entropy_name}${stack.thresholds ? ", τ half-way" : ""}; underlined: dark, passing layers ${stack.number}.`
-        : stack ? `Dark, and underlined: passing layers ${stack.number}.`
+        : shares ? `By ${stack.entropy_name}${stack.thresholds ? ", τ half-way" : ""}; underlined: dark, through layers ${stack.number}.`
+        : stack ? `Dark, and underlined: through layers ${stack.number}.`
         : routed(view).length ? "Darker, and underlined: more of the routed layers chose attention."
-        : "No layer routes: every token takes attention everywhere.";
+        : "No layer routes: every token takes attention in every layer.";
       const parts = [make("span", { class: "scale" }, [ends[0], ramp, ends[1]]), make("span", { text: meaning })];
-      if (written !== null) parts.push(make("span", { text: "▸ Here the model begins; its own tokens are dotted." }));
+      if (written !== null) parts.push(make("span", { text: "▸ Here the model begins; dotted: its own tokens." }));
       this.legend.replaceChildren(...parts);
     }
 
-    // Tokens wrap like text, each as wide as its piece, with all layers below it.
+    // Tokens wrap like text, each as wide as its piece, with a cell for every layer below it.
     layOut() {
       const width = this.grid.clientWidth;
       if (!this.view || !width || width === this.width) return;
@@ -282,7 +282,7 @@ const ChiarView = (() => {
         nodes.push(swatch, make("span", { class: "name", text: nameOf(name) }));
       }
       if (view.layers.some((layer) => layer.thresholds)) nodes.push("stronger: farther from its threshold");
-      else if (view.layers.some((layer) => layer.probability)) nodes.push("stronger: the router is surer");
+      else if (view.layers.some((layer) => layer.probability)) nodes.push("stronger: the router is more certain");
       this.cellLegend.replaceChildren(...nodes);
     }
 
@@ -360,7 +360,7 @@ const ChiarView = (() => {
     return make("div", {}, [make("h2", { text: about.name }), what, ...notes]);
   }
 
-  // One panel or two of one text, and the choice of what the colours of their tokens say; null where there is none.
+  // A selector of what the token colours mean, for one panel or two of one text; null if there is nothing to select.
   function colouring(panels, models) {
     const [first, second] = panels, words = { route: "route" };
     if (models.some((about) => about.kinds.includes("dark"))) Object.assign(words, { entropy: "entropy" });
