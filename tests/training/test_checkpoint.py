@@ -39,8 +39,8 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(name, damage, t
     file = tmp_path / checkpoint.step_name(2) / name
     file.write_bytes(damage(file.read_bytes())) if damage else file.unlink()
     found = checkpoint.find(tmp_path)
-    (complaint,) = found.complaints
-    assert found.state == {"step": 1} and complaint.startswith("step-00000002 is not used")
+    (warning,) = found.warnings
+    assert found.state == {"step": 1} and warning.startswith("step-00000002 is not used")
     into = tensors(0.0)
     checkpoint.load(found.folder, into)
     assert all(torch.equal(into[name], value) for name, value in tensors(1.0).items())

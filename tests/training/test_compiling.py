@@ -116,4 +116,4 @@ def test_auto_is_what_the_device_multiplies_and_stays_on_another_machine(
         go("run", resume=steps > 1, precision="auto", steps=steps)
     assert used == [expected] * 2 and folder.read()["settings"]["precision"] == expected
     folder.write({})
-    refused("says nothing of its settings", go, "run", resume=True, precision="auto")
+    refused("has no settings", go, "run", resume=True, precision="auto")

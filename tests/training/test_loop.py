@@ -244,9 +244,9 @@ def test_an_existing_run_is_not_touched_unless_resumed_alike(config, go, tmp_pat
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ours")
     folder.write({"launch": launch()})
-    assert folder.goes_on(False)
+    assert folder.should_resume(False)
     folder.write({"launch": "theirs"})
-    refused("exists already", folder.goes_on, False)
+    refused("exists already", folder.should_resume, False)
 
 
 def test_an_older_run_is_resumed(config, go, tmp_path):

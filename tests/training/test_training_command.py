@@ -42,7 +42,7 @@ def test_a_tiny_preset_on_a_cpu_begins_with_what_shows_progress(corpus, tmp_path
     assert writing == f"writing to: {out}" and first.startswith("step 1/40  loss ")
     assert f"done: the best model is {out / 'best'}, validation loss" in said
     assert said.split("next: ")[1].splitlines()[0] == f"chiar eval {out} --data {corpus}"
-    records, settings = metrics(out), RunFolder(out).begun()[1]
+    records, settings = metrics(out), RunFolder(out).config_and_settings()[1]
     assert records[-1]["loss"] < 0.8 * records[0]["loss"]
     assert (settings.warmup, settings.micro_batch, settings.compile) == (20, 8, False)
 
@@ -56,12 +56,12 @@ def test_the_command_of_a_tiny_run_says_what_another_device_would_choose_otherwi
 def test_rows_of_a_pass_divide_the_batch_by_themselves(corpus, tmp_path):
     more = ["--device", "cpu", "--steps", 1, "--length", 8, "--batch", 48]
     assert run("train", "v3-tiny", "--data", corpus, "--out", tmp_path / "run", *more)[0] == 0
-    assert RunFolder(tmp_path / "run").begun()[1].micro_batch == 16
+    assert RunFolder(tmp_path / "run").config_and_settings()[1].micro_batch == 16
 
 
 def test_a_run_stands_for_its_best_model(corpus, tmp_path):
     more = ["--data", corpus, "--device", "cpu", "--steps", 1, "--length", 8]
     assert run("train", "v3-tiny", "--out", tmp_path / "run", "--set", "hidden_size=16", *more)[0] == 0
     assert run("train", tmp_path / "run", "--out", tmp_path / "alike", *more)[0] == 0
-    assert RunFolder(tmp_path / "alike").begun()[0].hidden_size == 16
+    assert RunFolder(tmp_path / "alike").config_and_settings()[0].hidden_size == 16
     assert run("plot", "model", tmp_path / "run", "--out", tmp_path / "model.svg")[0] == 0

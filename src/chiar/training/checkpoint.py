@@ -1,6 +1,8 @@
-"""A format of our own, since torch's distributed one pickles its index and has no hashes to tell what is damaged:
-a folder with `state.json` (plain values), a `tensors-R.safetensors` for each process that holds a part (split by rows,
-so any number of processes can read it) and `manifest.json` (the SHA-256 of all), written aside and renamed."""
+"""Checkpoints, in a format of our own: torch's distributed one pickles its index and has no hashes to detect damage.
+
+A checkpoint is a folder with `state.json` (plain values), a `tensors-R.safetensors` of each rank R that holds tensors
+(sharded by rows, readable by any number of processes) and `manifest.json` (the SHA-256 of all other files). It is
+written under a temporary name and renamed."""
 
 import hashlib
 import json
@@ -22,19 +24,19 @@ from chiar.files import aside_of
 from chiar.training.distributed import Processes, local_rows
 
 MANIFEST, STATE = "manifest.json", "state.json"
-GONE = {f"model.language.model.router_state.{name}" for name in ("spread_L", "progress")}  # in older checkpoints
+GONE = {f"model.language.model.router_state.{name}" for name in ("spread_L", "progress")}  # ignored in older ones
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on; the message says why and what is kept."""
+    """Training cannot continue; the message says why and what is kept."""
 
 
-class Found(NamedTuple):
-    """A checkpoint that passed its check, and what was said about newer ones that did not."""
+class FoundCheckpoint(NamedTuple):
+    """A checkpoint that passed its check, and warnings about newer ones that did not."""
 
     folder: Path
     state: dict[str, Any]
-    complaints: list[str]
+    warnings: list[str]
 
 
 def step_name(step: int) -> str:
@@ -42,43 +44,43 @@ def step_name(step: int) -> str:
 
 
 def steps(folder: Path) -> list[Path]:
-    """Checkpoints in a run's folder, newest first."""
+    """The checkpoints in a folder, newest first."""
     return sorted((path for path in folder.glob("step-*") if path.is_dir()), reverse=True)
 
 
 def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], processes: Processes) -> None:
-    """Write the checkpoint of one step. Each process writes the rows it holds; what all hold, the main one writes."""
-    aside, hashes, what = folder.parent / f".{folder.name}.partial", {}, f"the checkpoint {folder.name}"
+    """Write the checkpoint of one step: each process its rows of sharded tensors, the main one also the others."""
+    partial, hashes, what = folder.parent / f".{folder.name}.partial", {}, f"the checkpoint {folder.name}"
     mine = {name: local_rows(t) for name, t in tensors.items() if processes.main or isinstance(t, DTensor)}
     try:
-        with agreed(processes, what):
+        with collective_write(processes, what):
             if mine:
-                aside.mkdir(parents=True, exist_ok=True)
-                file = aside / f"tensors-{processes.rank}.safetensors"
+                partial.mkdir(parents=True, exist_ok=True)
+                file = partial / f"tensors-{processes.rank}.safetensors"
                 starts = json.dumps({name: start for name, (start, _) in mine.items() if start})
                 save_file({n: rows.cpu().contiguous() for n, (_, rows) in mine.items()}, file, {"starts": starts})
                 hashes[file.name] = synced_hash(file)
         for other in processes.all(hashes):
             hashes |= other
-        with agreed(processes, what):
+        with collective_write(processes, what):
             if processes.main:
-                (aside / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-                hashes[STATE] = synced_hash(aside / STATE)
-                (aside / MANIFEST).write_text(json.dumps({"files": hashes}, indent=1), encoding="utf-8")
-                synced_hash(aside / MANIFEST)
+                (partial / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+                hashes[STATE] = synced_hash(partial / STATE)
+                (partial / MANIFEST).write_text(json.dumps({"files": hashes}, indent=1), encoding="utf-8")
+                synced_hash(partial / MANIFEST)
                 shutil.rmtree(folder, ignore_errors=True)
-                os.replace(aside, folder)
+                os.replace(partial, folder)
                 os.fsync(handle := os.open(folder.parent, os.O_RDONLY))
                 os.close(handle)
     except TrainingStopped:
         if processes.main:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 @contextmanager
-def agreed(processes: Processes, what: str) -> Iterator[None]:
-    """A block that writes; failing in one process it fails in all: none waits for another that has given up."""
+def collective_write(processes: Processes, what: str) -> Iterator[None]:
+    """A block that writes files. If it fails in one process it fails in all, so that none waits for one that failed."""
     failure: Exception | None = None
     try:
         yield
@@ -98,44 +100,44 @@ def read_manifest(folder: Path) -> dict[str, str]:
     return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
 
 
-def find(folder: Path) -> Found | None:
-    """The newest checkpoint whose files all have their hash; None if there never was one."""
-    complaints: list[str] = []
+def find(folder: Path) -> FoundCheckpoint | None:
+    """The newest checkpoint whose files all match their hashes; None if there are no checkpoints."""
+    warnings: list[str] = []
     for path in steps(folder):
         try:
             hashes = read_manifest(path)
             wrong = [name for name, expected in hashes.items() if synced_hash(path / Path(name).name) != expected]
             if STATE in hashes and len(hashes) > 1 and not wrong:
-                return Found(path, json.loads((path / STATE).read_text(encoding="utf-8")), complaints)
-            why = f"{wrong[0]} does not have its hash" if wrong else "its manifest is damaged"
+                return FoundCheckpoint(path, json.loads((path / STATE).read_text(encoding="utf-8")), warnings)
+            why = f"{wrong[0]} does not match its hash" if wrong else "its manifest is damaged"
         except FileNotFoundError as error:
             why = f"{Path(error.filename).name} is missing"
-        except OSError as error:  # an older one would do, but training again what is there is not for us to choose
+        except OSError as error:  # perhaps not damaged: whether to repeat its steps is the user's choice
             raise InputError(f"the checkpoint {path} cannot be read: {error.strerror}.") from error
         except (ValueError, KeyError, TypeError):
             why = "its manifest is damaged"
-        complaints.append(f"{path.name} is not used: {why}.")
-    require(not complaints, f"no checkpoint in {folder} is usable: {' '.join(complaints)}")
+        warnings.append(f"{path.name} is not used: {why}.")
+    require(not warnings, f"no checkpoint in {folder} is usable: {' '.join(warnings)}")
     return None
 
 
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill `tensors` in place, each with the rows this process holds."""
-    places, found = {name: local_rows(tensor) for name, tensor in tensors.items()}, set[str]()
+    """Read `tensors` in place; of sharded ones, the rows this process holds."""
+    places, stored_names = {name: local_rows(tensor) for name, tensor in tensors.items()}, set[str]()
     missing = {name: len(rows) if rows.ndim else 1 for name, (_, rows) in places.items()}
-    changed = (
+    damaged = (
         f"{folder} was damaged while it was read: repeat the command, which then takes the newest whole checkpoint"
     )
     for file_name in read_manifest(folder).keys() - {STATE}:
-        opened = folder / Path(file_name).name
-        # Read, not mapped into memory: a mapped file that shrinks ends the process.
+        path = folder / Path(file_name).name
+        # pread instead of mmap: if a mapped file shrinks, the system kills the process.
         with (
-            errors_as(changed, SafetensorError, OSError),
-            safe_open(opened, framework="pt", backend="pread") as file,
+            errors_as(damaged, SafetensorError, OSError),
+            safe_open(path, framework="pt", backend="pread") as file,
             torch.no_grad(),
         ):
             starts = json.loads((file.metadata() or {}).get("starts", "{}"))
-            found |= (names := set(file.keys()))
+            stored_names |= (names := set(file.keys()))
             for name in names & tensors.keys():
                 (first, rows), start, stored = places[name], starts.get(name, 0), file.get_slice(name)
                 if rows.ndim == 0:
@@ -146,8 +148,8 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
                 if begin < end and stored.get_shape()[1:] == list(rows.shape[1:]):
                     rows[begin - first : end - first].copy_(stored[begin - start : end - start])
                     missing[name] -= end - begin
-    odd = ", ".join(sorted((found - GONE) ^ tensors.keys())[:3])
-    require(not odd, f"the checkpoint and the model do not hold the same tensors: {odd} …")
+    differing = ", ".join(sorted((stored_names - GONE) ^ tensors.keys())[:3])
+    require(not differing, f"the checkpoint and the model do not hold the same tensors: {differing} …")
     for name, tensor in tensors.items():
         require(not missing[name], f"the checkpoint does not hold all of {name} {list(tensor.shape)}.")
 
@@ -159,8 +161,8 @@ def retain(folder: Path, keep: int, best: dict[str, float] | None) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def point(link: Path, target: Path) -> None:
-    """Make `link` a relative symbolic link to `target`, at once."""
+def replace_link(link: Path, target: Path) -> None:
+    """Atomically make `link` a relative symbolic link to `target`."""
     aside_of(link).unlink(missing_ok=True)
     aside_of(link).symlink_to(os.path.relpath(target, link.parent))
     os.replace(aside_of(link), link)

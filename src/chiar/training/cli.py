@@ -1,4 +1,4 @@
-"""`chiar train`, also as `torchrun -m chiar.train`, and `chiar finetune`. Heavy imports happen inside."""
+"""`chiar train`, also as `torchrun -m chiar.train`, and `chiar finetune`. Slow imports are inside the functions."""
 
 import ast
 import inspect
@@ -22,43 +22,43 @@ from chiar.training.settings import MANY, RANGES, TINY, TrainSettings, finetune_
 if TYPE_CHECKING:
     from chiar.config import ChiarConfig
 
-# What has an option of its own, besides the fields of Launch; --set reaches all else.
+# Settings with an option of their own, besides the fields of Launch; --set takes all settings.
 OPTIONS = ("data", "steps", "batch", "micro_batch", "length", "learning_rate", "seed", "compile", "deterministic")
 METAVARS = {"data": "CORPUS", "out": "RUN", "set": "NAME=VALUE", "device": "auto|cpu|cuda"}
 SETTINGS = {field.name: field for field in fields(TrainSettings)}
-# What help says of defaults that are not simply those of the settings.
-ANEW = {"data": "required", "out": "required", "set": "default: none"}
-ANEW["micro_batch"] = "default: the most up to 32 that divides the batch"
-FINETUNED = {"batch": "default: 32", "length": "default: the model's", "steps": "default: what --epochs makes"}
-FINETUNED |= {"compile": "default: off", "learning_rate": "default: 1e-4; 5e-4 from scratch"}
+# Defaults as help shows them, where they are not simply those of the settings.
+TRAIN_DEFAULTS = {"data": "required", "out": "required", "set": "default: none"}
+TRAIN_DEFAULTS["micro_batch"] = "default: the batch up to 32 rows, else its greatest common divisor with 32"
+FINETUNE_DEFAULTS = {"batch": "default: 32", "length": "default: the model's limit", "steps": "default: by --epochs"}
+FINETUNE_DEFAULTS |= {"compile": "default: off", "learning_rate": "default: 1e-4; 5e-4 from scratch"}
 
 
 @dataclass
 class Launch:
-    out: Annotated[Path | None, "Run folder, a new one."] = None
-    resume: Annotated[bool, "Go on with a run: --resume RUN needs nothing else."] = False
-    extend: Annotated[bool, "With --resume: --steps may change the run's length, and so its learning rate."] = False
-    set: Annotated[list[str] | None, "Any training setting or configuration field."] = None
-    device: Annotated[str, "Where to train."] = "auto"
+    out: Annotated[Path | None, "New run folder."] = None
+    resume: Annotated[bool, "Continue a run; --resume RUN needs nothing else."] = False
+    extend: Annotated[bool, "With --resume: let --steps change the run's length, and so its learning rates."] = False
+    set: Annotated[list[str] | None, "Set any training setting or configuration field; repeatable."] = None
+    device: Annotated[str, "Device to train on."] = "auto"
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the shared options in place of its **given. A setting that is not given is None."""
+    """Replaces a command's **given by the shared options. A setting that is not given is None."""
     signature, shared = inspect.signature(command), []
-    known = ANEW | (FINETUNED if command.__name__ == "finetune" else {})
+    defaults = TRAIN_DEFAULTS | (FINETUNE_DEFAULTS if command.__name__ == "finetune" else {})
     for field in (*(SETTINGS[name] for name in OPTIONS), *fields(Launch)):
         (kind,), (text,) = field.type.__args__, field.type.__metadata__  # type: ignore[union-attr]
         flag, own = f"--{field.name.replace('_', '-')}", field.name not in SETTINGS
         if kind is bool and field.default:
             flag += f"/--no-{flag[2:]}"
-        default, named = field.default if own else None, known.get(field.name) or f"default: {shown(field.default)}"
-        if field.name in TINY and field.name not in known:
-            named += f"; tiny presets on a CPU: {shown(TINY[field.name])}"
-        option = typer.Option(flag, metavar=METAVARS.get(field.name), help=f"{text} [{named}]", show_default=False)
-        wanted: Any = Annotated[kind | None if default is None else kind, option]
-        shared.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=wanted))
-    listed = typer.Option("--settings", callback=list_settings, is_eager=True, help="List all that --set takes.")
-    shared.append(Parameter("settings", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, listed]))
+        default, note = field.default if own else None, defaults.get(field.name) or f"default: {shown(field.default)}"
+        if field.name in TINY and field.name not in defaults:
+            note += f"; tiny presets on a CPU: {shown(TINY[field.name])}"
+        option = typer.Option(flag, metavar=METAVARS.get(field.name), help=f"{text} [{note}]", show_default=False)
+        annotation: Any = Annotated[kind | None if default is None else kind, option]
+        shared.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    listing = typer.Option("--settings", callback=list_settings, is_eager=True, help="List everything --set takes.")
+    shared.append(Parameter("settings", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, listing]))
     model, *more, _ = signature.parameters.values()
     command.__signature__ = signature.replace(parameters=[model, *shared, *more])  # type: ignore[attr-defined]
     return command
@@ -69,7 +69,7 @@ def shown(default: Any) -> str:
 
 
 def list_settings(wanted: bool) -> None:
-    """Print every name that --set takes with its type, its default, a line on it and what it may be."""
+    """Print every name that --set takes, with its type, default, description and range."""
     if not wanted:
         return
     from chiar.config import ChiarConfig
@@ -84,8 +84,8 @@ def list_settings(wanted: bool) -> None:
         default = [] if field.default is MISSING else field.default
         list_one(field.name, kind, "auto" if field.name == "precision" else default, text)
     typer.echo("\nconfiguration fields, with the defaults of v3-16m (other presets differ)")
-    under = pairwise(ast.parse(inspect.getsource(ChiarConfig)).body[0].body)  # type: ignore[attr-defined]
-    pairs = [(a.target, b.value) for a, b in under if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)]
+    statements = pairwise(ast.parse(inspect.getsource(ChiarConfig)).body[0].body)  # type: ignore[attr-defined]
+    pairs = [(a.target, b.value) for a, b in statements if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)]
     texts = {ast.unparse(name): ast.literal_eval(text) for name, text in pairs}
     for name, kind in ChiarConfig.__annotations__.items():
         list_one(name, kind, ChiarConfig.__dataclass_fields__[name].default, texts[name])
@@ -100,19 +100,19 @@ def list_one(name: str, kind: Any, default: Any, text: str) -> None:
 
 @with_options
 def train(
-    model: Annotated[str, typer.Argument(metavar="PRESET|RUN", help="A preset, a folder with a configuration, a run.")],
+    model: Annotated[str, typer.Argument(metavar="PRESET|RUN", help="Configuration: a preset, a model folder, a run.")],
     *,
     thresholds: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Those of chiar calibrate --json. [default: white noise's]")
+        Path | None, typer.Option(metavar="FILE", help="Thresholds of chiar calibrate --json. [default: white noise's]")
     ] = None,
     **given: Any,
 ) -> None:
-    """Train a model on prepared corpora; killed at any moment, --resume RUN continues exactly where it was saved."""
+    """Train a model on prepared corpora; after a stop or crash, --resume RUN continues from the last checkpoint."""
     launch, chosen, changes = sort_options(given)
     if launch.resume and launch.out is None:
-        require(thresholds is None, "--thresholds are those the run was begun with: leave them out.")
-        return go_on(Path(model), chosen, changes, launch)
-    settings = TrainSettings.from_dict(starting(model, launch.device) | chosen)
+        require(thresholds is None, "--thresholds of a run cannot change when it is resumed: leave them out.")
+        return resume_run(Path(model), chosen, changes, launch)
+    settings = TrainSettings.from_dict(default_settings(model, launch.device) | chosen)
     if "micro_batch" not in chosen:
         settings.micro_batch = micro_batch_of(settings.batch)
     corpus = Path(settings.data[0])
@@ -125,8 +125,8 @@ def train(
     run(configuration(model, changes, corpus), settings, launch)
 
 
-def starting(model: str, device: str) -> dict[str, Any]:
-    """What chiar train begins with where nothing else is said."""
+def default_settings(model: str, device: str) -> dict[str, Any]:
+    """Defaults of chiar train that differ from those of TrainSettings."""
     from chiar import presets
     from chiar.model.load import choose_device
 
@@ -137,10 +137,10 @@ def starting(model: str, device: str) -> dict[str, Any]:
 @with_options
 def finetune(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL|RUN", help="A model folder, a run (its best), a preset: anew.")
+        str, typer.Argument(metavar="MODEL|RUN", help="A model folder, a run (its best), or a preset (new).")
     ],
     *,
-    epochs: Annotated[float | None, typer.Option(help="How often all documents are read. [default: 3]")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over all documents. [default: 3]")] = None,
     **given: Any,
 ) -> None:
     """Train a classifier on labelled corpora, from a model's weights or from scratch; --resume as in chiar train."""
@@ -151,10 +151,10 @@ def finetune(
     launch, chosen, changes = sort_options(given)
     if launch.resume and launch.out is None:
         require(epochs is None, "--epochs is for a new run: --steps N --extend makes one longer.")
-        return go_on(Path(model), chosen, changes, launch)
+        return resume_run(Path(model), chosen, changes, launch)
     require("initial" not in chosen, "the weights to start from are MODEL's: leave --set initial out.")
     chosen["initial"] = "" if model in presets.NAMES else resolve_model(model)[0]
-    TrainSettings.from_dict(chosen)  # refuses what cannot be
+    TrainSettings.from_dict(chosen)  # validates them: below, data must be given
     config = configuration(chosen["initial"] or model, changes, Path(chosen["data"][0]))
     corpora = [Corpus.open(path) for path in chosen["data"]]
     for corpus in corpora:
@@ -165,14 +165,14 @@ def finetune(
     run(config, finetune_settings(chosen, length, documents, passes), launch)
 
 
-def go_on(path: Path, chosen: dict[str, Any], changes: dict[str, Any], launch: Launch) -> None:
-    """Continue a run with what it was told itself."""
+def resume_run(path: Path, chosen: dict[str, Any], changes: dict[str, Any], launch: Launch) -> None:
+    """Continue a run with its own configuration and settings, but for what the command changes."""
     from chiar.config import ChiarConfig
     from chiar.training.run_folder import RunFolder
 
     check_fields(changes)
     folder = RunFolder(path)
-    config, settings = folder.begun()
+    config, settings = folder.config_and_settings()
     launch.out = path
     if launch.device == "auto":
         launch.device = folder.read().get("device", "auto")
@@ -180,14 +180,14 @@ def go_on(path: Path, chosen: dict[str, Any], changes: dict[str, Any], launch: L
 
 
 def sort_options(given: dict[str, Any]) -> tuple[Launch, dict[str, Any], dict[str, Any]]:
-    """The launch, the training settings asked for by options or --set, and the configuration fields of --set."""
+    """The launch options, the training settings of options or --set, and the configuration fields of --set."""
     launch = Launch(**{field.name: given.pop(field.name) for field in fields(Launch)})
-    del given["settings"]  # it ended the command
-    require(launch.resume or not launch.extend, "--extend is for a run that goes on: add --resume, or leave it out.")
-    asked = dict(parse(item) for item in launch.set or [])
+    del given["settings"]  # with --settings the command has ended before
+    require(launch.resume or not launch.extend, "--extend is for a resumed run: add --resume, or leave it out.")
+    assigned = dict(parse(item) for item in launch.set or [])
     chosen = {name: value for name, value in given.items() if value is not None}
-    chosen |= {name: value for name, value in asked.items() if name in SETTINGS}
-    return launch, chosen, {name: value for name, value in asked.items() if name not in SETTINGS}
+    chosen |= {name: value for name, value in assigned.items() if name in SETTINGS}
+    return launch, chosen, {name: value for name, value in assigned.items() if name not in SETTINGS}
 
 
 def parse(item: str) -> tuple[str, Any]:
@@ -208,7 +208,7 @@ def check_fields(changes: dict[str, Any]) -> None:
 
 
 def configuration(model: str, changes: dict[str, Any], corpus: Path) -> "ChiarConfig":
-    """The model's configuration; a preset takes vocabulary and end of text from the corpus."""
+    """The model's configuration; a preset takes its vocabulary size and end of text from the corpus."""
     from chiar import presets
     from chiar.config import ChiarConfig
     from chiar.data.shards import Corpus
@@ -225,12 +225,12 @@ def configuration(model: str, changes: dict[str, Any], corpus: Path) -> "ChiarCo
 def run(config: "ChiarConfig", settings: TrainSettings, launch: Launch) -> None:
     from chiar.training import checkpoint, loop
 
-    require(launch.out is not None, "say where the run shall be written: --out RUN, a new folder.")
+    require(launch.out is not None, "the run needs a folder to write to: --out RUN, a new one.")
     assert launch.out is not None
     try:
         loop.train(config, settings, launch.out, launch.resume, launch.device, extend=launch.extend)
-    except (checkpoint.TrainingStopped, loop.Interrupted) as ended:
-        what, code = ("interrupted", 130) if isinstance(ended, loop.Interrupted) else ("stopped", 1)
-        if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
-            typer.echo(f"{what}: {ended}", err=True)
+    except (checkpoint.TrainingStopped, loop.Interrupted) as stopped:
+        what, code = ("interrupted", 130) if isinstance(stopped, loop.Interrupted) else ("stopped", 1)
+        if os.environ.get("RANK", "0") == "0":  # of several processes only the first prints
+            typer.echo(f"{what}: {stopped}", err=True)
         sys.exit(code)

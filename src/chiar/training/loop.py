@@ -1,4 +1,4 @@
-"""A run from beginning to end: check, open the folder, resume or start, step, measure, save; by one process or many."""
+"""A run from start to end: check, open the folder, start or resume, step, measure, save; in one process or many."""
 
 import math
 import os
@@ -28,7 +28,7 @@ from chiar.model.load import describe_device
 from chiar.training import checkpoint
 from chiar.training.compiling import computes_bf16
 from chiar.training.distributed import Processes, local_rows, start
-from chiar.training.memory import explained
+from chiar.training.memory import out_of_memory
 from chiar.training.reporting import Display, Metrics, utilisation
 from chiar.training.run_folder import RUN, RunFolder, describe
 from chiar.training.settings import TrainSettings
@@ -37,29 +37,29 @@ from chiar.training.trainer import Trainer, learning_rate
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C; the message says how to go on."""
+    """Ctrl-C; the message says how to continue."""
 
 
 class CtrlC:
-    """While it is open the first Ctrl-C only sets `pressed`, for the loop to save and stop; the next stops at once."""
+    """Within it the first Ctrl-C only sets `pressed`, so that the loop can save and stop; the second stops at once."""
 
     pressed = False
 
     def __enter__(self) -> "CtrlC":
-        # Elsewhere, or where it is ignored or somebody else's, it stays what it is.
-        here = threading.current_thread() is threading.main_thread()
-        self.ours = here and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self.ours:
+        # Not in other threads, nor where Ctrl-C is ignored or handled by someone else.
+        main_thread = threading.current_thread() is threading.main_thread()
+        self.installed = main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self.installed:
             signal.signal(signal.SIGINT, self.press)
         return self
 
     def press(self, *_: Any) -> None:
         self.pressed = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.write(2, b"\nsaving after this step; Ctrl-C again leaves at once\n")  # print may be what was interrupted
+        os.write(2, b"\nsaving after this step; Ctrl-C again leaves at once\n")  # it may be print that was interrupted
 
     def __exit__(self, *_: Any) -> None:
-        if self.ours:
+        if self.installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -68,13 +68,13 @@ def train(
     quiet: bool = False, extend: bool = False,
 ) -> dict[str, Any] | None:  # fmt: skip
     """Train to `settings.steps`, writing to the run folder `out`. Returns the last record. A resumed run may have
-    another number of steps, and with it another course of the learning rate, only to `extend` it."""
+    another number of steps, and with it another learning rate schedule, only with `extend`."""
     settings.validate()
-    logging.disable_progress_bar()  # ours is enough
+    logging.disable_progress_bar()  # of transformers; we show our own
     folder = RunFolder(out)
     try:
         with closing(start(device)) as processes:
-            return train_among(processes, config, settings, folder, resume, device, quiet, extend)
+            return train_in(processes, config, settings, folder, resume, device, quiet, extend)
     except KeyboardInterrupt:
         if not (folder.path / RUN).is_file():
             raise Interrupted("nothing was written yet.") from None
@@ -82,95 +82,95 @@ def train(
         kept = f"{saved[0].name} is saved, go on with" if saved else "no checkpoint was saved yet, begin again with"
         raise Interrupted(f"{kept}: {folder.command}") from None
     except (RuntimeError, MemoryError) as error:
-        if (sentence := explained(error, settings)) is None:
+        if (explanation := out_of_memory(error, settings)) is None:
             raise
-        raise sentence from error
+        raise explanation from error
 
 
-MANY_DROPPED = 0.01  # of dark tokens: then a run says that its stacks have too little room
+MANY_DROPPED = 0.01  # share of dark tokens; above it a run warns that its stacks have too little room
 
 
 def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus]) -> list[str]:
-    """InputError where the run cannot be; otherwise what a reader of its figures must know."""
+    """InputError if this run is not possible; otherwise notes for those who read its results."""
     first, names = corpora[0], [corpus.name for corpus in corpora]
     text_first, needed, known = first.kind == "language", first.vocab_size, config.vocab_size
     for corpus in corpora:
-        placed, splits = text_first or corpus.kind != "language", ", ".join(corpus.splits)
-        require(placed, f"{corpus.name} is a language corpus: name it first, before {first.name}.")
+        in_order, splits = text_first or corpus.kind != "language", ", ".join(corpus.splits)
+        require(in_order, f"{corpus.name} is a language corpus: name it first, before {first.name}.")
         for split in ("train", "valid"):
             require(split in corpus.splits, f"{corpus.folder} has no {split} split (only {splits}): prepare it.")
             Rows(corpus, split, settings.length)  # refuses what is too short
         first.require_same_tokenizer(corpus)
     can_sample = text_first or not settings.sample
     require(can_sample, "sample continues a text, and the run has no language corpus: leave it out.")
-    differ = len(set(names)) == len(names)
-    require(differ, f"two corpora are called alike ({', '.join(names)}): chiar data prepare --name names one.")
+    unique = len(set(names)) == len(names)
+    require(unique, f"two corpora have the same name ({', '.join(names)}): chiar data prepare --name names one.")
     notes = [remark for corpus in corpora for remark in corpus.remarks]
     if settings.initial:
-        there = Path(settings.initial, "config.json").is_file()
-        require(there, f"initial: there is no model in {settings.initial} (a run's are in RUN/best and RUN/final).")
+        exists = Path(settings.initial, "config.json").is_file()
+        require(exists, f"initial: there is no model in {settings.initial} (a run's are in RUN/best and RUN/final).")
         notes += check_tokenizer(settings.initial, config, first)
     many = f"{first.folder} has {needed} token ids, the model only {known}: take a corpus prepared as the model's was"
     require(needed <= known, f"{many}, or give a new model room with --set vocab_size={needed}.")
-    moves, movable = settings.recalibrate_every > 0, config.router_kind.has_thresholds and config.routed_layers
-    require(movable or not moves, "recalibrate_every needs routed layers with the entropy router.")
-    if moves and config.target_fraction is not None:
+    recalibrates, possible = settings.recalibrate_every > 0, config.router_kind.has_thresholds and config.routed_layers
+    require(possible or not recalibrates, "recalibrate_every needs routed layers with the entropy router.")
+    if recalibrates and config.target_fraction is not None:
         raise InputError("target_fraction already moves the thresholds in training: leave recalibrate_every at 0.")
     fits = config.positions != "learned" or settings.length <= config.max_position_embeddings
     require(fits, f"length {settings.length} exceeds the {config.max_position_embeddings} learned positions.")
     predicts = config.router_kind.reads_prediction or config.router == "forecast"
     if config.stacks and predicts and not (text_first or settings.initial):
-        notes.append(f"router={config.router} learns from text, and the run has none: it stays as it begins.")
+        notes.append(f"router={config.router} learns from text, and the run has none: it stays as initialised.")
     if settings.tensorboard:
         optional_module("tensorboard", "tensorboard", "the setting tensorboard=true")
     if (warmup := settings.warmup) >= settings.steps and (rate := settings.learning_rate):
-        notes.append(f"all {settings.steps} steps are warm-up (warmup={warmup}): the rate never gets to {rate:g}.")
+        notes.append(f"all {settings.steps} steps are warm-up (warmup={warmup}): the rate never reaches {rate:g}.")
     return notes
 
 
 def check_length(folder: RunFolder, settings: TrainSettings, extend: bool) -> list[str]:
-    """A cosine has one length: InputError where the run was begun with another and nobody said to extend it."""
-    _, begun = folder.begun()
-    if settings.steps == begun.steps:
+    """A cosine schedule has one length: InputError if `settings.steps` changes it without `extend`. Returns notes."""
+    _, stored = folder.config_and_settings()
+    if settings.steps == stored.steps:
         return []
     done = max((path.name for path in checkpoint.steps(folder.checkpoints)), default="")
     passed = done > checkpoint.step_name(settings.steps)
     require(not passed, f"{folder.path} has {done} already: it cannot be made {settings.steps} steps long.")
-    at = min(begun.steps, settings.steps)
-    rates = f"the rate at step {at} is {learning_rate(settings, at):.3g} ({learning_rate(begun, at):.3g} as begun)"
-    course = f"with {settings.steps} steps instead of {begun.steps} the cosine has another course: {rates}"
-    require(extend, f"{folder.path}: {course}. Add --extend if that is meant.")
-    return [course]
+    at = min(stored.steps, settings.steps)
+    rates = f"the rate at step {at} is {learning_rate(settings, at):.3g} ({learning_rate(stored, at):.3g} as begun)"
+    change = f"with {settings.steps} steps instead of {stored.steps} the cosine schedule changes: {rates}"
+    require(extend, f"{folder.path}: {change}. Add --extend if that is meant.")
+    return [change]
 
 
-def train_among(
+def train_in(
     processes: Processes, config: ChiarConfig, settings: TrainSettings, folder: RunFolder, resume: bool, device: str,
     quiet: bool, extend: bool,
 ) -> dict[str, Any] | None:  # fmt: skip
     corpora = [Corpus.open(Path(path)) for path in settings.data]
     if config.positions == "rope":
         config = deepcopy(config)
-        config.max_position_embeddings = settings.length  # the trained length, which evaluation takes as its own
+        config.max_position_embeddings = settings.length  # the trained length, which evaluation uses by default
     notes = [f"note: {note}" for note in check_run(config, settings, corpora)]
     if settings.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
         torch.use_deterministic_algorithms(True)
-    resume = processes.from_main(lambda: folder.goes_on(resume))
-    longer = processes.from_main(lambda: check_length(folder, settings, extend)) if resume else []
-    notes += [f"note: {note}" for note in longer]
-    if settings.precision == "auto":  # what the main process's device computes, or what a resumed run was begun with
-        here = {"precision": "bf16" if computes_bf16(processes.device) else "fp32"}
-        begun = processes.from_main(lambda: folder.told("settings") if resume else here)
-        settings = replace(settings, precision=begun["precision"])
+    resume = processes.from_main(lambda: folder.should_resume(resume))
+    changes = processes.from_main(lambda: check_length(folder, settings, extend)) if resume else []
+    notes += [f"note: {note}" for note in changes]
+    if settings.precision == "auto":  # that of the main process's device, or the one a resumed run was begun with
+        own = {"precision": "bf16" if computes_bf16(processes.device) else "fp32"}
+        stored = processes.from_main(lambda: folder.read_part("settings") if resume else own)
+        settings = replace(settings, precision=stored["precision"])
     torch.set_float32_matmul_precision("high" if settings.precision == "bf16" else "highest")
-    run = Run(config, settings, corpora, processes)  # what cannot be built leaves no folder
+    run = Run(config, settings, corpora, processes)  # before there is a folder, as it may fail
     run.folder = folder
-    told = describe(config, settings, corpora, processes.count, device)
-    found = processes.from_main(lambda: folder.open(told, resume))
-    if found is not None:
-        run.restore(found)
+    record = describe(config, settings, corpora, processes.count, device)
+    latest = processes.from_main(lambda: folder.open(record, resume))
+    if latest is not None:
+        run.restore(latest)
         left = "" if run.step < settings.steps else ": nothing is left to train (--steps N --extend goes further)"
-        notes += [f"warning: {complaint}" for complaint in found.complaints]
+        notes += [f"warning: {warning}" for warning in latest.warnings]
         notes.append(f"resuming after step {run.step} of {settings.steps}{left}")
     notes = [*run.banner(), *notes]
     if settings.compile and run.step < settings.steps:
@@ -187,14 +187,14 @@ def train_among(
 
 
 class Run(Trainer):
-    """The loop around the steps. Metrics are the main process's."""
+    """The loop around the steps. Only the main process has metrics."""
 
     folder: RunFolder
     display: Display
     metrics: Metrics | None = None
 
     def banner(self) -> list[str]:
-        """What runs, where, how much of it at a time, and where it is written."""
+        """Lines on the model, the training, and where the run is written."""
         settings, kinds = (
             self.settings,
             [(kind, len([*layers])) for kind, layers in groupby(self.config.layer_types or ())],
@@ -208,15 +208,15 @@ class Run(Trainer):
         return [first, f"training: {second}, on {device} in {settings.precision}", f"writing to: {self.folder.path}"]
 
     def farewell(self) -> list[str]:
-        """Where the results lie and what to do with them."""
+        """Lines on where the results are and which commands use them."""
         path, corpus, best = (shlex.quote(str(p)) for p in (self.folder.path, self.corpora[0].folder, self.folder.best))
-        found = f", validation loss {self.best['loss']:.4f} at step {self.best['step']}" if self.best else ""
-        ways = [f"chiar eval {path} --data {corpus}"]
+        score = f", validation loss {self.best['loss']:.4f} at step {self.best['step']}" if self.best else ""
+        commands = [f"chiar eval {path} --data {corpus}"]
         if self.heads[0] is None:  # the others are for language models
-            ways += [f"chiar explore {path}", f'chiar generate {path} --prompt "…"']
+            commands += [f"chiar explore {path}", f'chiar generate {path} --prompt "…"']
         return [
-            f"done: the best model is {best}{found}; the last one {self.folder.final}",
-            "next: " + "\n      ".join(ways),
+            f"done: the best model is {best}{score}; the last one {self.folder.final}",
+            "next: " + "\n      ".join(commands),
         ]
 
     def go(self, interruption: CtrlC) -> dict[str, Any] | None:
@@ -224,9 +224,9 @@ class Run(Trainer):
         self.marked_time = time.perf_counter()
         while self.step < settings.steps:
             measured = self.train_step()
-            for what, way in (("torch.compile", self.forward), ("recording CUDA graphs", self.graphs)):
-                if way is not None and way.failure and what not in warned:
-                    self.display.say(f"warning: {what} failed, so the run goes on without it: {way.failure}")
+            for what, runner in (("torch.compile", self.forward), ("recording CUDA graphs", self.graphs)):
+                if runner is not None and runner.failure and what not in warned:
+                    self.display.say(f"warning: {what} failed, so the run goes on without it: {runner.failure}")
                     warned.add(what)
             last = self.step == settings.steps
             self.display.advance(self.step)
@@ -234,10 +234,10 @@ class Run(Trainer):
             if logs := self.step % settings.log_every == 0 or evaluates or self.step == 1:
                 record = self.measure(measured)
                 if record.get("dropped", 0.0) > MANY_DROPPED and "room" not in warned:
-                    much = (
+                    problem = (
                         f"{record['dropped']:.1%} of dark tokens found no room in step {self.step} and were light there"
                     )
-                    self.display.say(f"warning: {much}: a larger target_fraction makes room for more")
+                    self.display.say(f"warning: {problem}: a larger target_fraction makes room for more")
                     warned.add("room")
                 if evaluates:
                     self.validate(record)
@@ -246,7 +246,7 @@ class Run(Trainer):
                     self.display.record(record)
             if settings.recalibrate_every and self.step % settings.recalibrate_every == 0:
                 self.display.say(f"thresholds set to {self.recalibrate()}")
-            # Several processes ask each other where they meet anyway.
+            # Several processes agree on it only in logged steps, where they synchronise anyway.
             alone = self.processes.count == 1
             stops = interruption.pressed if alone else logs and any(self.processes.all(interruption.pressed))
             if self.step % settings.save_every == 0 or last or stops:
@@ -254,22 +254,22 @@ class Run(Trainer):
             if stops and not last:
                 raise KeyboardInterrupt
         self.check_finite()
-        self.export(self.folder.final)  # here, so that a run killed after its last step is completed when resumed
+        self.export(self.folder.final)  # after the loop, so that resuming completes a run killed after its last step
         for line in self.farewell():
             self.display.say(line)
         return record
 
     def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
-        """A step's measurements over all processes as plain numbers."""
-        loss, (losses, gates, _) = self.means(measured["done"])
+        """A step's measurements over all processes, as plain numbers."""
+        loss, (losses, gates, _) = self.means(measured["results"])
         self.check_finite({"the loss": loss})
-        use_LK = self.processes.total(torch.stack([result.use_LK for _, result, _ in measured["done"]]).mean(0))
+        use_LK = self.processes.total(torch.stack([result.use_LK for _, result, _ in measured["results"]]).mean(0))
         use = [[round(value, 6) for value in row] for row in (use_LK / self.processes.count).tolist()]
         record = {"step": self.step, "loss": loss, "rate": measured["rate"], "gradient_norm": float(measured["norm"])}
         record |= {"use": use} | ({"loss_by_corpus": losses} if len(self.corpora) > 1 else {})
         record |= {"gate": gates} if self.config.meta_router else {}
         if self.config.stacks:
-            dropped = torch.stack([result.dropped for _, result, _ in measured["done"]]).mean()
+            dropped = torch.stack([result.dropped for _, result, _ in measured["results"]]).mean()
             record["dropped"] = round(float(self.processes.total(dropped)) / self.processes.count, 6)
         now, tokens = time.perf_counter(), self.processes.all(self.tokens)
         record["tokens_per_second"] = round(sum(tokens) / (now - self.marked_time), 1)
@@ -282,15 +282,15 @@ class Run(Trainer):
         return record
 
     def validate(self, record: dict[str, Any]) -> None:
-        """Evaluate, export the best, continue the prompt greedily (a gate that sees the future is frozen at it)."""
+        """Evaluate, export the best model, continue the prompt greedily (frozen at it: a gate that sees the future)."""
         record |= self.evaluate()
         self.check_finite({f"the validation loss on {name}": loss for name, loss in record["validation"].items()})
         now = {"step": self.step, "loss": record["validation"][self.names[0]]}
         if self.heads[0] is not None:
             now["accuracy"] = record["accuracy"][self.names[0]]
-        # A classifier by its accuracy, and by its loss where that is equal; a language model by its loss.
-        better, than = ((found.get("accuracy", 0.0), -found["loss"]) for found in (now, self.best or now))
-        if self.best is None or better > than:
+        # Classifiers are compared by accuracy, then by loss; language models by loss.
+        score, best = ((one.get("accuracy", 0.0), -one["loss"]) for one in (now, self.best or now))
+        if self.best is None or score > best:
             self.best = now
             self.export(self.folder.best)
         if prompt := self.settings.sample:
@@ -307,19 +307,19 @@ class Run(Trainer):
         state = {"step": self.step, "best": self.best, "thresholds": self.model.language.config.thresholds}
         checkpoint.save(target, self.tensors(), state, self.processes)
         if self.processes.main:
-            checkpoint.point(self.folder.checkpoints / "latest", target)
+            checkpoint.replace_link(self.folder.checkpoints / "latest", target)
             checkpoint.retain(self.folder.checkpoints, self.settings.keep, self.best)
 
     def export(self, link: Path) -> None:
-        """All processes take part; the main one gets the model in one piece, averaged where an average is kept."""
+        """Export the model, or its average if one is kept. All processes take part; the main one writes it."""
         with self.averaged():
             model = whole(self.model, wanted=self.processes.main)
-        with checkpoint.agreed(self.processes, f"the {link.name} model, of step {self.step},"):
+        with checkpoint.collective_write(self.processes, f"the {link.name} model, of step {self.step},"):
             if model is not None:
                 self.folder.export(model, self.corpora[0], link, self.step)
 
     def check_finite(self, losses: dict[str, float] | None = None) -> None:
-        """Where a gradient, a weight or one of these losses is not finite: keep the step's batches, say so, stop."""
+        """If a gradient, weight or one of `losses` is not finite, save the step's batches and raise TrainingStopped."""
         step, wrong = int(self.first_bad_step), [name for name, x in (losses or {}).items() if not math.isfinite(x)]
         if step >= 0:
             wrong = ["the gradient"]
@@ -337,7 +337,7 @@ class Run(Trainer):
         saved = checkpoint.steps(self.folder.checkpoints)
         last = f"{saved[0].name} is the last good checkpoint" if saved else "no checkpoint was saved before"
         name = f"not-finite-{checkpoint.step_name(step + 1)}.safetensors"
-        with checkpoint.agreed(self.processes, f"{what}, {last}, and its batches, {name},"):
+        with checkpoint.collective_write(self.processes, f"{what}, {last}, and its batches, {name},"):
             if self.processes.main:
                 save_file(tensors, self.folder.path / name)
         way = f"a new run with a --learning-rate below {self.settings.learning_rate:g} may do better"

@@ -1,4 +1,4 @@
-"""What a run tells of itself: lines and a bar, metrics.jsonl, TensorBoard events, model FLOPs utilisation (MFU)."""
+"""What a run reports: lines and a bar, metrics.jsonl, TensorBoard events, model FLOPs utilisation (MFU)."""
 
 import json
 import os
@@ -17,14 +17,14 @@ from chiar.config import ChiarConfig
 from chiar.routing.flops import Shares, count_dense_execution, count_flops, early_head_cost
 from chiar.training.trainer import Trainer
 
-# Dense bf16 matrix products with fp32 sums, TFLOP/s, from the makers' data sheets (without sparsity).
+# TFLOP/s of bf16 matrix products with fp32 accumulation, without sparsity, from the makers' data sheets.
 PEAKS = {
     "B200": 2250.0, "H200": 989.0, "H200 NVL": 835.0, "GH200": 989.0, "H100": 989.0, "H100 NVL": 835.0,
     "H100 PCIe": 756.0, "A100": 312.0, "A30": 165.0, "A10": 125.0, "A10G": 70.0, "L40S": 362.0, "L40": 181.0,
     "L4": 121.0, "RTX 6000 Ada": 364.0, "RTX A6000": 155.0, "RTX 5090": 210.0, "RTX 4090": 165.0, "RTX 3090": 71.0,
 }  # fmt: skip
-UNKNOWN = ("MIG", "Laptop", "Max Q", "RTX 4090 D")  # parts of a GPU, or with another power limit
-# What a line shows of a record, by name: a number, or one for each corpus.
+UNKNOWN = ("MIG", "Laptop", "Max Q", "RTX 4090 D")  # parts of a GPU, or another power limit: peak unknown
+# What a line shows of a record, and how. A value is a number, or a number for each corpus.
 SHOWN = {
     "loss": "loss {:.4f}", "rate": "rate {:.2e}", "tokens_per_second": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}",
     "f": "f {:.2f}", "gate": "g({name}) {:.3f}", "validation": "valid({name}) {:.4f}",
@@ -33,16 +33,16 @@ SHOWN = {
 
 
 def by_name(value: Any) -> dict[str, Any]:
-    """What was measured for each corpus, or once."""
+    """The value of each corpus, or the only one under an empty name."""
     return value if isinstance(value, dict) else {"": value}
 
 
 class Display:
-    """What a person sees: one line a record; in a terminal also a bar with the time left."""
+    """Progress on the screen: one line per record; in a terminal also a bar with the time left."""
 
     def __init__(self, steps: int, first: int, quiet: bool = False) -> None:
         self.steps, self.quiet = steps, quiet
-        self.began: tuple[int, float] | None = None  # after the first step here: resuming and compiling do not count
+        self.began: tuple[int, float] | None = None  # after the first step: compiling does not count
         columns = [TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
         console, plain = Console(stderr=True), quiet or not sys.stderr.isatty()
         self.bar = Progress(*columns, console=console, transient=True, disable=plain, speed_estimate_period=300)
@@ -62,11 +62,11 @@ class Display:
     def record(self, record: dict[str, Any]) -> None:
         dark, parts = [row[-1] for row in record.get("use", ())], [f"step {record['step']}/{self.steps}"]
         values = {**record, "f": sum(dark) / len(dark)} if dark else record
-        for key, shown in SHOWN.items():
-            parts += [shown.format(value, name=name) for name, value in by_name(values.get(key, {})).items()]
+        for key, form in SHOWN.items():
+            parts += [form.format(value, name=name) for name, value in by_name(values.get(key, {})).items()]
         if self.bar.disable and self.began is not None and record["step"] > self.began[0]:
-            each = (time.perf_counter() - self.began[1]) / (record["step"] - self.began[0])
-            parts.append(f"{timedelta(seconds=round(each * (self.steps - record['step'])))} left")
+            seconds = (time.perf_counter() - self.began[1]) / (record["step"] - self.began[0])
+            parts.append(f"{timedelta(seconds=round(seconds * (self.steps - record['step'])))} left")
         self.say("  ".join(parts))
         if "sample" in record:
             self.say(f"  sample: {record['sample']!r}")
@@ -76,7 +76,7 @@ class Display:
 
 
 class Metrics:
-    """Appends one JSON object a line, and TensorBoard's events, of which those after `step` go."""
+    """Appends one JSON object per line, and TensorBoard events, dropping older events after `step`."""
 
     def __init__(self, path: Path, step: int = 0, operators: list[str] | None = None) -> None:
         self.file, self.operators, self.events = path.open("a"), operators, None
@@ -86,7 +86,7 @@ class Metrics:
             self.events = SummaryWriter(str(path.parent / "tensorboard"), purge_step=step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """At once on disk, so that a killed run loses nothing its checkpoint knows of; routed layers count from 1."""
+        """Flushed at once, so that a killed run keeps the records up to its checkpoint. Routed layers count from 1."""
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         if self.events is None:
@@ -102,7 +102,7 @@ class Metrics:
         self.events.flush()
 
     def sync(self) -> None:
-        """Before a checkpoint is written, so that what it has behind it is really there."""
+        """Call before a checkpoint is written, so that the records up to it are on disk first."""
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
@@ -112,16 +112,16 @@ class Metrics:
 
 
 def known_peak(name: str) -> float | None:
-    """TFLOP/s of the GPU called `name`; the longest entry that is part of the name wins."""
+    """TFLOP/s of the GPU called `name`, by the longest entry that is part of the name; None if it is not known."""
     words = f" {re.sub(r'[-_/]', ' ', name)} "
-    found = [known for known in (*PEAKS, *UNKNOWN) if f" {known} " in words]
-    return None if set(found) & set(UNKNOWN) else PEAKS.get(max(found, key=len, default=""))
+    matches = [known for known in (*PEAKS, *UNKNOWN) if f" {known} " in words]
+    return None if set(matches) & set(UNKNOWN) else PEAKS.get(max(matches, key=len, default=""))
 
 
 def training_flops(config: ChiarConfig, length: int, shares: Shares | None = None) -> float:
-    """FLOPs of a token's forward and backward pass as MFU counts them: dense, or with `shares` what each operator got;
-    layers computed twice count once. A backward pass costs two forward ones; a router without a gradient has none.
-    Early heads learn beside the model; where a router reads them, their forward pass is counted as its."""
+    """FLOPs of a token's forward and backward pass as MFU counts them: dense, or by the `shares` of tokens that each
+    operator got; recomputed layers count once. A backward pass costs two forward passes; a router without a gradient
+    has none. Early heads are added; where a router reads them, it already counts their forward pass."""
     count = count_dense_execution(config, length) if shares is None else count_flops(config, length, shares)
     kind = config.router_kind
     early = len(config.stacks) * early_head_cost(config) if config.early_weight > 0 or kind.reads_prediction else 0.0
@@ -130,8 +130,8 @@ def training_flops(config: ChiarConfig, length: int, shares: Shares | None = Non
 
 
 def utilisation(run: Trainer, tokens_per_second: float, use: list[list[float]]) -> float | None:
-    """MFU; None where the peak is not known or the tokens a second are not: documents vary, added batches are left out.
-    `use`: the share of tokens each operator of each routed layer got."""
+    """MFU; None if the peak is not known, for documents, whose lengths vary, and with mixing=added.
+    `use`: the share of tokens that each operator of each routed layer got."""
     config, settings, device = run.config, run.settings, run.processes.device
     peak = settings.peak_tflops or None
     if not peak and device.type == "cuda" and settings.precision == "bf16":

@@ -1,4 +1,4 @@
-"""A run on disk: what it was told, what it measured, what it learned; and whether a folder is the same run's."""
+"""A run on disk: its configuration, settings, metrics, checkpoints and exports; and whether it may be resumed so."""
 
 import json
 import os
@@ -27,16 +27,16 @@ from chiar.training.settings import TrainSettings
 from chiar.training.tasks import TaskModel
 
 RUN, METRICS = "run.json", "metrics.jsonl"
-# What may differ when a run is resumed: how long it is, how it is spread and shown, where its data lies.
+# What may change when a run is resumed: its length, how it is executed and logged, where its data lies.
 MAY_CHANGE = {"config": {"execution", "transformers_version"}, "data": set[str]()}
 MAY_CHANGE["settings"] = {"steps", "compile", "compile_layers", "cuda_graphs", "parallel", "keep", "log_every"}
-MAY_CHANGE["settings"] |= {"tensorboard", "peak_tflops", "data"}  # where the data lies: what it is has a fingerprint
+MAY_CHANGE["settings"] |= {"tensorboard", "peak_tflops", "data"}  # its folder only: the content has a fingerprint
 
 
 def versions() -> dict[str, str]:
-    found = {module.__name__: module.__version__ for module in (chiar, torch, transformers)}
-    found |= {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    return found | {"python": platform.python_version(), "system": platform.platform()}
+    names = {module.__name__: module.__version__ for module in (chiar, torch, transformers)}
+    names |= {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return names | {"python": platform.python_version(), "system": platform.platform()}
 
 
 def commit() -> str | None:
@@ -49,13 +49,13 @@ def commit() -> str | None:
 
 
 def launch() -> str | None:
-    """What all attempts of one torchrun have in common; None without torchrun."""
+    """A name that all restarts by one torchrun share; None without torchrun."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     return f"{name}-{os.getppid()}" if name else None
 
 
-def told_settings(settings: TrainSettings) -> dict[str, Any]:
-    """With paths that lead to the same place from any folder."""
+def recorded_settings(settings: TrainSettings) -> dict[str, Any]:
+    """The settings with absolute paths, so that a run can be resumed from any folder."""
     initial = os.path.abspath(settings.initial) if settings.initial else ""
     return asdict(settings) | {"data": [os.path.abspath(path) for path in settings.data], "initial": initial}
 
@@ -63,14 +63,14 @@ def told_settings(settings: TrainSettings) -> dict[str, Any]:
 def describe(
     config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus], processes: int, device: str
 ) -> dict[str, Any]:
-    told: dict[str, Any] = {"config": config.to_dict(), "settings": told_settings(settings), "device": device}
-    told |= {"data": {c.name: c.fingerprint for c in corpora}, "launch": launch(), "processes": processes}
-    told |= {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])}
-    return told | {"versions": versions(), "commit": commit(), "remarks": {c.name: c.remarks for c in corpora}}
+    run: dict[str, Any] = {"config": config.to_dict(), "settings": recorded_settings(settings), "device": device}
+    run |= {"data": {c.name: c.fingerprint for c in corpora}, "launch": launch(), "processes": processes}
+    run |= {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])}
+    return run | {"versions": versions(), "commit": commit(), "remarks": {c.name: c.remarks for c in corpora}}
 
 
 class RunFolder:
-    """RUN/run.json, metrics.jsonl, checkpoints/step-*, best → exports/best-step-*, final alike."""
+    """RUN/run.json, metrics.jsonl, checkpoints/step-*, best → exports/best-step-*, and final likewise."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.metrics_path = path, path / METRICS
@@ -85,21 +85,21 @@ class RunFolder:
         with errors_as(f"{self.path / RUN} is damaged", ValueError):
             return json.loads((self.path / RUN).read_text(encoding="utf-8"))
 
-    def told(self, part: str) -> Any:
+    def read_part(self, part: str) -> Any:
         run = self.read()
-        require(part in run, f"{RUN} of {self.path.name} says nothing of its {part}: it is incomplete.")
+        require(part in run, f"{RUN} of {self.path.name} has no {part}: it is incomplete.")
         return run[part]
 
-    def begun(self) -> tuple[ChiarConfig, TrainSettings]:
-        """What the run was told, and what was changed when it was last resumed."""
+    def config_and_settings(self) -> tuple[ChiarConfig, TrainSettings]:
+        """The run's configuration, and its settings as changed when it was last resumed."""
         with errors_as(f"{self.path / RUN} is damaged", ValueError, TypeError, AttributeError, LookupError):
             changed = self.read().get("resumed", [{}])[-1].get("settings", {})
-            settings = TrainSettings.from_dict({**self.told("settings"), **changed})
-            return ChiarConfig.from_dict(self.told("config")), settings
+            settings = TrainSettings.from_dict({**self.read_part("settings"), **changed})
+            return ChiarConfig.from_dict(self.read_part("config")), settings
 
     @property
     def command(self) -> str:
-        """What goes on with this run, whichever command began it."""
+        """The command that continues this run, whichever command began it."""
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             count = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
             return f"torchrun --nproc-per-node {count} -m chiar.train --resume {shlex.quote(str(self.path))}"
@@ -107,27 +107,27 @@ class RunFolder:
         return shlex.join(["chiar", *plugins, "train", "--resume", str(self.path)])
 
     def read_lines(self) -> list[tuple[str, dict[str, Any] | None]]:
-        """The lines of its metrics, each with its record, or None where that is damaged."""
+        """The lines of its metrics, each with its record, or None if the line is damaged."""
         require(self.metrics_path.is_file(), f"{self.path} has no {METRICS}.")
-        found = list[tuple[str, dict[str, Any] | None]]()
+        lines = list[tuple[str, dict[str, Any] | None]]()
         for line in self.metrics_path.read_bytes().splitlines():
             try:
                 record = json.loads(line)
-                found.append((line.decode("utf-8"), record if isinstance(record["step"], int) else None))
+                lines.append((line.decode("utf-8"), record if isinstance(record["step"], int) else None))
             except (ValueError, TypeError, LookupError, RecursionError):
-                found.append(("", None))
-        return found
+                lines.append(("", None))
+        return lines
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Its records; a run that goes on may be in the middle of the last line."""
+        """Its records. The last line may be incomplete, as a running process may be writing it."""
         lines = self.read_lines()
         for number, (_, record) in enumerate(lines[:-1], start=1):
-            mend = f"chiar train --resume {self.path} drops it and goes on"
-            require(record is not None, f"{self.metrics_path}, line {number} is damaged: {mend}.")
+            remedy = f"chiar train --resume {self.path} drops it and goes on"
+            require(record is not None, f"{self.metrics_path}, line {number} is damaged: {remedy}.")
         return [record for _, record in lines if record is not None]
 
     def trim_metrics(self, step: int) -> list[str]:
-        """Leave the sound records up to this step, from where a run goes on; what was dropped because of damage."""
+        """Keep only undamaged records up to `step`, from which a run resumes. Returns a warning if any were damaged."""
         lines = self.read_lines() if self.metrics_path.is_file() else []
         damaged = [str(number) for number, (_, record) in enumerate(lines, start=1) if record is None]
         kept = [line for line, record in lines if record is not None and record["step"] <= step]
@@ -135,24 +135,24 @@ class RunFolder:
         which = f"line{'s' if damaged[1:] else ''} {', '.join(damaged[:5])}{' …' if damaged[5:] else ''}"
         return [f"{METRICS} is damaged: {which} dropped, {len(kept)} records kept."] if damaged else []
 
-    def goes_on(self, resume: bool) -> bool:
-        """Whether a run is continued: asked for, or torchrun started it again. Otherwise the folder must be free."""
-        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        if not resume and again and (self.path / RUN).is_file():
+    def should_resume(self, resume: bool) -> bool:
+        """Whether the run is continued: on request, or if torchrun restarted it. Otherwise the folder must be free."""
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if not resume and restarted and (self.path / RUN).is_file():
             resume = self.read().get("launch") == launch()
         free = not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
         require(resume or free, f"{self.path} exists already: {self.command} continues a run, or choose another --out.")
         return resume
 
-    def open(self, record: dict[str, Any], resume: bool) -> checkpoint.Found | None:
-        """Create the folder, or check that it is the same run and find its newest sound checkpoint."""
+    def open(self, record: dict[str, Any], resume: bool) -> checkpoint.FoundCheckpoint | None:
+        """Create the folder, or check that it holds the same run and find its newest valid checkpoint."""
         if not resume:
             self.path.mkdir(parents=True, exist_ok=True)
             self.write(record)
             return None
-        # A run may be older than a field, which then had its default, or younger than one that is gone.
-        config, settings = self.begun()
-        before = {"config": config.to_dict(), "settings": told_settings(settings), "data": self.told("data")}
+        # Parsed: fields that were added since have their default, and removed ones are gone.
+        config, settings = self.config_and_settings()
+        before = {"config": config.to_dict(), "settings": recorded_settings(settings), "data": self.read_part("data")}
         for part in before:
             was, asked = (json.loads(json.dumps(fields[part])) for fields in (before, record))
             for key in sorted((was.keys() | asked.keys()) - MAY_CHANGE[part]):
@@ -165,21 +165,21 @@ class RunFolder:
             )
         for leftover in self.checkpoints.glob(".step-*.partial"):
             shutil.rmtree(leftover)
-        stored, found = self.read(), checkpoint.find(self.checkpoints)
+        stored, latest = self.read(), checkpoint.find(self.checkpoints)
         now = {part: record[part] for part in ("command", "launch", "versions", "commit", "processes")}
         now["settings"] = {key: value for key, value in record["settings"].items() if key in MAY_CHANGE["settings"]}
-        resumed = [*stored.get("resumed", []), {"step": found.state["step"] if found else 0, **now}]
+        resumed = [*stored.get("resumed", []), {"step": latest.state["step"] if latest else 0, **now}]
         self.write({**stored, "launch": record["launch"], "resumed": resumed})
-        return found
+        return latest
 
     def export(self, model: TaskModel, corpus: Corpus, link: Path, step: int) -> None:
-        """What from_pretrained opens, tokenizer and thresholds too; `link`, best or final, moves when all is there."""
+        """Write what from_pretrained opens, with tokenizer and thresholds; then point `link`, best or final, to it."""
         name = f"{link.name}-{checkpoint.step_name(step)}"
-        # A step that is done again after a resume was exported before: that one stays until the link has moved.
-        names = (self.exports / (f"{name}-again-{again}" if again else name) for again in count())
+        # A step repeated after a resume may be exported already. That export stays until the link has moved.
+        names = (self.exports / (f"{name}-again-{number}" if number else name) for number in count())
         target = next(path for path in names if not path.exists())
         with new_folder(target) as aside:
             export_model(model, corpus, aside)
-        checkpoint.point(link, target)
-        for other in {*self.exports.glob(f"*{link.name}-*")} - {target}:  # with what a killed process left behind
+        checkpoint.replace_link(link, target)
+        for other in {*self.exports.glob(f"*{link.name}-*")} - {target}:  # also what a killed process left behind
             shutil.rmtree(other, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Every choice of a training run that is not architecture: the one definition behind `chiar train` and `finetune`."""
+"""Every choice of a training run that is not architecture, for `chiar train` and `chiar finetune` alike."""
 
 import json
 import math
@@ -11,15 +11,15 @@ from chiar.errors import require, unknown_name
 
 CHOICES = {"precision": ("auto", "bf16", "fp32"), "mixing": ("weights", "added"), "parallel": ("auto", "ddp", "fsdp")}
 MANY = 2**32 - 1
-# From where to where numbers go, where that is not from 0 to MANY.
+# Least and most of numbers, where these are not 0 and MANY.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("batch", "micro_batch", "steps", "evaluate_every", "save_every", "log_every", "keep"), (1, MANY)),
     **dict.fromkeys(("learning_rate", "final_learning_rate", "weight_decay"), (0, 1000)),
-    **dict.fromkeys(("beta1", "beta2", "ema"), (0, 0.999999)),  # at 1 nothing would ever move
+    **dict.fromkeys(("beta1", "beta2", "ema"), (0, 0.999999)),  # at 1 an average would never change
     "added_share": (0, 1),
     "length": (2, MANY),  # a row needs a token to predict
 }
-# What `chiar train` begins a tiny preset with on a CPU, where it should learn something within seconds.
+# Defaults of `chiar train` for tiny presets on a CPU, where they should learn something within seconds.
 TINY: dict[str, Any] = {"batch": 8, "learning_rate": 3e-3, "warmup": 20, "compile": False}
 
 
@@ -27,40 +27,46 @@ TINY: dict[str, Any] = {"batch": 8, "learning_rate": 3e-3, "warmup": 20, "compil
 class TrainSettings:
     """Defaults are the paper's (16M): AdamW (0.9, 0.95), 128 × 256 tokens a step, cosine from 1e-4 to 1e-6."""
 
-    data: Annotated[list[str], "Prepared corpus; several mix."] = field(default_factory=list)
-    initial: Annotated[str, "Model folder whose weights the run starts from; empty: the seed's. Heads start anew."] = ""
-    mixing: Annotated[str, "weights draw a micro-batch's corpus; added (paper): first, some with another."] = "weights"
-    weights: Annotated[list[float] | None, "One a corpus; equal when not given."] = None
-    added_share: Annotated[float, "Probability of a micro-batch beside the first corpus' one (mixing=added)."] = 0.25
-    length: Annotated[int, "Tokens a row."] = 256
-    batch: Annotated[int, "Rows a step, over all processes."] = 128
-    micro_batch: Annotated[int, "Rows of one forward pass of one process; the rest is accumulated."] = 32
+    data: Annotated[list[str], "Prepared corpus; several are mixed."] = field(default_factory=list)
+    initial: Annotated[str, "Model folder to start from; empty: random weights. Classifier heads are always new."] = ""
+    mixing: Annotated[
+        str, "weights: draw the corpus of each micro-batch; added (paper): the first, sometimes another in addition."
+    ] = "weights"
+    weights: Annotated[
+        list[float] | None, "Sampling weight of each corpus; equal when not given. mixing=added ignores the first."
+    ] = None
+    added_share: Annotated[float, "Probability of an additional micro-batch of another corpus (mixing=added)."] = 0.25
+    length: Annotated[int, "Tokens per row (sequence); longer documents are truncated."] = 256
+    batch: Annotated[int, "Rows per optimiser step, over all processes; mixing=added adds to them."] = 128
+    micro_batch: Annotated[int, "Rows per forward pass of one process; gradients accumulate over the batch."] = 32
     steps: Annotated[int, "Optimiser steps."] = 1000
-    learning_rate: Annotated[float, "Highest learning rate."] = 1e-4
-    final_learning_rate: Annotated[float, "What the cosine ends at."] = 1e-6
-    warmup: Annotated[int, "Steps of linear warm-up."] = 500
-    weight_decay: Annotated[float, "On matrices only (the released code decays everything)."] = 0.01
+    learning_rate: Annotated[float, "Peak learning rate, reached after warm-up."] = 1e-4
+    final_learning_rate: Annotated[float, "Learning rate at the end of the cosine."] = 1e-6
+    warmup: Annotated[int, "Steps of linear warm-up of the learning rate."] = 500
+    weight_decay: Annotated[float, "On matrices and embeddings only (the released code decays everything)."] = 0.01
     beta1: Annotated[float, "AdamW's decay of the first moment."] = 0.9
     beta2: Annotated[float, "AdamW's decay of the second moment."] = 0.95
-    clip: Annotated[float, "Largest norm of the gradient; 0 does not clip."] = 1.0
-    seed: Annotated[int, "Seed of weights, order and dropout."] = 0
-    precision: Annotated[str, "fp32; bf16: autocast over fp32 weights; auto: bf16 where the device has it."] = "bf16"
+    clip: Annotated[float, "Clip the gradient's norm to this; 0 does not clip."] = 1.0
+    seed: Annotated[int, "Seed of initial weights, data order and dropout."] = 0
+    precision: Annotated[str, "fp32; bf16: autocast over fp32 weights; auto: bf16 if natively supported."] = "bf16"
     compile: Annotated[bool, "torch.compile the model."] = True
-    compile_layers: Annotated[bool, "Layer by layer: ready much sooner, though steps may be slower."] = False
-    cuda_graphs: Annotated[bool, "On one GPU: record text passes and replay them, unless deterministic."] = True
-    parallel: Annotated[str, "ddp: each process has the whole model; fsdp: a part; auto: fsdp for 1B presets."] = "auto"
-    deterministic: Annotated[bool, "Deterministic kernels: bit-exact resume on a GPU too."] = False
-    gradient_checkpointing: Annotated[bool, "Compute layers again in the backward pass: less memory."] = False
-    ema: Annotated[float, "Decay of an average of the weights, which is evaluated and exported; 0 is off."] = 0.0
+    compile_layers: Annotated[bool, "Compile layer by layer: starts much sooner, but steps may be slower."] = False
+    cuda_graphs: Annotated[bool, "One GPU, not deterministic: replay training passes on text as CUDA graphs."] = True
+    parallel: Annotated[str, "ddp: whole model per process; fsdp: a shard; auto: fsdp from 600M parameters."] = "auto"
+    deterministic: Annotated[bool, "Use deterministic kernels, for bit-exact resuming on a GPU too."] = False
+    gradient_checkpointing: Annotated[bool, "Recompute layers in the backward pass to save memory."] = False
+    ema: Annotated[float, "Decay of a moving average of the weights, which is evaluated and exported; 0: off."] = 0.0
     evaluate_every: Annotated[int, "Steps between evaluations."] = 250
-    evaluate_rows: Annotated[int, "Validation rows read: a text's first, documents from all over; 0 reads all."] = 64
+    evaluate_rows: Annotated[int, "Validation rows per corpus: first of a text, evenly spread documents; 0: all."] = 64
     save_every: Annotated[int, "Steps between checkpoints."] = 250
-    keep: Annotated[int, "Newest checkpoints to keep, besides the best."] = 2
-    log_every: Annotated[int, "Steps between records."] = 10
-    tensorboard: Annotated[bool, "Also write what is measured to RUN/tensorboard."] = False
-    peak_tflops: Annotated[float, "What one device can do, for MFU; 0 looks its name up."] = 0.0
-    sample: Annotated[str, "Prompt continued at each evaluation; none when empty."] = ""
-    recalibrate_every: Annotated[int, "Set per-layer thresholds from fresh entropies every so many steps; 0 never."] = 0
+    keep: Annotated[int, "Number of newest checkpoints to keep, besides that of the best step."] = 2
+    log_every: Annotated[int, "Steps between records in metrics.jsonl."] = 10
+    tensorboard: Annotated[bool, "Also write metrics to RUN/tensorboard."] = False
+    peak_tflops: Annotated[float, "Peak TFLOP/s of one device, to compute MFU; 0: looked up by the GPU's name."] = 0.0
+    sample: Annotated[str, "Prompt to continue at each evaluation; empty: none."] = ""
+    recalibrate_every: Annotated[
+        int, "Steps between updates of per-layer thresholds, from training rows; 0: never."
+    ] = 0
 
     def validate(self) -> None:
         """Raise InputError with the value received and what is allowed."""
@@ -72,16 +78,16 @@ class TrainSettings:
             if kind in (int, float):
                 least, most = RANGES.get(name, (0, MANY))
                 require(least <= value <= most, f"{name} must lie between {least} and {most:,}, got {value}.")
-                setattr(self, name, kind(value))  # torch wants no whole numbers among its floats
+                setattr(self, name, kind(value))  # torch rejects ints where it wants floats
         require(self.data, "no data: name at least one prepared corpus with --data, or go on with --resume RUN.")
         weights, count = [1.0] * len(self.data) if self.weights is None else self.weights, len(self.data)
         require(len(weights) == count, f"{len(weights)} weights for {count} corpora.")
-        drawn = weights[1:] if self.mixing == "added" and count > 1 else weights
-        sound = all(0 <= weight <= MANY for weight in weights) and sum(drawn) > 0
-        require(sound, f"weights must lie between 0 and {MANY:,}, and those drawn from not all be 0, got {weights}.")
+        sampled = weights[1:] if self.mixing == "added" and count > 1 else weights
+        valid = all(0 <= weight <= MANY for weight in weights) and sum(sampled) > 0
+        require(valid, f"weights must lie between 0 and {MANY:,}, and those drawn from not all be 0, got {weights}.")
 
     def accumulation(self, processes: int) -> int:
-        """Micro-batches of one process in one step."""
+        """Micro-batches per process and step."""
         (each, over), size = divmod(self.batch, processes), self.micro_batch
         way = f"make --batch a multiple of {processes}" if over else f"--micro-batch {math.gcd(each, size)} would"
         rows = f"a batch of {self.batch} rows does not divide into micro-batches of {size}"
@@ -99,29 +105,29 @@ class TrainSettings:
 
 
 def micro_batch_of(batch: int) -> int:
-    """Rows of one pass where nobody said: at most 32 that divide the batch."""
+    """The default: the whole batch up to 32 rows, else its greatest common divisor with 32."""
     return batch if batch <= 32 else math.gcd(batch, 32)
 
 
 def finetune_settings(chosen: dict[str, Any], length: int, documents: int, epochs: float) -> TrainSettings:
-    """Settings of a run on labelled documents: those `chosen`, else what suits (lengths vary: nothing is compiled)."""
+    """Settings of a run on labelled documents: those `chosen`, else suitable ones (not compiled, as lengths vary)."""
     require(0.0 < epochs < math.inf, f"epochs must be more than 0, got {epochs}.")
-    asked = TrainSettings.from_dict({"batch": 32, **chosen})
-    epoch = math.ceil(documents / asked.batch)
-    steps = chosen.get("steps", math.ceil(epochs * documents / asked.batch))
-    asked = replace(
-        asked, micro_batch=micro_batch_of(asked.batch), length=length, steps=steps, warmup=round(0.06 * steps)
+    result = TrainSettings.from_dict({"batch": 32, **chosen})
+    epoch = math.ceil(documents / result.batch)
+    steps = chosen.get("steps", math.ceil(epochs * documents / result.batch))
+    result = replace(
+        result, micro_batch=micro_batch_of(result.batch), length=length, steps=steps, warmup=round(0.06 * steps)
     )
-    asked = replace(asked, learning_rate=1e-4 if asked.initial else 5e-4, final_learning_rate=0.0)
-    asked = replace(asked, precision="auto", compile=False, evaluate_rows=0, evaluate_every=epoch, save_every=epoch)
-    return replace(asked, **chosen)
+    result = replace(result, learning_rate=1e-4 if result.initial else 5e-4, final_learning_rate=0.0)
+    result = replace(result, precision="auto", compile=False, evaluate_rows=0, evaluate_every=epoch, save_every=epoch)
+    return replace(result, **chosen)
 
 
 def train_arguments(model: str, changes: dict[str, Any], settings: TrainSettings, out: Path) -> list[str]:
-    """A run as the command that trains it, `train MODEL …`: what differs from its defaults and from MODEL."""
-    default = asdict(TrainSettings(data=settings.data, precision="auto"))  # as the command has it
-    sure = default.keys() - (TINY.keys() | {"micro_batch"} if model.endswith("-tiny") else set())
-    changed = {n: value for n, value in asdict(settings).items() if n not in sure or value != default[n]} | changes
+    """The command of this run, `train MODEL …`, with settings that are not, or need not be, the command's defaults."""
+    default = asdict(TrainSettings(data=settings.data, precision="auto"))  # the defaults of the command
+    reliable = default.keys() - (TINY.keys() | {"micro_batch"} if model.endswith("-tiny") else set())
+    changed = {n: value for n, value in asdict(settings).items() if n not in reliable or value != default[n]} | changes
     parts = ["train", model, *(word for path in settings.data for word in ("--data", path))]
     for name, value in changed.items():
         parts += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]

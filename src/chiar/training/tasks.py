@@ -1,5 +1,5 @@
-"""What a run learns from, batches as a pure function of (seed, step, slot), and one model for every task of it. A step
-has batch / micro_batch slots; slot k belongs to process k mod W, so processes slice one order, the same for any W."""
+"""Batches as a pure function of (seed, step, slot), and one model for all tasks of a run. A step has
+batch / micro_batch slots; slot k belongs to process k mod W, so the rows of a step are the same for any number W."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 def seed_of(*parts: int) -> int:
-    """A seed of 63 bits: of dropout for (seed, step, slot), whatever process runs it; of the weights of one module."""
+    """A 63-bit seed: for dropout of (seed, step, slot), whichever process runs it; for the weights of one module."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -51,7 +51,7 @@ class Batch(NamedTuple):
 
 
 class Rows:
-    """Blocks of `length` tokens with the token after each; or labelled documents, cut to `length` and padded."""
+    """Blocks of `length` tokens and the next token of each; or labelled documents, truncated to `length` and padded."""
 
     def __init__(self, corpus: Corpus, split: str, length: int) -> None:
         self.split, self.length, self.labelled = corpus.split(split), length, corpus.kind == "classification"
@@ -74,8 +74,9 @@ class Rows:
 
 
 class Schedule:
-    """Which corpora each slot of each step reads, and which of their rows: each once an epoch, in the epoch's order.
-    The draws of slot s are the s-th of a fixed stream, so a longer run only continues a shorter one."""
+    """Which corpora each slot of each step reads, and which of their rows. Each row is read once per epoch, in an order
+    shuffled anew. The s-th slot of a run uses the s-th draws of a fixed stream, so a longer run begins like a shorter.
+    """
 
     def __init__(self, settings: TrainSettings, corpora: list[Rows]) -> None:
         self.settings, self.corpora = settings, corpora
@@ -94,25 +95,25 @@ class Schedule:
 
     def batches(self, step: int, slot: int) -> list[Batch]:
         """The micro-batches of one slot: one, or two where another corpus is added."""
-        place, size, found = step * self.slots + slot, self.settings.micro_batch, []
-        for corpus in np.flatnonzero(self.uses[place]).tolist():
-            rows, first = self.corpora[corpus], int(self.before[place, corpus]) * size
+        index, size, batches = step * self.slots + slot, self.settings.micro_batch, []
+        for corpus in np.flatnonzero(self.uses[index]).tolist():
+            rows, first = self.corpora[corpus], int(self.before[index, corpus]) * size
             seed, turns = self.settings.seed * 1_000_003 + corpus, range(first, first + size)
             numbers = [int(shuffled(seed, turn // rows.count, rows.count)[turn % rows.count]) for turn in turns]
-            found.append(rows.batch(corpus, numbers))
-        return found
+            batches.append(rows.batch(corpus, numbers))
+        return batches
 
 
 def read_ahead(schedule: Schedule, slots: range, first: int, device: torch.device) -> Iterator[list[list[Batch]]]:
-    """The micro-batches of these slots for step `first` and those after it, made while the device works on the last."""
+    """The micro-batches of these slots from step `first` on, each step's prefetched while the device works."""
     pins = device.type == "cuda"
 
     def make(step: int) -> list[list[Batch]]:
         made = [schedule.batches(step, slot) for slot in slots]
-        # A GPU copies from pinned memory while the program goes on.
+        # Copies from pinned memory to a GPU are asynchronous.
         return [[batch.each(Tensor.pin_memory) for batch in batches] for batches in made] if pins else made
 
-    # A thread has a current GPU of its own.
+    # Each thread has its own current GPU.
     with ThreadPoolExecutor(1, "batches", *((torch.cuda.set_device, (device,)) if pins else ())) as thread:
         coming = thread.submit(make, first)
         for step in range(first + 1, schedule.settings.steps):
@@ -122,17 +123,17 @@ def read_ahead(schedule: Schedule, slots: range, first: int, device: torch.devic
 
 
 class TaskResult(NamedTuple):
-    """The loss of one micro-batch and what its tokens did."""
+    """The loss of one micro-batch, and how its tokens were routed."""
 
     loss: Tensor
     use_LK: Tensor  # fraction of tokens each operator of each routed layer got
     gate: Tensor  # mean g (0 without a MetaRouter)
-    correct: Tensor  # how many rows were given their class (0 for language)
+    correct: Tensor  # number of correctly classified rows (0 for language)
     dropped: Tensor  # share of dark tokens for which a stack had no room
 
 
 class TaskModel(nn.Module):
-    """Classification goes through the whole decoder; a head is the `score` of ChiarForSequenceClassification."""
+    """A language model, and a head for each labelled corpus, like the `score` of ChiarForSequenceClassification."""
 
     def __init__(self, config: ChiarConfig, labels: dict[str, int]) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class TaskModel(nn.Module):
             loss = linear_cross_entropy(states_BTD.flatten(0, 1), self.language.lm_head.weight, targets.flatten())
             if self.training and self.language.model.stacks:
                 early = self.language.model.early_loss(decoded, targets, self.language.lm_head)
-                loss = loss + (early - early.detach())  # learned from, but what is reported is the model's own loss
+                loss = loss + (early - early.detach())  # with its gradient, but the loss reported is the model's alone
         else:
             logits_BC = self.heads[head](pool_states(states_BTD, mask_BT, config.classifier_pool))
             loss = F.cross_entropy(logits_BC.float(), targets)
@@ -183,11 +184,11 @@ def outline(config: ChiarConfig, labels: dict[str, int]) -> TaskModel:
 
 @torch.no_grad()
 def materialise(model: TaskModel, seed: int, device: torch.device | str = "cpu", initial: str = "") -> TaskModel:
-    """Give an outline memory and the weights of `seed`, the same whether whole or sharded: each module is drawn on the
-    CPU from a seed of its own. With `initial`, a folder, the language model has its weights instead."""
+    """Allocate an outline and initialise it from `seed`, the same whether whole or sharded: each module is drawn on the
+    CPU with a seed of its own. With `initial`, a model folder, the language model gets that model's weights instead."""
     model.to_empty(device=device)
     model.language.tie_weights()
-    places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     options = {"config": model.language.config, "dtype": torch.float32}
     stored = open_weights(ChiarForCausalLM, initial, **options).state_dict() if initial else {}
     source, seen = outline(model.language.config, model.labels), set[int]()
@@ -202,7 +203,7 @@ def materialise(model: TaskModel, seed: int, device: torch.device | str = "cpu",
         torch.manual_seed(seed_of(seed, *prefix.encode()))
         source.language._init_weights(module)
         for name in fresh:
-            start, rows = local_rows(places[f"{prefix}.{name}"])
+            start, rows = local_rows(targets[f"{prefix}.{name}"])
             value = stored.get(f"{prefix}.{name}".removeprefix("language."), getattr(module, name))
             rows.copy_(value[start : start + len(rows)] if value.ndim else value)
         module.to_empty(device="meta", recurse=False)
@@ -210,7 +211,7 @@ def materialise(model: TaskModel, seed: int, device: torch.device | str = "cpu",
 
 
 def whole(model: TaskModel, wanted: bool) -> TaskModel | None:
-    """A copy in one piece on the CPU, where it is wanted. Every process must take part, one tensor at a time."""
+    """An unsharded copy on the CPU where `wanted`, else None. All processes must call it, to gather the tensors."""
     state = {}
     for name, value in model.state_dict().items():
         complete = value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,4 +1,4 @@
-"""One optimiser step after another: the model of a run, its optimiser and its data; what was learned, as tensors."""
+"""The model, optimiser and data of a run: one optimiser step after another, evaluation, and its state as tensors."""
 
 import math
 from collections.abc import Iterator
@@ -21,19 +21,19 @@ from chiar.training.memory import check_memory
 from chiar.training.settings import TrainSettings
 from chiar.training.tasks import Batch, Rows, Schedule, TaskResult, materialise, outline, read_ahead, seed_of
 
-SHARD_FROM = 600_000_000  # parameters, where `parallel` is auto
-Done = tuple[int, TaskResult, int]  # the number of a corpus, what a batch of it gave, and its weight in a mean
+SHARD_FROM = 600_000_000  # parameters, with `parallel` auto
+WeightedResult = tuple[int, TaskResult, int]  # index of a corpus, the result of a batch of it, its weight in the mean
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.AdamW:
-    """Matrices and embeddings decay; biases, norms and the filters, spectral and temporal, do not."""
+    """AdamW. Matrices and embeddings decay; biases, norms and the filters, spectral and temporal, do not."""
     by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         by_decay[parameter.ndim >= 2 and not name.endswith("coefficients_KD")].append(parameter)
     groups = [{"params": those, "weight_decay": settings.weight_decay * decay} for decay, those in by_decay.items()]
     fused, betas = device.type == "cuda", (settings.beta1, settings.beta2)
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, fused=fused or None)
-    # AdamW makes its state on the first step; made now, so that a checkpoint can be read into it.
+    # AdamW creates its state in the first step; created here, so that a checkpoint can be read into it.
     for parameter in model.parameters():
         step = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -72,17 +72,17 @@ class Trainer:
             shard(self.model, processes)
         materialise(self.model, settings.seed, processes.device, settings.initial)
         if settings.gradient_checkpointing:
-            # Without dropout no random state need be kept, which would read it from the device in every layer.
+            # Without dropout nobody needs the random state; saving it would read it from the device in every layer.
             self.model.language.model.gradient_checkpointing_enable({"preserve_rng_state": config.dropout > 0})
         self.optimizer = make_optimizer(self.model, settings, processes.device)
         self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()} if settings.ema else {}
-        self.step, self.tokens = 0, 0  # finished; read by this process since the loop last took them
+        self.step, self.tokens = 0, 0  # finished steps; tokens this process has read since the last record
         self.best: dict[str, float] | None = None
         # The first step whose gradient was not finite; kept on the device so that no step waits for it.
         self.first_bad_step = torch.full((), -1, device=processes.device)
         self.parallel = self.model if self.sharded else replicate(self.model, processes)
         decoder = self.model.language.model
-        # On a CPU a stack has as many places as a pass needs; compiled as a whole, its layers would run for all tokens.
+        # On a CPU a dark stack packs just the dark tokens of a pass; in one compiled graph its layers would run on all.
         packs = bool(decoder.dark_stacks) and processes.device.type == "cpu"
         parts: list[nn.Module] = list(decoder.layers) if self.sharded or settings.compile_layers or packs else []
         parts += decoder.dark_stacks if parts and not packs else []
@@ -94,7 +94,7 @@ class Trainer:
         self.autocast = partial(torch.autocast, processes.device.type, torch.bfloat16, settings.precision == "bf16")
 
     def train_step(self) -> dict[str, Any]:
-        """One optimiser step; run again without compiling, or without recorded passes, where that fails in it."""
+        """One optimiser step, repeated without compiling or recorded passes if these fail or leave no memory."""
         batches = next(self.batches)
         try:
             return self._train_step(batches)
@@ -103,25 +103,25 @@ class Trainer:
             no_memory = isinstance(error, torch.OutOfMemoryError) and graphs is not None
             if not no_memory and not self.forward.fall_back(error):
                 raise
-        if graphs is not None:  # they hold memory, or what was compiled
-            graphs.give_up("a pass beside the recorded ones found no memory, or could not be compiled")
+        if graphs is not None:  # recordings hold memory, and contain compiled code
+            graphs.give_up("a pass that is not recorded ran out of memory, or could not be compiled")
         self.optimizer.zero_grad(set_to_none=True)
         return self._train_step(batches)
 
     def _train_step(self, batches_by_slot: list[list[Batch]]) -> dict[str, Any]:
-        """Accumulate, clip, update. Returns what was measured, still on the device."""
+        """Accumulate, clip, update. Returns measurements that are still on the device."""
         settings, count = self.settings, self.processes.count
         rate = learning_rate(settings, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.parallel.train()
-        done: list[Done] = []
+        results: list[WeightedResult] = []
         for slot, batches in zip(self.slots, batches_by_slot, strict=True):
             torch.manual_seed(seed_of(settings.seed, self.step, slot))
             for number, batch in enumerate(batches):
                 last = slot == self.slots[-1] and number == len(batches) - 1
-                done.append((batch.corpus, self._backward(batch, sync=last), 1))
-            if self.sharded:  # none can do without the others, though where corpora are added one may have two batches
+                results.append((batch.corpus, self._backward(batch, sync=last), 1))
+            if self.sharded:  # every pass needs all processes, but with mixing=added some have two batches
                 first = self.step * self.schedule.slots + slot - self.processes.rank
                 most = int(self.schedule.uses[first : first + count].sum(1).max())
                 for _ in range(most - len(batches)):
@@ -134,21 +134,21 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         state = self.model.language.model.router_state
         for buffer in state.state_dict().values() if state is not None and count > 1 else ():
-            buffer.copy_(self.processes.total(buffer.clone()) / count)  # each process has moved it by its own tokens
+            buffer.copy_(self.processes.total(buffer.clone()) / count)  # each process has updated it by its own tokens
         for name, parameter in self.model.named_parameters() if self.average else ():
             self.average[name].lerp_(parameter.detach(), 1 - settings.ema)
         for batch in chain(*batches_by_slot):
             self.tokens += batch.ids.numel() if batch.mask is None else int(batch.mask.sum())
         self.step += 1
-        return {"done": done, "norm": norm, "rate": rate}
+        return {"results": results, "norm": norm, "rate": rate}
 
     def _backward(self, batch: Batch, sync: bool, share: float = 1.0) -> TaskResult:
-        """One micro-batch. With a share of 0 it is only there for the other processes."""
+        """Forward and backward of one micro-batch. With a share of 0 it only takes part for the other processes."""
         batch, head = batch.to(self.processes.device), self.heads[batch.corpus]
         if self.graphs is not None and head is None:
             return TaskResult(*self.graphs(batch.ids, batch.targets))
-        waits = sync or self.processes.count == 1 or self.sharded  # whole gradients would not fit where it shards
-        with nullcontext() if waits else self.parallel.no_sync():  # type: ignore[operator]
+        reduces = sync or self.processes.count == 1 or self.sharded  # whole gradients of a sharded model would not fit
+        with nullcontext() if reduces else self.parallel.no_sync():  # type: ignore[operator]
             return self._pass(batch.ids, batch.targets, batch.mask, head, share)
 
     def _pass(
@@ -159,10 +159,10 @@ class Trainer:
         (share * result.loss / self.accumulation).backward()
         return result._replace(loss=result.loss.detach())
 
-    def means(self, done: list[Done]) -> tuple[float, list[dict[str, float]]]:
-        """The mean loss over all processes; by corpus that loss, g and the accuracy. This waits for the device."""
+    def means(self, results: list[WeightedResult]) -> tuple[float, list[dict[str, float]]]:
+        """The mean loss over all processes, then loss, g and accuracy by corpus. Waits for the device."""
         table_C4 = torch.zeros(len(self.corpora), 4, device=self.processes.device, dtype=torch.float64)
-        for corpus, result, weight in done:
+        for corpus, result, weight in results:
             loss, gate, correct = (value.double() for value in (result.loss, result.gate, result.correct))
             table_C4[corpus] += torch.stack([loss * weight, gate * weight, correct, loss.new_full((), weight)])
         table = self.processes.total(table_C4).tolist()
@@ -173,7 +173,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Validation loss of each corpus, and the accuracy of those with classes, on the same rows every time."""
-        done: list[Done] = []
+        results: list[WeightedResult] = []
         size, rank, world = self.settings.micro_batch, self.processes.rank, self.processes.count
         self.parallel.eval()
         with self.averaged(), self.language():
@@ -181,21 +181,21 @@ class Trainer:
                 rows = Rows(corpus, "valid", self.settings.length)
                 firsts = range(0, len(wanted := rows.evaluated(self.settings.evaluate_rows)), size)
                 for turn in range(0, len(firsts), world):
-                    mine = turn + rank < len(firsts)  # a process without rows keeps the others company
+                    mine = turn + rank < len(firsts)  # a process without rows takes part for the others
                     first = firsts[turn + rank if mine else 0]
                     batch = rows.batch(number, wanted[first : first + size]).to(self.processes.device)
                     with self.autocast():
                         result = self.model(batch.ids, batch.targets, batch.mask, self.heads[number])
                     if mine:
-                        done.append((number, result, len(batch.ids)))
+                        results.append((number, result, len(batch.ids)))
         self.parallel.train()
-        _, (losses, _, accuracies) = self.means(done)
+        _, (losses, _, accuracies) = self.means(results)
         accuracies = {name: value for name, value in accuracies.items() if name in self.heads}
         return {"validation": losses} | ({"accuracy": accuracies} if accuracies else {})
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The exponential average in place of the weights, where one is kept."""
+        """Within it the weights are their exponential average, if one is kept."""
         kept = {name: p.detach().clone() for name, p in self.model.named_parameters()} if self.average else {}
         self.model.load_state_dict(self.average, strict=False)
         try:
@@ -205,18 +205,18 @@ class Trainer:
 
     @contextmanager
     def language(self) -> Iterator[Any]:
-        """The language model, to be called uncompiled, and sharded with its first and last matrices gathered."""
+        """The language model, called uncompiled; if sharded, with the weights outside its layers gathered."""
         if self.sharded:
             self.model.unshard()  # type: ignore[operator]
         try:
             with torch.compiler.set_stance("force_eager"):
                 yield self.model.language
         finally:
-            if self.sharded:  # what was gathered would be used again, outdated
+            if self.sharded:  # later passes would use the gathered weights, outdated
                 self.model.reshard()  # type: ignore[operator]
 
     def recalibrate(self) -> list:
-        """Per-layer thresholds from rows of the step just done, the same in every process."""
+        """Set per-layer thresholds from rows of the last step, the same in every process."""
         batches = [self.schedule.batches(self.step - 1, slot)[0] for slot in range(min(self.schedule.slots, 4))]
         texts: list[dict[str, Any]] = [{"input_ids": batch.ids} for batch in batches if batch.mask is None]
         stream = texts or [{"input_ids": batch.ids, "attention_mask": batch.mask} for batch in batches]
@@ -226,7 +226,7 @@ class Trainer:
         return thresholds
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything a run has learned: weights, saved buffers, the optimiser's state, the average."""
+        """The state of a run: weights, saved buffers, the optimiser's state, the average."""
         parameters = dict(self.model.named_parameters())  # tied ones once
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - parameters.keys()
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items() if name not in tied}
@@ -235,8 +235,8 @@ class Trainer:
                 tensors[f"optimizer.{name}.{key}"] = value
         return tensors | {f"average.{name}": value for name, value in self.average.items()}
 
-    def restore(self, found: checkpoint.Found) -> None:
-        checkpoint.load(found.folder, self.tensors())
-        self.step, self.best = found.state["step"], found.state["best"]
+    def restore(self, latest: checkpoint.FoundCheckpoint) -> None:
+        checkpoint.load(latest.folder, self.tensors())
+        self.step, self.best = latest.state["step"], latest.state["best"]
         self.batches = read_ahead(self.schedule, self.slots, self.step, self.processes.device)
-        self.model.language.model.set_thresholds(found.state["thresholds"])
+        self.model.language.model.set_thresholds(latest.state["thresholds"])
