@@ -38,7 +38,7 @@ def test_what_cannot_be_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     for options, message in (
         ([], "give --data or --harness"),
-        (["--data", "x", "--harness", "y"], "--data CORPUS, or --harness TASKS"),
+        (["--data", "x", "--harness", "y"], "--data CORPUS or --harness TASKS"),
         (["--data", "x", "--few-shot", "1"], "are for --harness"),
         (["--harness", "y", "--stride", "4"], "--stride is for --data"),
         (["--harness", "arc_easy"], "pip install 'chiar[harness]'"),
@@ -189,8 +189,8 @@ def test_tasks_that_cannot_run(folder, tasks):
     for names, options, message in (
         ("mine_texd", [], "Did you mean 'mine_text'?"),
         ("lost", [], "a task's data cannot be read"),
-        ("wrong", [], "a task cannot be put together"),
-        ("mine_writing", ["--length", 1], "no room behind a prompt"),
+        ("wrong", [], "a task cannot be built"),
+        ("mine_writing", ["--length", 1], "no room after a prompt"),
         ("x", ["--harness-path", "nowhere"], "there is no folder"),
     ):
         code, output = run("eval", folder, "--harness", names, "--harness-path", tasks, *options)

@@ -1,1 +1,1 @@
-"""What a trained model is worth: perplexity, accuracy, routed fractions, counted FLOPs, and runs side by side."""
+"""Evaluation of models: perplexity, accuracy, routed fractions and counted FLOPs, also of several side by side."""

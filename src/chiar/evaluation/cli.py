@@ -1,4 +1,4 @@
-"""`chiar eval`. Heavy imports happen inside."""
+"""`chiar eval`. Heavy imports happen inside the command."""
 
 import logging
 import os
@@ -19,52 +19,52 @@ def evaluate(
     models: Annotated[list[str], Argument(metavar="MODEL|RUN|REPORT...", help="Also reports written by --json.")],
     data: Annotated[Path | None, Option(metavar="CORPUS", help="A prepared corpus.")] = None,
     split: SplitName = "valid",
-    length: Annotated[int | None, Option(min=1, help="Tokens a row. [default: the trained length]")] = None,
-    stride: Annotated[int | None, Option(help="Slide windows by so many new tokens. [default: --length]")] = None,
-    rows: Annotated[int | None, Option(min=1, help="Blocks or documents to read at most. [default: all]")] = None,
-    batch: Annotated[int, Option(min=1, help="Rows at a time.")] = 16,
+    length: Annotated[int | None, Option(min=1, help="Tokens per row. [default: the trained length]")] = None,
+    stride: Annotated[int | None, Option(help="New tokens in each sliding window. [default: --length]")] = None,
+    rows: Annotated[int | None, Option(min=1, help="Most blocks or documents to read. [default: all]")] = None,
+    batch: Annotated[int, Option(min=1, help="Rows per batch.")] = 16,
     precision: Annotated[str, Option(metavar="fp32|bf16", help="Of the matrix products.")] = "fp32",
     device: Annotated[str, Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")] = "auto",
     json: Annotated[Path | None, Option(metavar="FILE", help="Also write the report as JSON, - to print.")] = None,
     overwrite: Overwrite = False,
-    anyway: Annotated[bool, Option("--anyway", help="Show what was measured otherwise too, marked.")] = False,
+    anyway: Annotated[bool, Option("--anyway", help="Also show what was measured differently, marked.")] = False,
     harness: Annotated[str | None, Option(metavar="TASK,…", help="Tasks of lm-evaluation-harness instead.")] = None,
-    harness_path: Annotated[Path | None, Option(metavar="DIR", help="Your own task files, only these.")] = None,
+    harness_path: Annotated[Path | None, Option(metavar="DIR", help="Use only your own task files.")] = None,
     harness_download: Annotated[bool, Option("--harness-download", help="Let tasks download their data.")] = False,
     few_shot: Annotated[int | None, Option(min=0, help="Examples before each question. [default: the task's]")] = None,
 ) -> None:
     """Measure perplexity or accuracy, routed fractions and counted FLOPs on a prepared corpus, or scores on tasks of
-    lm-evaluation-harness. Several models and reports are put side by side, the first as the baseline. Of a run the best
-    model is measured; without --data it shows what was measured in training and saved as its evaluation.json."""
+    lm-evaluation-harness. Several models and reports are compared, with the first as the baseline. Of a run the best
+    model is measured; without --data, its evaluation.json and what was measured in training are shown."""
     from json import dumps
 
     from chiar.console import show, write_json
     from chiar.errors import optional_module
     from chiar.files import check_new
 
-    require(data is None or harness is None, "say what to measure on: --data CORPUS, or --harness TASKS.")
+    require(data is None or harness is None, "say what to measure on: --data CORPUS or --harness TASKS, not both.")
     if harness is None and (harness_path or harness_download or few_shot is not None):
         raise InputError("--harness-path, --harness-download and --few-shot are for --harness: leave them out.")
-    require(harness is None or stride is None, "--stride is for --data: a task decides itself how it reads a text.")
+    require(harness is None or stride is None, "--stride is for --data: tasks read their texts in their own way.")
     if json is not None and str(json) != "-":
         check_new(json, overwrite)
-    how: dict[str, Any] = {"length": length, "rows": rows, "batch_size": batch, "precision": precision}
+    reading: dict[str, Any] = {"length": length, "rows": rows, "batch_size": batch, "precision": precision}
     if harness is not None:
         prepare_harness(harness_download)
         optional_module("lm_eval.models.huggingface", "harness", "chiar eval --harness")
         from chiar.evaluation.downstream import downstream_tables, run_tasks
 
         tasks = [name.strip() for name in harness.split(",")]
-        reports = [run_tasks(model, tasks, harness_path, few_shot, device, **how) for model in models]
+        reports = [run_tasks(model, tasks, harness_path, few_shot, device, **reading) for model in models]
         parts = downstream_tables(reports)
     else:
         from chiar.evaluation.harness import evaluate as measure
         from chiar.evaluation.report import compare, is_report, read_entry, short_names
 
-        how |= {"device": device, "stride": stride}
+        reading |= {"device": device, "stride": stride}
         entries, paths = [], [Path(model) for model in models]
         for path, name, model in zip(paths, short_names(paths), models, strict=True):
-            fresh = None if data is None or is_report(path) else measure(model, data, split, **how)
+            fresh = None if data is None or is_report(path) else measure(model, data, split, **reading)
             entries.append(read_entry(path, name, fresh))
         parts = compare(entries, anyway)
         reports = [entry.report.to_dict() for entry in entries if entry.report is not None]
@@ -77,8 +77,8 @@ def evaluate(
 
 
 def prepare_harness(download: bool) -> None:
-    """Quiet, and offline unless told otherwise: tasks then read what is on this machine, or fail. Modules read the
-    environment when they are imported, and a plugin may have imported them already."""
+    """Make the harness quiet and, without `download`, offline: tasks then read what is on this machine, or fail. The
+    modules read the environment on import, and a plugin may have imported them already."""
     if not download:
         os.environ |= dict.fromkeys(OFFLINE, "1")
         for module in map(sys.modules.get, ("huggingface_hub.constants", "datasets.config", "evaluate.config")):

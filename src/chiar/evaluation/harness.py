@@ -1,4 +1,4 @@
-"""A model over a prepared corpus: losses of running text or classes of documents, where tokens went, as one report."""
+"""Measures a model on a prepared corpus: losses of running text or classes of documents, and routing, as one report."""
 
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +25,7 @@ from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassificatio
 from chiar.model.trace import RoutingTrace
 from chiar.routing.flops import Shares, baseline_of, count_flops, operator_shares
 
-LOGIT_ROWS = 1024  # logits of a whole batch over GPT-2's vocabulary would take gigabytes
+LOGIT_ROWS = 1024  # rows of logits at a time: those of a batch over GPT-2's vocabulary take gigabytes
 COUNTED_AT_ONCE = 1 << 22
 Measured = tuple[LanguageScores | ClassScores, RoutingUse, int]
 with_bar = partial(track, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
@@ -33,7 +33,7 @@ with_bar = partial(track, console=Console(stderr=True), transient=True, disable=
 
 @dataclass(frozen=True)
 class Reading:
-    """At most `rows` blocks of `length`, windows that predict their last `stride` tokens, or documents cut to it."""
+    """At most `rows` blocks of `length`, sliding windows with `stride` new tokens each, or documents cut to length."""
 
     length: int
     stride: int | None = None
@@ -43,7 +43,7 @@ class Reading:
 
     @classmethod
     def of(cls, config: ChiarConfig, length: int | None = None, **how: Any) -> "Reading":
-        """Of the trained length by default, and of no more than there are learned positions."""
+        """The length defaults to the trained one, and is limited by learned positions."""
         trained = config.max_position_embeddings
         reading = cls(length or trained, **how)
         if reading.length > trained and config.positions == "learned":
@@ -66,7 +66,7 @@ def evaluate(
     remarks = [*corpus.remarks, *check_tokenizer(folder, config, corpus)]
     if split == "valid":
         other = "--split test is unseen" if "test" in corpus.splits else f"{corpus.name} has no test split"
-        remarks.append(f"measured on valid, by which training chooses its best: {other}.")
+        remarks.append(f"measured on valid, on which training chose its best model: {other}.")
     opened, classifies = corpus.split(split), corpus.kind == ClassScores.kind
     if classifies and reading.stride is not None:
         raise InputError(f"--stride is for language corpora, and {data} is a classification corpus.")
@@ -77,19 +77,19 @@ def evaluate(
     counts = count_flops(config, seen, measured_shares(config, routing)), count_flops(baseline_of(config), seen)
     # A classifier has no logits over the vocabulary.
     flops, baseline = (count.total - (count.part("logits") if classifies else 0.0) for count in counts)
-    told: dict[str, Any] = asdict(reading) | {"device": describe_device(target)}
-    told |= {"flops": flops, "baseline_flops": baseline, "flops_length": seen, "scores": scores, "routing": routing}
+    report: dict[str, Any] = asdict(reading) | {"device": describe_device(target)}
+    report |= {"flops": flops, "baseline_flops": baseline, "flops_length": seen, "scores": scores, "routing": routing}
     remarks += explain(opened_model.config, corpus, reading)
-    return EvaluationReport(folder, run, corpus.name, corpus.fingerprint, split, remarks=remarks, **told)
+    return EvaluationReport(folder, run, corpus.name, corpus.fingerprint, split, remarks=remarks, **report)
 
 
 def measured_shares(config: ChiarConfig, routing: RoutingUse) -> Shares:
-    """What each operator got. Soft routing runs all of them; measured is then where a token weighs most."""
+    """The share of tokens each operator ran on. Under soft routing all run, and `routing` has the largest weights."""
     return operator_shares(config) if config.routing == "soft" else [layer.use for layer in routing.layers]
 
 
 def explain(config: ChiarConfig, corpus: Corpus, reading: Reading) -> list[str]:
-    """What a reader must know to read the figures rightly."""
+    """Remarks without which the figures would be misread."""
     pool, trained = config.gate_pool if config.meta_router else "causal", config.max_position_embeddings
     over = f"all {reading.batch_size} rows of a batch" if pool == "batch" else "the whole row"
     names, numbers = [*config.id2label.values()], [f"LABEL_{number}" for number in range(config.num_labels)]
@@ -97,9 +97,9 @@ def explain(config: ChiarConfig, corpus: Corpus, reading: Reading) -> list[str]:
     others = corpus.kind == ClassScores.kind and names not in (numbers, corpus.labels)
     remarks = {
         f"gate_pool {pool!r}: g is a mean over {over}, later tokens too: not causal.": pool != "causal",
-        "soft routing runs every operator: f counts the tokens attention weighs most in.": config.routing == "soft",
+        "soft routing runs every operator; f counts tokens with attention as largest weight.": config.routing == "soft",
         f"longer than the {trained} tokens the model was trained on.": reading.length > trained,
-        f"FLOPs are those of a token of a window; windows that slide compute each {times:.3g} times.": times > 1,
+        f"FLOPs are per token of a window; sliding windows compute each {times:.3g} times.": times > 1,
         f"only {reading.rows} rows of the split were read.": reading.rows is not None,
         f"classes are compared by number: the model's {', '.join(names)} with {', '.join(corpus.labels)}.": others,
     }
@@ -107,7 +107,7 @@ def explain(config: ChiarConfig, corpus: Corpus, reading: Reading) -> list[str]:
 
 
 class Tally:
-    """Losses and routes added up over batches, on the model's device: reading them would wait for each batch."""
+    """Losses and routes summed over batches on the model's device, as reading them would wait for each batch."""
 
     def __init__(self, model: ChiarForCausalLM | ChiarForSequenceClassification) -> None:
         self.config, self.operators = model.config, model.config.operators or []
@@ -124,7 +124,7 @@ class Tally:
             self.gate += gate_BT[trace.real_BT].double().sum()
 
     def read(self, count: int) -> tuple[float, RoutingUse]:
-        """The mean of `count` losses, and what was routed."""
+        """The mean of `count` losses, and the routing."""
         if not self.loss.isfinite():
             raise InputError("the loss is not finite: the model's weights are damaged or its training diverged.")
         rows = zip(self.config.routed_layers, (self.counts_LK / self.tokens).tolist(), strict=True)
@@ -144,9 +144,9 @@ def measure_perplexity(model: ChiarForCausalLM, corpus: Corpus, split: Split, re
     stride, size = reading.stride or reading.length, reading.batch_size
     starts = np.arange(0, max(targets - reading.length, 0) + stride, stride)[: reading.rows]
     tokens = min(int(starts[-1]) + reading.length, targets)
-    # The last one may be shorter: a batch of its own, which needs no padding.
-    whole = int((starts + reading.length <= targets).sum())
-    for batch in with_bar(np.split(starts, sorted({*range(size, whole, size), whole} - {0, len(starts)})), corpus.name):
+    # The last block may be shorter: it is a batch of its own, which needs no padding.
+    full = int((starts + reading.length <= targets).sum())
+    for batch in with_bar(np.split(starts, sorted({*range(size, full, size), full} - {0, len(starts)})), corpus.name):
         length = min(reading.length, targets - int(batch[0]))
         ids_BT = torch.from_numpy(split.rows(batch, length + 1)).to(model.device)
         decoded = model.model(ids_BT[:, :-1], output_routing=True)
@@ -165,8 +165,8 @@ def measure_perplexity(model: ChiarForCausalLM, corpus: Corpus, split: Split, re
 
 
 def unigram_entropy(split: Split, vocab_size: int, targets: int | None = None) -> float:
-    """−Σ p ln p in nats, p the unsmoothed frequencies of the split's own first `targets` targets (all but its first
-    token): the least loss of a model without context, which would have to know these frequencies beforehand."""
+    """−Σ p ln p in nats, where p are the unsmoothed frequencies of the split's first `targets` targets (None: all but
+    its first token). It is the least loss of a model without context, which would have to know them beforehand."""
     stop = split.tokens if targets is None else 1 + targets
     counts = np.zeros(vocab_size, np.int64)
     for first in range(1, stop, COUNTED_AT_ONCE):
@@ -179,8 +179,8 @@ def unigram_entropy(split: Split, vocab_size: int, targets: int | None = None) -
 def measure_classification(
     model: ChiarForSequenceClassification, corpus: Corpus, split: Split, reading: Reading
 ) -> Measured:
-    """Scores, routing over real tokens, and the length a token sees on average. Documents are cut to `length` tokens
-    and padded on the right, in batches of similar length: the order of the split plays no part."""
+    """Scores, routing over real tokens, and the mean length of the document a token is in. Documents are cut to
+    `length` tokens, sorted by length whatever their order in the split, and padded on the right."""
     labels, device, tally = split.labels, model.device, Tally(model)
     known, classes = model.config.num_labels, len(corpus.labels)
     assert labels is not None, "the corpus is a classification corpus"
@@ -202,5 +202,5 @@ def measure_classification(
         confusion.index_put_((labels_B, output.logits.argmax(-1)), confusion.new_ones(()), accumulate=True)
     (loss, use), tokens, longer = tally.read(len(order)), int(sizes.sum()), int((whole > reading.length).sum())
     scores = ClassScores(len(order), tokens, longer, loss, list(corpus.labels), confusion.tolist())
-    # FLOPs per token are linear in the length, so this one stands for all documents.
+    # FLOPs per token are linear in the length, so those of this mean are the mean over all tokens.
     return scores, use, round(int((sizes**2).sum()) / tokens)

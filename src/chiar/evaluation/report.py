@@ -1,4 +1,4 @@
-"""An evaluation as data: what was measured, on what, and how; saved as JSON, shown beside others and training runs."""
+"""Evaluation reports: what was measured, on what, and how; saved as JSON, and compared with others and with runs."""
 
 import json
 import math
@@ -22,29 +22,29 @@ SCORES = (
     ("bits per byte", "bits_per_byte", ".4f"), ("accuracy", "accuracy", ".2%"), ("F1 of {second}", "f1", ".4f"),
     ("Matthews correlation", "matthews", ".4f"),
 )  # fmt: skip
-"""What is shown of scores, as what, in which format."""
+"""The scores that are shown: label, key and format."""
 REPORT = "evaluation.json"
 MUST_AGREE = {"fingerprint": "corpus"} | {name: name for name in ("split", "length", "stride", "rows")}
 
 
 @dataclass(frozen=True)
 class LanguageScores:
-    """Next-token losses over `tokens` targets (all but a split's first), and the size of the text they make up."""
+    """Next-token losses over `tokens` targets (all but a split's first), and the size of their text."""
 
     kind: ClassVar[str] = "language"
     tokens: int
     nll: float  # mean loss, nats per token
     words: int
     lines: int
-    bytes: int  # ends of text are targets and no text
-    unigram_entropy: float | None = None  # of these very targets, nats per token: the least loss without any context
+    bytes: int  # ends of text are targets but no text
+    unigram_entropy: float | None = None  # of these targets, nats per token: the least loss without context
 
     @property
     def loss(self) -> float:
         return self.nll
 
     def derived(self) -> dict[str, float | None]:
-        """Perplexity by word counts the end of each line as a word, as WikiText's literature does."""
+        """Word perplexity counts the end of each line as a word, as the literature on WikiText does."""
         total, words = self.nll * self.tokens, self.words + self.lines
         by_word = perplexity(total / words) if words else None
         by_byte = total / math.log(2) / self.bytes if self.bytes else None
@@ -53,7 +53,7 @@ class LanguageScores:
 
 @dataclass(frozen=True)
 class ClassScores:
-    """`confusion[i][j]`: documents of class i taken for class j."""
+    """`confusion[i][j]`: documents of class i predicted as class j."""
 
     kind: ClassVar[str] = "classification"
     documents: int
@@ -68,8 +68,8 @@ class ClassScores:
         return sum(row[i] for i, row in enumerate(self.confusion)) / self.documents
 
     def derived(self) -> dict[str, Any]:
-        """With the recognised share of each class (None: no documents); of two classes also F1 of the second, and
-        Matthews correlation (0 if either side knows one class only): GLUE's other metrics."""
+        """Accuracy, also of each class (None: no documents). For two classes GLUE's other metrics too: F1 of the second
+        class, and Matthews correlation (0 if all labels or all predictions are of one class)."""
         rows = zip(self.labels, self.confusion, strict=True)
         shares = {name: row[i] / sum(row) if sum(row) else None for i, (name, row) in enumerate(rows)}
         f1 = matthews = None
@@ -83,11 +83,11 @@ class ClassScores:
 
 @dataclass(frozen=True)
 class LayerUse:
-    """Which share of tokens each operator of a routed layer, or of the dark stack that begins there, got; from 0."""
+    """The share of tokens of each operator, in a routed layer or the dark stack that begins there. Counted from 0."""
 
     layer: int
     use: dict[str, float]
-    layers: int = 1  # of a stack
+    layers: int = 1  # number of layers in the stack
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class RoutingUse:
 @dataclass(frozen=True)
 class EvaluationReport:
     model: str
-    run: str | None  # the training run the model is the best of, if it was named by that
+    run: str | None  # the training run, if one was named: `model` is its best
     corpus: str
     fingerprint: str
     split: str
     length: int
-    stride: int | None  # None: blocks side by side, as the paper's
+    stride: int | None  # None: adjacent blocks, as in the paper
     rows: int | None  # limit on blocks or documents; None: all of the split
     batch_size: int
     precision: str
@@ -138,7 +138,7 @@ class EvaluationReport:
             if data["format"] != FORMAT:
                 raise ValueError(f"it does not say format {FORMAT!r}.")
             kind = LanguageScores if data["kind"] == LanguageScores.kind else ClassScores
-            names = {known.name for known in fields(kind)}  # derived figures lie beside them
+            names = {known.name for known in fields(kind)}  # the file has derived figures too
             scores = kind(**{name: value for name, value in data["scores"].items() if name in names})
             layers = [LayerUse(**layer) for layer in data["routing"]["layers"]]
             parts = {"scores": scores, "routing": RoutingUse(**{**data["routing"], "layers": layers})}
@@ -146,7 +146,7 @@ class EvaluationReport:
 
 
 def perplexity(nats: float) -> float | None:
-    """None where it would be no finite number."""
+    """None where it would overflow."""
     return math.exp(nats) if nats < 700 else None
 
 
@@ -155,7 +155,7 @@ def shown(value: float | None, form: str) -> str:
 
 
 def side_by_side(title: str, columns: dict[str, dict[str, str]]) -> Table:
-    """A line for each figure that any of the columns has."""
+    """A row for each figure that any of the columns has."""
     table = Table("", *columns, box=None, title=title, title_justify="left")
     for name in dict.fromkeys(name for column in columns.values() for name in column):
         table.add_row(name, *(column.get(name, "–") for column in columns.values()))
@@ -163,11 +163,11 @@ def side_by_side(title: str, columns: dict[str, dict[str, str]]) -> Table:
 
 
 def figures(report: EvaluationReport) -> dict[str, str]:
-    """Scores, without what this kind of corpus, or this one, does not have, and costs; as they are shown."""
+    """Scores that the report has, routing and costs, as they are shown."""
     scores, gate, pool = report.scores, report.routing.gate, report.routing.gate_pool
     known: dict[str, Any] = {**asdict(scores), "loss": scores.loss, **scores.derived()}
-    found = [(name, known[key], form) for name, key, form in SCORES if known.get(key) is not None]
-    rows = {name.format(second=known.get("labels", [""])[-1]): shown(value, form) for name, value, form in found}
+    present = [(name, known[key], form) for name, key, form in SCORES if known.get(key) is not None]
+    rows = {name.format(second=known.get("labels", [""])[-1]): shown(value, form) for name, value, form in present}
     rows |= {f"accuracy on {name}": shown(share, ".2%") for name, share in known.get("class_accuracy", {}).items()}
     return rows | {
         "f, mean of the routed layers": shown(report.routing.fraction, ".4f"),
@@ -178,11 +178,11 @@ def figures(report: EvaluationReport) -> dict[str, str]:
 
 
 class Training(NamedTuple):
-    """What a run's metrics say: validation losses of the last evaluation, the middle of all tokens/s."""
+    """From a run's metrics: validation losses of the last evaluation, and the median of tokens/s."""
 
     validation: dict[str, float]
     tokens_per_second: float | None
-    measured_on: dict[str, Any]  # what decides which rows a validation loss is of
+    measured_on: dict[str, Any]  # what determines the rows of a validation loss
 
 
 class Entry(NamedTuple):
@@ -196,7 +196,7 @@ def is_report(argument: Path) -> bool:
 
 
 def read_entry(argument: Path, name: str, report: EvaluationReport | None = None) -> Entry:
-    """A report just measured or saved, or a run folder with a saved one; and what the run's metrics say, if here."""
+    """A fresh `report`, or the one saved at `argument`, a file or run folder; and the run's metrics, if they exist."""
     saved = argument if is_report(argument) else argument / REPORT
     if report is None and (saved == argument or saved.is_file()):
         report = EvaluationReport.read(saved)
@@ -210,7 +210,7 @@ def read_training(path: Path) -> Training:
     records = RunFolder(path).read_metrics()
     validations = [record["validation"] for record in records if record.get("validation")]
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
-    # A run that does not say its data is compared with nothing but itself.
+    # A run that does not record its data is comparable with itself only.
     measured_on: dict[str, Any] = {"data": str(path)}
     if (path / RUN).is_file():
         with errors_as(f"{path / RUN} is damaged", KeyError, TypeError):
@@ -220,7 +220,7 @@ def read_training(path: Path) -> Training:
 
 
 def short_names(arguments: list[Path]) -> list[str]:
-    """Folder or file names; whole paths where two would be called the same."""
+    """Folder or file names; full paths where these would be equal."""
     short = [path.resolve().name if path.is_dir() else path.stem for path in arguments]
     names = [name if short.count(name) == 1 else str(path) for name, path in zip(short, arguments, strict=True)]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -229,40 +229,40 @@ def short_names(arguments: list[Path]) -> list[str]:
 
 
 def differences(report: EvaluationReport, reference: EvaluationReport) -> list[str]:
-    """What keeps two reports from being compared."""
-    return [said for name, said in MUST_AGREE.items() if getattr(report, name) != getattr(reference, name)]
+    """Why two reports cannot be compared."""
+    return [label for name, label in MUST_AGREE.items() if getattr(report, name) != getattr(reference, name)]
 
 
 def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
-    """A column an entry; runs nobody evaluated are compared by the validation losses of training."""
+    """One column per entry. Runs without a report are compared by the validation losses of training."""
     first, several = next((entry for entry in entries if entry.report), entries[0]), len(entries) > 1
     columns, differing = dict[str, dict[str, str]](), dict[str, list[str]]()
     shared, losses = first.report, first.training.validation if first.training else {}
     for name, report, training in entries:
-        found: dict[str, str] = {}
+        column: dict[str, str] = {}
         if report and shared:
             differing[name] = differences(report, shared)
-            found = figures(report)
+            column = figures(report)
             if several:
-                found["gap to the baseline, nats"] = f"{report.scores.loss - shared.scores.loss:+.4f}"
-                found["FLOPs ÷ baseline"] = f"{report.flops / shared.flops:.4f}"
+                column["gap to the baseline, nats"] = f"{report.scores.loss - shared.scores.loss:+.4f}"
+                column["FLOPs ÷ baseline"] = f"{report.flops / shared.flops:.4f}"
             for layer in () if several else report.routing.layers:
                 shares = ", ".join(f"{operator} {share:.4f}" for operator, share in layer.use.items())
                 numbers = layer_numbers(range(layer.layer, layer.layer + layer.layers))
-                found[f"tokens of layer {numbers}"] = shares
+                column[f"tokens of layer {numbers}"] = shares
         if training:
             for corpus, loss in training.validation.items():
-                found[f"last validation loss on {corpus}"] = f"{loss:.4f}"
+                column[f"last validation loss on {corpus}"] = f"{loss:.4f}"
                 if several:
-                    found[f"… gap, {corpus}"] = shown(loss - losses[corpus] if corpus in losses else None, "+.4f")
-            found["train tokens/s"] = shown(training.tokens_per_second, ",.0f")
+                    column[f"… gap, {corpus}"] = shown(loss - losses[corpus] if corpus in losses else None, "+.4f")
+            column["train tokens/s"] = shown(training.tokens_per_second, ",.0f")
         if training and first.training and not shared:
             ours, theirs = training.measured_on, first.training.measured_on
             differing[name] = sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key))
-        columns[name] = found
-    strange = next((name for name, fields in differing.items() if fields), None)
-    if strange is not None and not anyway:
-        what = f"{strange} was evaluated with another {' and '.join(differing[strange])} than {first.name}"
+        columns[name] = column
+    mismatch = next((name for name, fields in differing.items() if fields), None)
+    if mismatch is not None and not anyway:
+        what = f"{mismatch} was evaluated with another {' and '.join(differing[mismatch])} than {first.name}"
         raise InputError(f"{what}: evaluate them alike, or add --anyway to see it marked.")
     title = f"{'baseline ' * several}{first.name} (FLOPs counted, tokens/s measured in training)"
     notes = ["losses are those of training's own evaluations, not of a test."]
@@ -270,8 +270,8 @@ def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
         how = f"T = {shared.length}" + (f", stride {shared.stride}" if shared.stride else "")
         title = f"{shared.corpus} {shared.split}, {how}, {title}"
         notes = list(dict.fromkeys(remark for entry in entries if entry.report for remark in entry.report.remarks))
-    if strange is not None:
+    if mismatch is not None:
         for name, fields in differing.items():
             columns[name]["evaluated"] = "≠ " + ", ".join(fields) if fields else "alike"
-        notes.insert(0, "what is marked ≠ was evaluated otherwise: its gaps and ratios mean little.")
+        notes.insert(0, "what is marked ≠ was evaluated differently: its gaps and ratios mean little.")
     return [side_by_side(title, columns), *(f"note: {note}" for note in notes)]
