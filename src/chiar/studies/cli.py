@@ -1,4 +1,4 @@
-"""`chiar study`. Heavy imports happen inside."""
+"""`chiar study`. Slow imports are inside the functions."""
 
 import os
 import sys
@@ -13,23 +13,23 @@ from chiar.files import check_new
 HELP = "Train a declared grid of models on equal tokens; one table and one picture of loss against cost."
 study_app = typer.Typer(no_args_is_help=True, context_settings={"max_content_width": 120}, help=HELP)
 Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A study of ./research/studies, or a .toml file.")]
-Data = Annotated[list[str], typer.Option(metavar="CORPUS", help="Language corpus; then what is mixed into it.")]
-Vocabulary = Annotated[list[str] | None, typer.Option("--data", metavar="CORPUS", help="Whose vocabulary to take.")]
-Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Runs and tables; given again, the rest is done.")]
-Only = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Variants so named; repeatable. [default: all]")]
+Data = Annotated[list[str], typer.Option(metavar="CORPUS", help="Language corpus; again for each to mix into it.")]
+Vocabulary = Annotated[list[str] | None, typer.Option("--data", metavar="CORPUS", help="Take its vocabulary.")]
+Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Runs and tables; an unfinished study is continued.")]
+Only = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only such variants; repeatable. [default: all]")]
 Seeds = Annotated[str, typer.Option(metavar="0,1,2", help="Seeds of the runs. [default: the declared ones]")]
-Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time on the same device; speeds then do not count.")]
-Limit = Annotated[float | None, typer.Option(min=0, help="Begin no run that would probably not end within so many.")]
-Steps = Annotated[int, typer.Option(min=1, help="Timed steps of each variant; the median counts.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time on one device; with several, speeds do not count.")]
+Limit = Annotated[float | None, typer.Option(min=0, help="Begin no run that would probably end later than this.")]
+Steps = Annotated[int, typer.Option(min=1, help="Steps to time of each variant; the median counts.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")]
 Record = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a study, or of recorded results.")]
-Target = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write the tables there.")]
+Target = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write the tables to.")]
 Results = Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="results.json files from elsewhere.")]
 
 
 @study_app.command()
 def show(name: Name = "", data: Vocabulary = None, only: Only = None) -> None:
-    """Show the grid: parameters and counted FLOPs at the f aimed at, before any run. Without a name: the studies."""
+    """Show the grid before any run: parameters, and FLOPs counted at the target f. Without a name: list the studies."""
     from chiar.studies.results import show_grid
     from chiar.studies.study import declared, find, make_plan
 
@@ -44,18 +44,18 @@ def run(
     name: Name, data: Data, out: Out, only: Only = None, seeds: Seeds = "", jobs: Jobs = 1,
     limit_minutes: Limit = None, device: Device = "auto",
 ) -> None:  # fmt: skip
-    """Run what is left of a study: each run a process and a run folder of its own, resumed where it stopped."""
+    """Run what is left of a study. Each run is a process with a run folder of its own; unfinished ones are resumed."""
     from chiar.studies.results import read_results, write_tables
-    from chiar.studies.runner import held, run_study
+    from chiar.studies.runner import locked_study, run_study
     from chiar.studies.study import find, make_plan
 
     plan, limit = make_plan(find(name), data, only, seeds), limit_minutes
     try:
-        with held(out, plan, device) as folder:
+        with locked_study(out, plan, device) as folder:
             failed, left = run_study(plan, folder, jobs, device, limit, lambda: write_tables(read_results(out), out))
     except KeyboardInterrupt:
         typer.echo("interrupted: the same command goes on from the last checkpoints.", err=True)
-        os._exit(130)  # without waiting for the runs: they end with the pipe they read
+        os._exit(130)  # without waiting for the runs: they exit when their stdin closes
     if folder.record["added"] or any(map(folder.finished, folder.runs)):
         table(out)
     if left:
@@ -67,7 +67,7 @@ def run(
 
 @study_app.command()
 def table(folder: Record, out: Target = None, overwrite: Overwrite = False) -> None:
-    """Show the table of what is finished, and write table.md, results.json, pareto.svg (a study's: in its folder)."""
+    """Show the table of finished runs, and write table.md, results.json, pareto.svg (of a study: to its folder)."""
     from chiar.studies.results import read_results, show_rows, write_tables
     from chiar.studies.runner import STUDY
 
@@ -83,7 +83,7 @@ def table(folder: Record, out: Target = None, overwrite: Overwrite = False) -> N
 
 @study_app.command()
 def add(folder: Record, results: Results) -> None:
-    """Take over runs of the same study from another folder or machine: they count as done here."""
+    """Add finished runs of the same study from another folder or machine: they count as done here."""
     from chiar.studies.results import add_results
 
     for path in results:
@@ -94,11 +94,11 @@ def add(folder: Record, results: Results) -> None:
 @study_app.command("time")
 def measure(name: Name, data: Data, out: Out, only: Only = None, steps: Steps = 20, device: Device = "auto") -> None:
     """Measure the training step of every variant, one after another in one process, for the table and the picture."""
-    from chiar.studies.runner import held, time_study
+    from chiar.studies.runner import locked_study, time_study
     from chiar.studies.study import find, make_plan
 
     plan = make_plan(find(name), data, only)
-    with held(out, plan, device) as folder:
+    with locked_study(out, plan, device) as folder:
         time_study(plan, folder, steps, device)
     if folder.record["added"] or any(map(folder.finished, folder.runs)):
         table(out)

@@ -26,7 +26,7 @@ from chiar.model.load import count_parameters, load_config
 from chiar.plots.figure import svg_text
 from chiar.plots.study import draw_pareto
 from chiar.routing.flops import Shares, count_flops, operator_shares
-from chiar.studies.runner import STUDY, VALIDATION, StudyFolder, held, read_json
+from chiar.studies.runner import STUDY, VALIDATION, StudyFolder, locked_study, read_json
 from chiar.studies.study import Plan, Run, make_plan
 from chiar.training.reporting import training_flops
 from chiar.training.run_folder import MAY_CHANGE, RunFolder
@@ -317,7 +317,7 @@ def show_grid(plan: Plan) -> None:
 def add_results(path: Path, source: Path) -> None:
     """Take the runs of a results.json from elsewhere into a folder: they count as done, and no weights are needed."""
     results = read_results(source)
-    with held(path) as folder:
+    with locked_study(path) as folder:
         known, runs = folder.record["added"], {run["name"]: run for run in results["runs"]}
         for name, run in runs.items():
             same = known.get(name, run)["test_loss"] == run["test_loss"] and not folder.finished(name)
@@ -331,4 +331,4 @@ def add_results(path: Path, source: Path) -> None:
             ours["variants"] = theirs["variants"] | ours["variants"]
         folder.record["added"] = runs | known
         about = {part: results[part] for part in ("title", "corpus", "common")}
-        folder.begin({**about, "caption": results.get("caption", []), "variants": results["declared"]}, [])
+        folder.declare({**about, "caption": results.get("caption", []), "variants": results["declared"]}, [])
