@@ -27,7 +27,7 @@ from chiar import presets
 from chiar.config import ChiarConfig
 from chiar.kernels.linear_cross_entropy import linear_cross_entropy
 from chiar.layers.context import Memory, TokenContext
-from chiar.layers.dark import DarkStack, Layout, Together
+from chiar.layers.dark import DarkStack, Layout, PackedLayout
 from chiar.model.modeling import ChiarForCausalLM
 from chiar.routing.flops import count_flops
 from chiar.training.compiling import GraphedPasses
@@ -63,14 +63,14 @@ def equal_layers(config: ChiarConfig, length: int) -> int:
 
 
 def pack_in_rows(stack: DarkStack) -> None:
-    """Rows of 1.3 times the share that is meant to be dark; what is beyond that in a row is light."""
+    """Rows with room for 1.3 times the target share of dark bytes; further ones in a row are light."""
 
-    def lay_out(x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory) -> Layout:
+    def make_layout(x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory) -> Layout:
         room = min(x_BTD.shape[1], -(-int(1.3 * stack.share * x_BTD.shape[1]) // 16) * 16)
         inner = replace(context, keep_entropy=False, threshold=None, share=None)
-        return Together(dark_BT & (dark_BT.cumsum(1) <= room), inner, stack, room, room, in_rows=True)
+        return PackedLayout(dark_BT & (dark_BT.cumsum(1) <= room), inner, stack, room, room, in_rows=True)
 
-    stack.lay_out = lay_out  # type: ignore[method-assign]
+    stack.make_layout = make_layout  # type: ignore[method-assign]
 
 
 class BytesModel(nn.Module):

@@ -51,11 +51,11 @@ class Turns(loop.Run):
     wanted: int
     turn_began = 0
 
-    def go(self) -> dict[str, Any] | None:
+    def go(self, interruption: loop.CtrlC) -> dict[str, Any] | None:
         slots = range(self.schedule.slots)
         made = [self.schedule.batches(0, slot)[0] for slot in slots]
         self.fixed = [batch.to(self.processes.device) for batch in made]
-        return super().go()
+        return super().go(interruption)
 
     def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
         steps, self.turn_began = self.step - self.turn_began, self.step

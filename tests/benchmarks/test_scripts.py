@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import byte_decoding
+import byte_models
 import cpu_execution
 import explore
+import loop_overhead
 import speculation
+from small_corpora import language_corpus
 
 BENCHMARKS = Path(explore.__file__).parent
 SMALL = ["--size", "tiny", "--lengths", "8,32", "--rows", "2", "--fractions", "0.5", "--turns", "2", "--steps", "1"]
@@ -38,6 +41,27 @@ def test_bytes_read_and_written_are_timed_against_the_dense_model(capsys):
         dark_BT = byte_decoding.dark_bytes(3, 0, 200, fraction, "cpu")
         assert (dark_BT.sum(1) - 200 * fraction).abs().max() <= 1
         assert torch.equal(dark_BT[:, 90:], byte_decoding.dark_bytes(3, 90, 110, fraction, "cpu"))
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.py")), ids=lambda path: path.stem)
+def test_every_script_can_be_imported(path):
+    runpy.run_path(str(path))
+
+
+@pytest.mark.parametrize("mode", ["train", "prefill"])
+def test_byte_models_are_timed_side_by_side(mode, capsys):
+    small = ["--device", "cpu", "--size", "tiny", "--lengths", "32", "--tokens", "64", "--turns", "1", "--steps", "1"]
+    assert byte_models.main([*small, "--mode", mode, "--no-compile", "--strict", "--only", *byte_models.NAMES]) == 0
+    found = capsys.readouterr().out
+    for name in byte_models.NAMES:
+        assert re.search(rf"^mode {mode}, model {name}, .*, ms [\d.]+, bytes_per_second [\d.]+", found, re.MULTILINE)
+
+
+def test_the_loop_is_timed_beside_a_bare_step(tmp_path, capsys):
+    corpus = language_corpus(tmp_path, 200)
+    small = ["--batch", "2", "--micro-batch", "2", "--length", "16", "--steps", "4", "--turn", "2"]
+    loop_overhead.main([str(corpus), *small, "--device", "cpu"])
+    assert re.search(r"^train\(\) takes [+-][\d.]+% over the bare step", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("peak", [0, 2_400_000])
