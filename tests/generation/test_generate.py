@@ -186,8 +186,8 @@ def test_a_byte_model_continues_any_text(dark, prompt):
 def test_what_is_no_text_and_drafts_that_cannot_be_are_refused(dark, folder):
     for model, arguments, message in (
         (dark, ["--prompt", ""], "the prompt is empty"),
-        (dark, ["--prompt", "a\udc80b"], "no UTF-8"),  # as Python reads a byte that is none
-        ("v5-tiny", ["--prompt", "\udcff"], "no UTF-8"),
+        (dark, ["--prompt", "a\udc80b"], "invalid UTF-8"),  # as Python reads a byte that is none
+        ("v5-tiny", ["--prompt", "\udcff"], "invalid UTF-8"),
         (dark, ["--prompt", "a", "--routes", "--speculate", 2], "leave out --routes or --speculate"),
         (folder, ["--prompt", "a", "--speculate", 2], "speculation needs one dark stack"),
     ):
