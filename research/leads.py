@@ -1,5 +1,7 @@
 """Routers of a dark stack, and a stack, that are on trial: `chiar --plugin research/leads.py study run leads …`."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from chiar.kernels.carry import last_marked
 from chiar.layers.context import Maybe, Memory, TokenContext, stored_in
 from chiar.layers.dark import Carry, DarkStack, DenseLayout, Layout, StackOutput
 from chiar.layers.routers import EntropyRouter, Route
-from chiar.layers.stack_routers import SpaceRouter
+from chiar.layers.stack_routers import SpaceRouter, predictive_entropy
 from chiar.model import decoder
 from chiar.registry import ROUTERS, RouterKind
 
@@ -72,19 +74,32 @@ class SpaceOrEntropy(EntropyRouter):
         return entropy_BT + self.rule.choose(x_BTD, None, context)
 
 
-class PooledStack(DarkStack):
-    """What a dark byte takes into the stack also has the mean of all bytes behind the dark one before it, itself among
-    them: a word without a dark byte is not lost to it. Only for routers called pooled_…, and without a cache."""
+class StackOnTrial(DarkStack):
+    """With routers called pooled_…, and then without a cache, the stack's input at a dark byte also has the mean of all
+    bytes since the previous dark one, itself included: a word without a dark byte is not lost to the stack. The routers
+    `benefit` and `forecast_rise` learn another target than `forecast`."""
 
     def __init__(self, config: ChiarConfig, first: int) -> None:
         super().__init__(config, first)
-        pools = (config.router or "").startswith("pooled_")
+        self.name = config.router or ""
+        pools = self.name.startswith("pooled_")
         require(self.gap > 0 or not pools, "a pooled stack reads the gaps behind rows: set temporal_everywhere.")
         self.pool = Carry(config.hidden_size, config.hidden_size, bias=False) if pools else None
 
     def forward(self, x_BTD: Tensor, context: TokenContext, memory: Memory, *rest: Any) -> tuple[Tensor, StackOutput]:
         require(self.pool is None or memory is None, "a pooled stack is on trial, and has no cache: use_cache=False.")
         return super().forward(x_BTD, context, memory, *rest)
+
+    def forecast_target(self, done: StackOutput, final_BTV: Tensor) -> Tensor:
+        if self.name == "benefit":
+            assert self.early is not None
+            log_early_BTV, log_p_BTV = (
+                logits_BTV.to(stored_in(logits_BTV.dtype)).log_softmax(-1)
+                for logits_BTV in (self.early(done.router_input_BTD), final_BTV)
+            )
+            return (log_p_BTV.exp() * (log_p_BTV - log_early_BTV)).sum(-1) / math.log(final_BTV.shape[-1])
+        entropy_BT = predictive_entropy(final_BTV)
+        return entropy_BT - F.pad(entropy_BT, (1, 0))[:, :-1] if self.name == "forecast_rise" else entropy_BT
 
     def stack_input(self, layout: Layout, x_BTD: Tensor) -> Tensor:
         if self.pool is None:
@@ -104,7 +119,7 @@ class PooledStack(DarkStack):
         return now - F.pad(now, (0, 0, 1, 0))[:, :-1]  # behind each row lies a gap that holds zeros
 
 
-decoder.DarkStack = PooledStack  # type: ignore[misc]  # there is no registry of stacks, and one lead makes none worth it
+decoder.DarkStack = StackOnTrial  # type: ignore[misc]  # there is no registry of stacks, and leads make none worth it
 
 
 def add(name: str, kind: type[Part] | type[SpaceOrEntropy], before: float, room: float = 1.0) -> None:
@@ -124,3 +139,7 @@ add("rise_or_gap", OrGap, 1.0, room=1.5)
 add("pooled_predictive", Part, 0.0)
 add("pooled_rise", Part, 1.0)
 add("space_or_entropy", SpaceOrEntropy, 0.0)
+# Small regressions on the detached state, as `forecast`: of KL(final ‖ early prediction) / log V, what the layers after
+# the router change, and of H_t − H_{t−1} of the final prediction.
+for name, score in (("benefit", "forecast benefit"), ("forecast_rise", "forecast rise of the entropy")):
+    ROUTERS[name] = replace(ROUTERS["forecast"], score=score)

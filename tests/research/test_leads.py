@@ -16,7 +16,7 @@ from small_corpora import measured_corpus, save, tiny_model
 pytestmark = pytest.mark.usefixtures("leads")
 
 
-@pytest.mark.parametrize("router", ["half_rise", "dial", "space_or_entropy"])
+@pytest.mark.parametrize("router", ["half_rise", "dial", "space_or_entropy", "benefit", "forecast_rise"])
 def test_routers_on_trial_are_causal_and_agree_with_their_cache(router):
     check_router(router, layer_types=["attention", "dark", "attention"])
 
@@ -79,3 +79,22 @@ def test_a_model_is_measured_at_many_shares_beside_random_ones(tmp_path):
         assert row["own"]["fraction"] == pytest.approx(row["asked"], abs=0.2) and row["random"]["bits"] > 0
     assert found[0]["own"]["flops"] < found[1]["own"]["flops"]
     assert CliRunner().invoke(app, asked).exit_code != 0, "nothing is overwritten"
+
+
+def test_forecasts_learn_their_own_targets():
+    targets, ids = {}, token_ids(2, 12)
+    for router in ("forecast", "forecast_rise", "benefit"):
+        torch.manual_seed(0)
+        model = ChiarForCausalLM(presets.get("v5-tiny", router=router)).double().train()
+        (stack,) = model.model.dark_stacks
+        read = model.model(ids, output_routes=True)
+        logits_BTV = model.lm_head(read.last_hidden_state)
+        early_BTV = stack.early(read.stacks[0].router_input_BTD)
+        targets[router] = stack.forecast_target(read.stacks[0], logits_BTV)
+    entropy_BT = targets["forecast"]
+    torch.testing.assert_close(targets["forecast_rise"].cumsum(1), entropy_BT)
+    kl_BT = torch.nn.functional.kl_div(
+        early_BTV.log_softmax(-1), logits_BTV.log_softmax(-1), reduction="none", log_target=True
+    ).sum(-1)
+    torch.testing.assert_close(targets["benefit"], kl_BT / torch.tensor(float(logits_BTV.shape[-1])).double().log())
+    assert kl_BT.min() > 0

@@ -198,11 +198,15 @@ class DarkStack(nn.Module):
         if isinstance(self.router, ForecastRouter):
             assert done.route.score_BT is not None
             with torch.no_grad():
-                entropy_BT = predictive_entropy(head(final_BTD))
-            off_BT = (done.route.score_BT - entropy_BT).square()
+                target_BT = self.forecast_target(done, head(final_BTD))
+            off_BT = (done.route.score_BT - target_BT).square()
             there_BT = targets_BT != -100
             total = total + torch.where(there_BT, off_BT, 0).sum() / there_BT.sum().clamp_min(1)
         return total
+
+    def forecast_target(self, done: StackOutput, final_BTV: Tensor) -> Tensor:
+        """What the forecast router learns to predict: the entropy of the final logits."""
+        return predictive_entropy(final_BTV)
 
     def ratio_loss(self, done: StackOutput, real_BT: Maybe) -> Maybe:
         """0.03 times H-Net's ratio loss, which keeps f near its target without a threshold."""
