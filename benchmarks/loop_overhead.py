@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -104,9 +105,8 @@ def main(given: list[str] | None = None) -> None:
         evaluate_every=1 << 30, save_every=1 << 30,
     )  # fmt: skip
     config = configuration(arguments.preset, {}, Path(arguments.data))
-    loop.Run = Turns
     print(f"{Turns.wanted} turns of {arguments.turn} steps of each kind …", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with patch.object(loop, "Run", Turns), tempfile.TemporaryDirectory() as folder:
         try:
             loop.train(config, settings, Path(folder) / "run", device=arguments.device, quiet=True)
         except Done:
