@@ -75,6 +75,10 @@ CASES = {
         "chiar train --settings lists all.",
     ),
     "a setting like none": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "wibble=3"], "'wibble'. chiar train"),
+    "said twice": (
+        [*TRAIN, "--data", "corpus", "--out", "new", "--set", "steps=3"],
+        "--steps and --set steps set the same thing",
+    ),
     "no value": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "warmup"], "--set takes NAME=VALUE"),
     "a value of another type": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "warmup=x"], "must be int"),
     "a batch that does not divide": ([*TRAIN, "--data", "corpus", "--out", "new", "--batch", "5"], "does not divide"),

@@ -22,12 +22,14 @@ def test_help_shows_every_default(command):
     assert any("--batch" in line and batch in line for line in options)
 
 
-def test_settings_are_listed_with_type_default_and_a_line():
-    code, said = run("train", "--settings")
+@pytest.mark.parametrize("command", ["train", "finetune"])
+def test_settings_are_listed_with_type_default_and_a_line(command):
+    code, said = run(command, "--settings")
     names = [*SETTINGS, *ChiarConfig.__annotations__]
-    found = re.findall(r"^  (\w+) \(.+\) = .+\n      \S", said, re.MULTILINE)
+    found = re.findall(r"^  (\w+) \(.+\) (?:= .+|\[.+\])\n      \S", said, re.MULTILINE)
     assert code == 0 and found == names and max(map(len, said.splitlines())) <= 100
     assert "  beta2 (float) = 0.95\n      AdamW's decay of the second moment. Between 0 and 0.999999.\n" in said
+    assert ("  warmup (int) [default: 6% of the steps]\n" in said) == (command == "finetune")
 
 
 def test_a_tiny_preset_on_a_cpu_begins_with_what_shows_progress(corpus, tmp_path):

@@ -7,7 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from inspect import Parameter
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chiar.config_checks import ALL_SETTINGS
-from chiar.errors import require, unknown_name
-from chiar.training.settings import MANY, RANGES, TINY, TrainSettings, finetune_settings, micro_batch_of
+from chiar.errors import InputError, require, unknown_name
+from chiar.training.settings import FINETUNE, MANY, RANGES, TINY, TrainSettings, finetune_settings, micro_batch_of
 
 if TYPE_CHECKING:
     from chiar.config import ChiarConfig
@@ -28,18 +28,20 @@ METAVARS = {"data": "CORPUS", "out": "RUN", "set": "NAME=VALUE", "device": "auto
 SETTINGS = {field.name: field for field in fields(TrainSettings)}
 # Defaults as help shows them, where they are not simply those of the settings.
 TRAIN_DEFAULTS = {"data": "required", "out": "required", "set": "default: none"}
-TRAIN_DEFAULTS["micro_batch"] = "default: the batch up to 32 rows, else its greatest common divisor with 32"
-FINETUNE_DEFAULTS = {"batch": "default: 32", "length": "default: the model's limit", "steps": "default: by --epochs"}
-FINETUNE_DEFAULTS |= {"compile": "default: off", "learning_rate": "default: 1e-4; 5e-4 from scratch"}
+TRAIN_DEFAULTS["micro_batch"] = "default: the batch if at most 32, else its greatest common divisor with 32"
+FINETUNE_DEFAULTS = {"batch": "default: 32", "steps": "default: set by --epochs"}
+FINETUNE_DEFAULTS |= {"length": "default: the model's max_position_embeddings", "compile": "default: off"}
+FINETUNE_DEFAULTS |= {"learning_rate": "default: 1e-4; 5e-4 from scratch", "warmup": "default: 6% of the steps"}
+FINETUNE_DEFAULTS |= dict.fromkeys(("evaluate_every", "save_every"), "default: one epoch")
 
 
 @dataclass
 class Launch:
     out: Annotated[Path | None, "New run folder."] = None
-    resume: Annotated[bool, "Continue a run; --resume RUN needs nothing else."] = False
-    extend: Annotated[bool, "With --resume: let --steps change the run's length, and so its learning rates."] = False
-    set: Annotated[list[str] | None, "Set any training setting or configuration field; repeatable."] = None
-    device: Annotated[str, "Device to train on."] = "auto"
+    resume: Annotated[bool, "Continue RUN; no other option is needed."] = False
+    extend: Annotated[bool, "With --resume: allow another --steps, and with it other learning rates."] = False
+    set: Annotated[list[str] | None, "Set a training setting or configuration field; repeatable."] = None
+    device: Annotated[str, "Device; auto uses a GPU if there is one."] = "auto"
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -57,7 +59,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         option = typer.Option(flag, metavar=METAVARS.get(field.name), help=f"{text} [{note}]", show_default=False)
         annotation: Any = Annotated[kind | None if default is None else kind, option]
         shared.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
-    listing = typer.Option("--settings", callback=list_settings, is_eager=True, help="List everything --set takes.")
+    listing = typer.Option("--settings", callback=list_settings, is_eager=True, help="List all names --set takes.")
     shared.append(Parameter("settings", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, listing]))
     model, *more, _ = signature.parameters.values()
     command.__signature__ = signature.replace(parameters=[model, *shared, *more])  # type: ignore[attr-defined]
@@ -68,46 +70,52 @@ def shown(default: Any) -> str:
     return ("on" if default else "off") if isinstance(default, bool) else f"{default}"
 
 
-def list_settings(wanted: bool) -> None:
+def list_settings(context: typer.Context, wanted: bool) -> None:
     """Print every name that --set takes, with its type, default, description and range."""
     if not wanted:
         return
     from chiar.config import ChiarConfig
 
+    finetunes = context.info_name == "finetune"
+    notes = TRAIN_DEFAULTS | (FINETUNE_DEFAULTS if finetunes else {})
+    defaults = {"precision": "auto"} | (FINETUNE if finetunes else {})
     tiny = ", ".join(f"{name}={json.dumps(value)}" for name, value in TINY.items())
-    typer.echo(f"training settings (tiny presets on a CPU: {tiny})")
+    typer.echo("training settings" + f" (tiny presets on a CPU: {tiny})" * (not finetunes))
     for field in SETTINGS.values():
         (kind,), (text,) = field.type.__args__, field.type.__metadata__  # type: ignore[union-attr]
         least, most = RANGES.get(field.name, (0, MANY))
         if kind in (int, float) and (least, most) != (0, MANY):
             text += f" At least {least}." if most == MANY else f" Between {least} and {most:,}."
-        default = [] if field.default is MISSING else field.default
-        list_one(field.name, kind, "auto" if field.name == "precision" else default, text)
+        default = json.dumps(defaults.get(field.name, field.default)) if field.name not in notes else ""
+        list_one(field.name, kind, f"= {default}" if default else f"[{notes[field.name]}]", text)
     typer.echo("\nconfiguration fields, with the defaults of v3-16m (other presets differ)")
     statements = pairwise(ast.parse(inspect.getsource(ChiarConfig)).body[0].body)  # type: ignore[attr-defined]
     pairs = [(a.target, b.value) for a, b in statements if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)]
     texts = {ast.unparse(name): ast.literal_eval(text) for name, text in pairs}
     for name, kind in ChiarConfig.__annotations__.items():
-        list_one(name, kind, ChiarConfig.__dataclass_fields__[name].default, texts[name])
+        list_one(name, kind, f"= {json.dumps(ChiarConfig.__dataclass_fields__[name].default)}", texts[name])
     raise typer.Exit
 
 
-def list_one(name: str, kind: Any, default: Any, text: str) -> None:
-    typer.echo(f"  {name} ({kind.__name__ if isinstance(kind, type) else kind}) = {json.dumps(default)}")
+def list_one(name: str, kind: Any, default: str, text: str) -> None:
+    typer.echo(f"  {name} ({kind.__name__ if isinstance(kind, type) else kind}) {default}")
     for line in textwrap.wrap(" ".join(text.split()), 92):
         typer.echo(f"      {line}")
 
 
 @with_options
 def train(
-    model: Annotated[str, typer.Argument(metavar="PRESET|RUN", help="Configuration: a preset, a model folder, a run.")],
+    model: Annotated[
+        str, typer.Argument(metavar="PRESET|RUN", help="A preset, model folder or run that gives the configuration.")
+    ],
     *,
     thresholds: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Thresholds of chiar calibrate --json. [default: white noise's]")
+        Path | None,
+        typer.Option(metavar="FILE", help="Thresholds from chiar calibrate --json. [default: mean H of white noise]"),
     ] = None,
     **given: Any,
 ) -> None:
-    """Train a model on prepared corpora; after a stop or crash, --resume RUN continues from the last checkpoint."""
+    """Train a model on prepared corpora. --resume RUN continues a stopped or crashed run from its last checkpoint."""
     launch, chosen, changes = sort_options(given)
     if launch.resume and launch.out is None:
         require(thresholds is None, "--thresholds of a run cannot change when it is resumed: leave them out.")
@@ -137,13 +145,13 @@ def default_settings(model: str, device: str) -> dict[str, Any]:
 @with_options
 def finetune(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL|RUN", help="A model folder, a run (its best), or a preset (new).")
+        str, typer.Argument(metavar="MODEL|RUN", help="A model folder, a run (its best model), or a preset (new).")
     ],
     *,
-    epochs: Annotated[float | None, typer.Option(help="Passes over all documents. [default: 3]")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Epochs over the training documents. [default: 3]")] = None,
     **given: Any,
 ) -> None:
-    """Train a classifier on labelled corpora, from a model's weights or from scratch; --resume as in chiar train."""
+    """Train a classifier on labelled corpora, from a model's weights or from scratch. --resume RUN continues a run."""
     from chiar import presets
     from chiar.data.shards import Corpus
     from chiar.model.load import resolve_model
@@ -186,6 +194,8 @@ def sort_options(given: dict[str, Any]) -> tuple[Launch, dict[str, Any], dict[st
     require(launch.resume or not launch.extend, "--extend is for a resumed run: add --resume, or leave it out.")
     assigned = dict(parse(item) for item in launch.set or [])
     chosen = {name: value for name, value in given.items() if value is not None}
+    for name in chosen.keys() & assigned.keys():
+        raise InputError(f"--{name.replace('_', '-')} and --set {name} set the same thing: give one of them.")
     chosen |= {name: value for name, value in assigned.items() if name in SETTINGS}
     return launch, chosen, {name: value for name, value in assigned.items() if name not in SETTINGS}
 

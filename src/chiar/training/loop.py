@@ -94,18 +94,21 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus
     """InputError if this run is not possible; otherwise notes for those who read its results."""
     first, names = corpora[0], [corpus.name for corpus in corpora]
     text_first, needed, known = first.kind == "language", first.vocab_size, config.vocab_size
+    notes = [remark for corpus in corpora for remark in corpus.remarks]
     for corpus in corpora:
         in_order, splits = text_first or corpus.kind != "language", ", ".join(corpus.splits)
         require(in_order, f"{corpus.name} is a language corpus: name it first, before {first.name}.")
         for split in ("train", "valid"):
             require(split in corpus.splits, f"{corpus.folder} has no {split} split (only {splits}): prepare it.")
-            Rows(corpus, split, settings.length)  # refuses what is too short
+            rows = Rows(corpus, split, settings.length)  # refuses what is too short
+            if split == "train" and (cut := rows.truncated()):
+                what = f"{cut:,} of {rows.count:,} training documents of {corpus.name}"
+                notes.append(f"{what} are longer than {settings.length} tokens and are truncated (--length).")
         first.require_same_tokenizer(corpus)
     can_sample = text_first or not settings.sample
     require(can_sample, "sample continues a text, and the run has no language corpus: leave it out.")
     unique = len(set(names)) == len(names)
     require(unique, f"two corpora have the same name ({', '.join(names)}): chiar data prepare --name names one.")
-    notes = [remark for corpus in corpora for remark in corpus.remarks]
     if settings.initial:
         exists = Path(settings.initial, "config.json").is_file()
         require(exists, f"initial: there is no model in {settings.initial} (a run's are in RUN/best and RUN/final).")

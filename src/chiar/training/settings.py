@@ -21,51 +21,57 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 # Defaults of `chiar train` for tiny presets on a CPU, where they should learn something within seconds.
 TINY: dict[str, Any] = {"batch": 8, "learning_rate": 3e-3, "warmup": 20, "compile": False}
+# Defaults of `chiar finetune`, besides those that depend on the model and the corpus. Lengths vary: not compiled.
+FINETUNE: dict[str, Any] = {"batch": 32, "final_learning_rate": 0.0, "compile": False, "evaluate_rows": 0}
 
 
 @dataclass
 class TrainSettings:
     """Defaults are the paper's (16M): AdamW (0.9, 0.95), 128 × 256 tokens a step, cosine from 1e-4 to 1e-6."""
 
-    data: Annotated[list[str], "Prepared corpus; several are mixed."] = field(default_factory=list)
-    initial: Annotated[str, "Model folder to start from; empty: random weights. Classifier heads are always new."] = ""
+    data: Annotated[list[str], "Prepared corpus; repeat to mix several."] = field(default_factory=list)
+    initial: Annotated[str, "Model folder with initial weights; empty: random. Classifier heads are always new."] = ""
     mixing: Annotated[
-        str, "weights: draw the corpus of each micro-batch; added (paper): the first, sometimes another in addition."
+        str,
+        "weights: each micro-batch comes from a corpus drawn by weight; added (the paper): from the first corpus, "
+        "sometimes followed by one from another.",
     ] = "weights"
     weights: Annotated[
-        list[float] | None, "Sampling weight of each corpus; equal when not given. mixing=added ignores the first."
+        list[float] | None, "Sampling weight of each corpus; null: equal. mixing=added ignores the first."
     ] = None
-    added_share: Annotated[float, "Probability of an additional micro-batch of another corpus (mixing=added)."] = 0.25
+    added_share: Annotated[float, "Probability of an extra micro-batch from another corpus, with mixing=added."] = 0.25
     length: Annotated[int, "Tokens per row (sequence); longer documents are truncated."] = 256
-    batch: Annotated[int, "Rows per optimiser step, over all processes; mixing=added adds to them."] = 128
-    micro_batch: Annotated[int, "Rows per forward pass of one process; gradients accumulate over the batch."] = 32
+    batch: Annotated[int, "Rows per optimiser step over all processes; mixing=added adds to them."] = 128
+    micro_batch: Annotated[int, "Rows per forward pass of a process; gradients accumulate over the batch."] = 32
     steps: Annotated[int, "Optimiser steps."] = 1000
-    learning_rate: Annotated[float, "Peak learning rate, reached after warm-up."] = 1e-4
+    learning_rate: Annotated[float, "Peak learning rate, reached at the end of warm-up."] = 1e-4
     final_learning_rate: Annotated[float, "Learning rate at the end of the cosine."] = 1e-6
-    warmup: Annotated[int, "Steps of linear warm-up of the learning rate."] = 500
-    weight_decay: Annotated[float, "On matrices and embeddings only (the released code decays everything)."] = 0.01
+    warmup: Annotated[int, "Steps of linear learning rate warm-up."] = 500
+    weight_decay: Annotated[float, "Matrices and embeddings only (the released code decays everything)."] = 0.01
     beta1: Annotated[float, "AdamW's decay of the first moment."] = 0.9
     beta2: Annotated[float, "AdamW's decay of the second moment."] = 0.95
-    clip: Annotated[float, "Clip the gradient's norm to this; 0 does not clip."] = 1.0
+    clip: Annotated[float, "Maximum gradient norm; 0: no clipping."] = 1.0
     seed: Annotated[int, "Seed of initial weights, data order and dropout."] = 0
     precision: Annotated[str, "fp32; bf16: autocast over fp32 weights; auto: bf16 if natively supported."] = "bf16"
-    compile: Annotated[bool, "torch.compile the model."] = True
+    compile: Annotated[bool, "Compile the model with torch.compile."] = True
     compile_layers: Annotated[bool, "Compile layer by layer: starts much sooner, but steps may be slower."] = False
-    cuda_graphs: Annotated[bool, "One GPU, not deterministic: replay training passes on text as CUDA graphs."] = True
-    parallel: Annotated[str, "ddp: whole model per process; fsdp: a shard; auto: fsdp from 600M parameters."] = "auto"
-    deterministic: Annotated[bool, "Use deterministic kernels, for bit-exact resuming on a GPU too."] = False
+    cuda_graphs: Annotated[bool, "Replay passes on text as CUDA graphs; one GPU only, and not if deterministic."] = True
+    parallel: Annotated[str, "ddp: whole model per process; fsdp: sharded; auto: fsdp from 600M parameters."] = "auto"
+    deterministic: Annotated[bool, "Use deterministic kernels, so that resuming is bit-exact on a GPU too."] = False
     gradient_checkpointing: Annotated[bool, "Recompute layers in the backward pass to save memory."] = False
-    ema: Annotated[float, "Decay of a moving average of the weights, which is evaluated and exported; 0: off."] = 0.0
+    ema: Annotated[float, "Decay of a moving average of the weights, used in evaluation and export; 0: off."] = 0.0
     evaluate_every: Annotated[int, "Steps between evaluations."] = 250
-    evaluate_rows: Annotated[int, "Validation rows per corpus: first of a text, evenly spread documents; 0: all."] = 64
+    evaluate_rows: Annotated[
+        int, "Validation rows per corpus: the first of a text, or evenly spread documents; 0: all."
+    ] = 64
     save_every: Annotated[int, "Steps between checkpoints."] = 250
-    keep: Annotated[int, "Number of newest checkpoints to keep, besides that of the best step."] = 2
+    keep: Annotated[int, "Newest checkpoints to keep, in addition to that of the best step."] = 2
     log_every: Annotated[int, "Steps between records in metrics.jsonl."] = 10
     tensorboard: Annotated[bool, "Also write metrics to RUN/tensorboard."] = False
-    peak_tflops: Annotated[float, "Peak TFLOP/s of one device, to compute MFU; 0: looked up by the GPU's name."] = 0.0
+    peak_tflops: Annotated[float, "Peak TFLOP/s of one device, for MFU; 0: looked up by GPU name."] = 0.0
     sample: Annotated[str, "Prompt to continue at each evaluation; empty: none."] = ""
     recalibrate_every: Annotated[
-        int, "Steps between updates of per-layer thresholds, from training rows; 0: never."
+        int, "Steps between recalibrations of the per-layer thresholds on training rows; 0: never."
     ] = 0
 
     def validate(self) -> None:
@@ -110,16 +116,15 @@ def micro_batch_of(batch: int) -> int:
 
 
 def finetune_settings(chosen: dict[str, Any], length: int, documents: int, epochs: float) -> TrainSettings:
-    """Settings of a run on labelled documents: those `chosen`, else suitable ones (not compiled, as lengths vary)."""
+    """Settings of a run on labelled documents: those `chosen`, else the defaults of `chiar finetune`."""
     require(0.0 < epochs < math.inf, f"epochs must be more than 0, got {epochs}.")
-    result = TrainSettings.from_dict({"batch": 32, **chosen})
+    result = TrainSettings.from_dict({**FINETUNE, "precision": "auto", **chosen})
     epoch = math.ceil(documents / result.batch)
     steps = chosen.get("steps", math.ceil(epochs * documents / result.batch))
     result = replace(
-        result, micro_batch=micro_batch_of(result.batch), length=length, steps=steps, warmup=round(0.06 * steps)
-    )
-    result = replace(result, learning_rate=1e-4 if result.initial else 5e-4, final_learning_rate=0.0)
-    result = replace(result, precision="auto", compile=False, evaluate_rows=0, evaluate_every=epoch, save_every=epoch)
+        result, micro_batch=micro_batch_of(result.batch), length=length, steps=steps, warmup=round(0.06 * steps),
+        learning_rate=1e-4 if result.initial else 5e-4, evaluate_every=epoch, save_every=epoch,
+    )  # fmt: skip
     return replace(result, **chosen)
 
 

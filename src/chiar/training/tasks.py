@@ -59,6 +59,10 @@ class Rows:
         few = f"{corpus.folder} has {self.split.tokens} tokens in {split}: too few for one row of {length}"
         require(self.count > 0, f"{few}: take a smaller --length or more text.")
 
+    def truncated(self) -> int:
+        """How many labelled documents are longer than `length`."""
+        return int((np.diff(self.split.offsets) > self.length).sum()) if self.labelled else 0
+
     def evaluated(self, limit: int) -> list[int]:
         return self.split.choose(limit or None) if self.labelled else [*range(self.count)[: limit or None]]
 
