@@ -1,4 +1,4 @@
-"""`chiar generate` shows what model.generate produces, up to a stop text, and nothing that harms a terminal."""
+"""`chiar generate` prints what model.generate produces, up to a stop sequence, without terminal control codes."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def expected(folder, prompt=PROMPT, **settings):
     return model, out, visible(tokenizer.decode(out.numpy())) + "\n"
 
 
-def test_the_output_is_what_generate_gives(folder, tmp_path):
+def test_output_matches_transformers_generate(folder, tmp_path):
     trained = make(tmp_path / "model", Tokenizer.train(["light and dark tokens 漢 naïve " * 20], 300))
     for place, prompt in ((folder, PROMPT), (trained, "dark 漢 tokens")):
         code, output, _ = generate(place, "--prompt", prompt, "--max-new-tokens", 30)
@@ -57,17 +57,17 @@ def test_the_output_is_what_generate_gives(folder, tmp_path):
 
 @pytest.mark.parametrize("routes", [[], ["--routes"]], ids=["plain", "routes"])
 def test_fast_decoding_writes_the_same(folder, monkeypatch, routes):
-    """Asked for on a CPU, where it is off by itself; routes are read beside it, by traces."""
+    """On a CPU, where it is off by default. With routes every pass is traced, and not fast."""
     steps, step = [], FastDecoder.step
     monkeypatch.setattr(FastDecoder, "step", lambda *inputs: steps.append(1) or step(*inputs))
     arguments = [folder, "--prompt", PROMPT, "--max-new-tokens", 30, *routes]
     slow = generate(*arguments)
     assert not steps and slow == generate(*arguments, "--no-fast")
     assert generate(*arguments, "--fast") == slow
-    assert len(steps) == (0 if routes else 29)  # a traced pass is no fixed step
+    assert len(steps) == (0 if routes else 29)  # traced passes take the ordinary path
 
 
-def test_sampling_is_seeded_and_keeps_all_tokens_unless_told(folder):
+def test_sampling_is_seeded_and_keeps_all_tokens_by_default(folder):
     drawn = [generate(folder, "--prompt", PROMPT, "--temperature", 1.5, "--seed", seed)[1] for seed in (3, 3, 4)]
     assert drawn[0] == drawn[1] != drawn[2]
     torch.manual_seed(3)
@@ -77,12 +77,12 @@ def test_sampling_is_seeded_and_keeps_all_tokens_unless_told(folder):
         assert generate(folder, "--prompt", PROMPT, *option)[1] == greedy
 
 
-def test_help_says_that_drafts_change_what_is_drawn():
-    said = " ".join(generate("--help")[1].split())
-    assert "greedy texts are the same; drawn ones (temperature above 0) differ" in said and "as probable" in said
+def test_help_explains_sampling_with_drafts():
+    text = " ".join(generate("--help")[1].split())
+    assert "greedy output stays the same; samples (temperature above 0) differ" in text and "distribution" in text
 
 
-def test_routes_are_those_of_the_whole_text(folder):
+def test_routes_match_those_of_a_full_pass(folder):
     shown = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 1, "--routes")[1].split("\n", 1)[1]
     model, out, _ = expected(folder, max_new_tokens=1)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_routes_are_those_of_the_whole_text(folder):
     assert shown.startswith("".join(mark + letter for mark, letter in zip(marks, PROMPT, strict=False)))
 
 
-def test_a_dark_stack_shows_how_uncertain_each_byte_was(tmp_path, monkeypatch):
+def test_dark_stack_shades_bytes_by_uncertainty(tmp_path, monkeypatch):
     folder = make(tmp_path / "model", preset="v5-tiny")
     arguments = [folder, "--prompt", PROMPT, "--max-new-tokens", 1, "--routes"]
     legend, shown = generate(*arguments)[1].split("\n", 1)
@@ -105,7 +105,7 @@ def test_a_dark_stack_shows_how_uncertain_each_byte_was(tmp_path, monkeypatch):
     dark = (layer.entropy_BT[0] > layer.thresholds[0]).tolist()
     routing = model(out[None], output_routing=True).routing
     routing.layers[1].thresholds, routing.layers[1].entropy_BT[0, :3] = [0.0], torch.tensor([-0.5, -0.25, 0.5])
-    assert shades(routing)[:3] == [0.0, 0.0, 0.75], "what falls is as light as can be"
+    assert shades(routing)[:3] == [0.0, 0.0, 0.75], "a falling entropy gets the lightest shade"
     assert [mark in SHADES[2:] for mark in shown[: 2 * len(PROMPT) : 2]] == dark[: len(PROMPT)]
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -113,7 +113,7 @@ def test_a_dark_stack_shows_how_uncertain_each_byte_was(tmp_path, monkeypatch):
     assert any(dark) == ("\x1b[1;4;" in coloured) and "underlined: passed layers 2–3" in coloured
 
 
-def test_colour_where_there_is_colour_but_a_prompt_commands_no_terminal(folder, monkeypatch):
+def test_colour_depends_on_the_terminal_and_control_characters_are_escaped(folder, monkeypatch):
     _, output, _ = generate(folder, "--prompt", "\x1b[31mred\x07", "--max-new-tokens", 8)
     assert "\x1b" not in output and output.startswith("\\x1b[31mred\\x07")
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -122,46 +122,46 @@ def test_colour_where_there_is_colour_but_a_prompt_commands_no_terminal(folder, 
     assert "\x1b[" in output and SHADES[3] not in output
 
 
-def test_a_gate_that_sees_the_future_is_frozen_with_a_note(tmp_path, monkeypatch):
-    folder, said = make(tmp_path / "model", gate_pool="batch"), []
-    monkeypatch.setattr(modeling.logger, "warning_once", said.append)
+def test_gate_that_sees_the_future_is_frozen_with_a_note(tmp_path, monkeypatch):
+    folder, warnings = make(tmp_path / "model", gate_pool="batch"), []
+    monkeypatch.setattr(modeling.logger, "warning_once", warnings.append)
     code, _, notes = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 20, "--routes")
     assert code == 0 and "stays as the prompt set it" in notes
     _, output, _ = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 20)
-    assert output == expected(folder, max_new_tokens=20)[2] and "stays as the prompt set it" in said[0]
+    assert output == expected(folder, max_new_tokens=20)[2] and "stays as the prompt set it" in warnings[0]
     code, output, message = generate(folder, "--prompt", PROMPT, "--gate", "refuse")
     assert code != 0 and not output and "generation is not defined" in message
 
 
-def test_a_text_longer_than_those_of_training_is_said_to_be_once(folder):
+def test_text_longer_than_in_training_is_noted_once(folder):
     for tokens, times in ((4, 0), (5, 1), (9, 1)):
         _, _, notes = generate(folder, "--prompt", "x" * 60, "--max-new-tokens", tokens)
         assert notes.count("longer than the 64 tokens the model was trained on") == times
 
 
-def test_learned_positions_end(tmp_path):
+def test_learned_positions_limit_the_text(tmp_path):
     folder = make(tmp_path / "model", preset="v2-tiny", max_position_embeddings=20)
     _, output, notes = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 50)
     assert "6 tokens fit" in notes and output == expected(folder, max_new_tokens=6)[2]
     assert "shorten it" in generate(folder, "--prompt", "x" * 20)[2]
 
 
-def test_bad_input_a_run_stands_for_its_best_model_and_a_baseline_has_no_routes(folder, tmp_path):
+def test_bad_input_runs_load_their_best_model_and_baselines_have_no_routes(folder, tmp_path):
     wrong = {("--prompt", ""): "the prompt is empty", ("--gate", "open"): "unknown gate", ("--top-p", "0"): "above 0"}
     for arguments, message in {**wrong, ("--device", "tpu"): "unknown device"}.items():
-        code, output, said = generate(folder, "--prompt", "a", *arguments)
-        assert code != 0 and message in said and not output
+        code, output, error = generate(folder, "--prompt", "a", *arguments)
+        assert code != 0 and message in error and not output
     make(tmp_path / "best", preset="baseline-tiny")
     code, _, notes = generate(tmp_path, "--prompt", PROMPT, "--max-new-tokens", 2)
-    assert code == 0 and "its best model writes" in notes
+    assert code == 0 and "its best model is used" in notes
     assert "no routed layers" in generate(tmp_path, "--prompt", "a", "--routes")[2]
 
 
-def test_logits_that_are_not_finite_are_one_sentence(tmp_path):
+def test_non_finite_logits_are_an_error(tmp_path):
     model = tiny_model()
-    model.lm_head.weight.data.fill_(3e38)  # finite, so that it opens
-    code, output, said = generate(save(model, tmp_path, Tokenizer.of_bytes()), "--prompt", PROMPT)
-    assert code != 0 and "logits are not finite" in said and not output
+    model.lm_head.weight.data.fill_(3e38)  # finite, so that loading succeeds
+    code, output, error = generate(save(model, tmp_path, Tokenizer.of_bytes()), "--prompt", PROMPT)
+    assert code != 0 and "logits are not finite" in error and not output
 
 
 @pytest.fixture(scope="module")
@@ -174,29 +174,29 @@ WAYS = {"plain": [], "fast": ["--fast"], "speculating": ["--speculate", 4]}
 
 @pytest.mark.parametrize("prompt", ["   ", "\n\t\n", "\0", "漢", BROKEN, "a漢 😀"])
 def test_a_byte_model_continues_any_text(dark, prompt):
-    """What it writes need not be UTF-8; the text is the same however it is decoded."""
+    """Its output need not be valid UTF-8. All ways of decoding give the same text."""
     _, _, whole = expected(dark, prompt, max_new_tokens=24)
     for way in WAYS.values():
-        code, found, _ = generate(dark, "--prompt", prompt, "--max-new-tokens", 24, *way)
-        assert (code, found.split()) == (0, whole.split())  # a console shows a tab as spaces
+        code, output, _ = generate(dark, "--prompt", prompt, "--max-new-tokens", 24, *way)
+        assert (code, output.split()) == (0, whole.split())  # the console expands tabs
     drawn = generate(dark, "--prompt", prompt, "--max-new-tokens", 24, "--temperature", 1, "--speculate", 4)
-    assert drawn[0] == 0 and "drafted tokens stayed" in drawn[2]
+    assert drawn[0] == 0 and "drafted tokens were accepted" in drawn[2]
 
 
-def test_what_is_no_text_and_drafts_that_cannot_be_are_refused(dark, folder):
+def test_invalid_text_and_impossible_drafts_are_rejected(dark, folder):
     for model, arguments, message in (
         (dark, ["--prompt", ""], "the prompt is empty"),
-        (dark, ["--prompt", "a\udc80b"], "invalid UTF-8"),  # as Python reads a byte that is none
+        (dark, ["--prompt", "a\udc80b"], "invalid UTF-8"),  # how Python decodes an invalid byte of an argument
         ("v5-tiny", ["--prompt", "\udcff"], "invalid UTF-8"),
         (dark, ["--prompt", "a", "--routes", "--speculate", 2], "leave out --routes or --speculate"),
         (folder, ["--prompt", "a", "--speculate", 2], "speculation needs one dark stack"),
     ):
-        code, _, said = generate(model, *arguments)
-        assert code != 0 and message in said
+        code, _, error = generate(model, *arguments)
+        assert code != 0 and message in error
 
 
 def write(data, stops=()):
-    """The pieces of a text that a model writes byte by byte, until it is stopped."""
+    """The pieces of a text that is generated byte by byte, until a stop sequence."""
     pieces = []
     row = Row(BYTES, Sampling(len(data), stops=tuple(stops)), send=pieces.append)
     for byte in data:
@@ -206,23 +206,23 @@ def write(data, stops=()):
 
 
 @given(st.text("ab漢", min_size=1, max_size=30), st.lists(SHORT, max_size=3))
-def test_pieces_add_up(text, stops):
+def test_pieces_add_up_to_the_text(text, stops):
     pieces = write(text.encode(), stops)
     found = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
-    # The one that is complete first counts; of several that end together the longest.
+    # The stop sequence that is complete first applies; of several that end together, the longest.
     expected = text[: min(found)[1]] if found else text
     assert "".join(piece.text for piece in pieces) == expected
     assert pieces[-1].finish == ("stop" if found else "length")
     assert all(piece.finish is None for piece in pieces[:-1])
 
 
-def test_bytes_that_are_no_character_are_shown_at_once():
-    """All but what may still become one."""
+def test_invalid_bytes_are_released_at_once():
+    """Except for those that may still become a character."""
     for data in (HALF[:1] * 3 + HALF, b"\x80" * 9 + b"a", b"\xf0\x9f\x98" + HALF, b"\xff\xf0\x9f" * 4, HALF[:2] * 9):
         row = Row(BYTES, Sampling(100))
-        for seen, byte in enumerate(data, 1):
+        for count, byte in enumerate(data, 1):
             row.take(TokenScore(byte), set())
-            assert seen - row.sent <= 3, (data, seen)
+            assert count - row.sent <= 3, (data, count)
 
 
 @given(st.lists(st.sampled_from([0x61, 0x80, 0xBC, *HALF, *"😀é".encode(), 0xFF]), min_size=1, max_size=24))
@@ -230,21 +230,21 @@ def test_pieces_of_any_bytes_add_up(data):
     assert "".join(piece.text for piece in write(data)) == bytes(data).decode("utf-8", "replace")
 
 
-def test_a_character_with_tokens_between_that_show_nothing():
+def test_character_with_empty_tokens_between_its_bytes():
     first, second, third = HALF
     assert "".join(piece.text for piece in write([first, 256, second, 256, 256, third, 97])) == "漢a"
-    assert len(write([first, *[256] * 40])) > 1  # it is not waited for for ever
+    assert len(write([first, *[256] * 40])) > 1  # does not wait for ever
 
 
 def test_every_token_comes_with_a_piece():
     pieces = [Piece("a", [TokenScore(97)]), Piece("bc", [TokenScore(98), TokenScore(99)], "length")]
     assert write(b"abc", ["bx"]) == pieces
-    assert [piece.text for piece in write(b"xabyabc", ["abc"])] == ["x", "aby", ""]  # held back: it may be a stop text
+    assert [piece.text for piece in write(b"xabyabc", ["abc"])] == ["x", "aby", ""]  # held back: it may be a stop
     found = [(piece.text, len(piece.tokens)) for piece in write("é".encode() + b"\xe6")]
-    assert found == [("é", 2), ("\N{REPLACEMENT CHARACTER}", 1)]  # characters are whole, remains are shown
+    assert found == [("é", 2), ("\N{REPLACEMENT CHARACTER}", 1)]  # whole characters, and the incomplete rest at the end
 
 
-def test_a_model_in_training_writes_as_its_own_evaluation_and_goes_on_training():
+def test_write_text_leaves_a_model_in_training_as_it_was():
     model = tiny_model(seed=4, dropout=0.5, gate_pool="batch").train()
     text = write_text(model, BYTES, "light", Sampling(9))
     assert model.training and model.config.gate_generation == "refuse"

@@ -1,4 +1,4 @@
-"""Drafts of an early head change nothing about what is written: greedy texts are the same, drawn ones as probable."""
+"""Speculative decoding changes no output: greedy texts are the same, samples have the same distribution."""
 
 import math
 from itertools import product
@@ -8,7 +8,7 @@ import torch
 
 from chiar.data.tokens import TextCodec
 from chiar.errors import InputError
-from chiar.generation.writer import Row, Sampling, Writer, confirmed
+from chiar.generation.writer import Row, Sampling, Writer, acceptance
 from chiar.model import speculation
 from helpers import dark_model, routed_model, token_ids
 
@@ -23,13 +23,13 @@ STACKS = {
 
 
 @pytest.fixture(autouse=True)
-def unsure(monkeypatch):
-    """Drafts of whatever the early head says, so that many are wrong."""
+def draft_always(monkeypatch):
+    """The early head drafts however unsure it is, so that many drafts are wrong."""
     monkeypatch.setattr(speculation, "SURE", 0.0)
 
 
 def agreeing(noise, threshold, **changes):
-    """A model whose early head nearly says what its last one does; tokens below the threshold are light."""
+    """A model whose early head nearly agrees with its output head; `threshold` is the share of light tokens."""
     model = dark_model(**changes)
     (stack,) = model.model.stacks.values()
     with torch.no_grad():
@@ -45,17 +45,17 @@ def agreeing(noise, threshold, **changes):
 
 
 def write(model, ids, sampling, most, kind=Row):
-    writer, row = Writer(model, speculates=most), kind(CODEC, sampling)
+    writer, row = Writer(model, max_drafts=most), kind(CODEC, sampling)
     writer.begin(writer.read_prompt(ids), [row])
     written = [token.id for token in writer.follow(row)]
-    assert written == [token.id for token in row.tokens if token.id not in writer.ends]
+    assert written == [token.id for token in row.tokens if token.id not in writer.eos_ids]
     return row, writer
 
 
 @pytest.mark.parametrize("design", STACKS.values(), ids=STACKS)
-def test_greedy_texts_are_those_of_plain_decoding(design):
-    """With drafts that stay and drafts that do not, behind prompts without and with dark tokens, over the end of a
-    store; scores are those of the whole model."""
+def test_greedy_output_matches_plain_decoding(design):
+    """With accepted and rejected drafts, after prompts with and without dark tokens, and beyond a cache's allocation.
+    Log-probabilities are those of the full model."""
     drafted = kept = 0
     for noise, threshold in ((0.0, 0.6), (0.3, 0.6), (0.3, 1.0), (3.0, 0.9)):
         model = agreeing(noise, threshold, **design)
@@ -67,11 +67,11 @@ def test_greedy_texts_are_those_of_plain_decoding(design):
             for found, expected in zip(row.tokens, plain.tokens, strict=True):
                 assert math.isclose(found.logprob, expected.logprob, abs_tol=1e-5)  # scores are fp32
             drafted, kept = drafted + writer.drafted, kept + writer.kept
-    assert 10 < kept < drafted - 30  # behind light tokens the next one may be uncertain as well, under `rise`
+    assert 10 < kept < drafted - 30  # enough drafts of both kinds
 
 
-def test_what_is_confirmed_is_drawn_from_p():
-    """Σ q(x) · (stays, or another is drawn) is p, whatever q; also where one of them is 0."""
+def test_verified_tokens_are_distributed_as_p():
+    """Σ q(x) · (x is accepted, or replaced) is p for any q, also where p or q is 0."""
     generator = torch.Generator().manual_seed(0)
     for zeros in product([False, True], repeat=4):
         p_V, q_V = torch.rand(2, 5, generator=generator, dtype=torch.float64)
@@ -81,39 +81,39 @@ def test_what_is_confirmed_is_drawn_from_p():
         p_V, q_V = p_V / p_V.sum(), q_V / q_V.sum()
         total_V = torch.zeros_like(p_V)
         for token in q_V.nonzero()[:, 0].tolist():
-            stays, other_V = confirmed(token, q_V, p_V)
-            total_V[token] += q_V[token] * min(1, stays)
-            total_V += q_V[token] * max(0, 1 - stays) * other_V.nan_to_num()
+            ratio, residual_V = acceptance(token, q_V, p_V)
+            total_V[token] += q_V[token] * min(1, ratio)
+            total_V += q_V[token] * max(0, 1 - ratio) * residual_V.nan_to_num()
         torch.testing.assert_close(total_V, p_V, atol=1e-12, rtol=0)
 
 
 class Scripted(Row):
-    """Follows a script of draws, then always takes the first possible, and notes what else could have happened."""
+    """Follows a script of draws, then always takes the first possible one, and records the alternatives."""
 
     script: list = []  # noqa: RUF012
 
     def __init__(self, *given):
         super().__init__(*given)
-        self.made, self.probability = [], 1.0
+        self.decisions, self.probability = [], 1.0
 
     def decide(self, p_V):
-        at = len(self.made)
-        taken = self.script[at] if at < len(self.script) else int((p_V > 0).nonzero()[0])
-        self.made.append((taken, [n for n in range(taken + 1, len(p_V)) if p_V[n] > 0]))
+        step = len(self.decisions)
+        taken = self.script[step] if step < len(self.script) else int((p_V > 0).nonzero()[0])
+        self.decisions.append((taken, [n for n in range(taken + 1, len(p_V)) if p_V[n] > 0]))
         self.probability *= float(p_V[taken])
         return taken
 
     draw = decide
 
-    def happens(self, probability):
+    def bernoulli(self, probability):
         return bool(self.decide(torch.tensor([1 - probability, probability])))
 
 
 @pytest.mark.parametrize("sure", [0.0, 0.38])
 @pytest.mark.parametrize("sampling", [{"temperature": 1.3}, {"top_k": 2}], ids=["temperature", "top-k"])
 @pytest.mark.parametrize("end", [None, 2])
-def test_all_texts_have_the_probability_the_model_gives_them(sampling, end, sure, monkeypatch):
-    """Every draw that can happen is followed, and the probabilities of what leads to a text add up."""
+def test_texts_have_the_probability_the_model_gives_them(sampling, end, sure, monkeypatch):
+    """All possible draws are enumerated, and the probabilities of those that lead to a text are added up."""
     monkeypatch.setattr(speculation, "SURE", sure)
     model, ids, new = agreeing(1.0, 0.7, vocab_size=3, eos_token_id=end), [2, 0, 1], 4
     sampling = Sampling(new, **sampling)
@@ -124,11 +124,11 @@ def test_all_texts_have_the_probability_the_model_gives_them(sampling, end, sure
         text = tuple(token.id for token in row.tokens)
         found[text] = found.get(text, 0) + row.probability
         drafted += writer.drafted
-        open_places = [place for place, (_, others) in enumerate(row.made) if others]
+        branches = [step for step, (_, others) in enumerate(row.decisions) if others]
         script = None
-        if open_places:
-            last = open_places[-1]
-            script = [taken for taken, _ in row.made[:last]] + [row.made[last][1][0]]
+        if branches:
+            last = branches[-1]
+            script = [taken for taken, _ in row.decisions[:last]] + [row.decisions[last][1][0]]
     assert drafted and len(found) > 7
     row = Row(CODEC, sampling)
     texts = {text[: text.index(end) + 1] if end in text else text for text in product(range(3), repeat=new)}
@@ -139,7 +139,7 @@ def test_all_texts_have_the_probability_the_model_gives_them(sampling, end, sure
         assert math.isclose(found.get(text, 0.0), expected, abs_tol=1e-5)  # probabilities are fp32
 
 
-def test_only_what_is_likelier_than_not_is_drafted(monkeypatch):
+def test_only_sure_tokens_are_drafted(monkeypatch):
     model, ids, counts = agreeing(0.3, 0.9), token_ids(1, 12)[0].tolist(), []
     with torch.no_grad():
         model.model.dark_stacks[0].early.weight *= 3
@@ -150,7 +150,7 @@ def test_only_what_is_likelier_than_not_is_drafted(monkeypatch):
     assert counts[0][0] > counts[1][0] > counts[2][0] == 0 and counts[0][1] == counts[1][1] == counts[2][1]
 
 
-def test_models_without_an_early_head_of_one_stack_are_refused():
+def test_models_without_a_single_stack_with_early_head_are_rejected():
     several = {"layer_types": ["attention", "dark", "attention", "dark", "attention"]}
     for model in (routed_model(), dark_model(router="stride"), dark_model(**several)):
         with pytest.raises(InputError, match="speculation needs one dark stack"):

@@ -1,4 +1,4 @@
-"""Thresholds from streams: what they promise is what routing does; they carry over."""
+"""Calibrated thresholds give the splits they report, and carry over to other models."""
 
 import json
 
@@ -9,7 +9,7 @@ import torch
 from chiar import ChiarForCausalLM, presets
 from chiar.errors import InputError
 from chiar.model.load import load_config, load_model
-from chiar.routing.calibration import calibrate, cut, noise_entropies, read_thresholds, report
+from chiar.routing.calibration import calibrate, choose_thresholds, layer_report, noise_entropies, read_thresholds
 from commands import run
 from helpers import small_config
 
@@ -32,17 +32,17 @@ def make(preset="v3-tiny", **changes):
     return model.eval()
 
 
-def test_the_papers_percentiles_exactly():
+def test_thresholds_are_the_papers_percentiles():
     """On a ramp the p-th percentile is p."""
     ramp, rules = np.linspace(0, 1, 100_001), ((2, None, [0.33, 0.67]), (1, None, [0.5]), (1, 0.2, [0.8]))
-    for boundaries, fraction, cuts in (*rules, (2, 0.2, [0.4, 0.8])):
-        assert cut(ramp, boundaries, fraction) == pytest.approx(cuts, abs=1e-9)
+    for boundaries, fraction, expected in (*rules, (2, 0.2, [0.4, 0.8])):
+        assert choose_thresholds(ramp, boundaries, fraction) == pytest.approx(expected, abs=1e-9)
 
 
-def test_the_report_says_where_entropies_lie_and_how_far_from_noise():
+def test_report_has_percentiles_and_distance_from_noise():
     """Embeddings that are pure tones have H far below noise."""
     noise = noise_entropies(64, 0.0, 1.0)
-    assert report(None, noise, [0.9], noise).distance_from_noise == 0
+    assert layer_report(None, noise, [0.9], noise).distance_from_noise == 0
     model = ChiarForCausalLM(presets.get("baseline-tiny", basis="identity"))
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(257, 32) + torch.eye(257, 32).roll(1, 1))
@@ -58,7 +58,7 @@ SPLITS += [("layers", 0.25, {"norm_position": "pre", "norm": "rmsnorm"})]
 
 
 @pytest.mark.parametrize(("rule", "fraction", "changes"), SPLITS)
-def test_each_layer_gets_the_split_that_was_reported(rule, fraction, changes):
+def test_each_layer_gets_the_reported_split(rule, fraction, changes):
     model = make(gate_pool="causal", **changes)
     found = calibrate(model, stream(), rule, fraction)
     assert model.config.thresholds is None
@@ -67,7 +67,7 @@ def test_each_layer_gets_the_split_that_was_reported(rule, fraction, changes):
     with torch.no_grad():
         routing = model(torch.cat([batch["input_ids"] for batch in stream()]), output_routing=True).routing
     for layer in found.layers[-2:]:
-        # One token of 768 is 0.0013, and a bin is cut inside.
+        # One token of 768 is 0.0013, and quantiles are interpolated.
         assert routing.attention_fraction(layer.layer) == pytest.approx(layer.split[-1], abs=0.005)
         assert fraction is None or layer.split[-1] == pytest.approx(fraction, abs=0.02)
 
@@ -79,11 +79,11 @@ def test_padding_is_not_counted(rule):
     padded = {"input_ids": torch.cat([batch["input_ids"], torch.full((8, 9), 7)], dim=1), "attention_mask": mask}
     plain, again = calibrate(model, [batch], rule), calibrate(model, [padded], rule)
     assert {r.tokens for r in again.layers} == {r.tokens for r in plain.layers} == {256}
-    # Another length is another order of sums.
+    # Another length changes the order of sums.
     assert again.thresholds(2) == pytest.approx(plain.thresholds(2), abs=1e-4)
 
 
-def test_three_operators_get_two_thresholds_and_what_does_not_settle_is_said():
+def test_three_operators_get_two_thresholds_and_convergence_is_reported():
     found = calibrate(make("v1-tiny", router="entropy"), stream())
     for layer in found.layers:
         assert layer.thresholds[0] < layer.thresholds[1] and len(layer.split) == 3
@@ -98,7 +98,7 @@ TWO_STACKS = {"layer_types": ["attention", "dark", "dark", "attention", "dark", 
 
 
 @pytest.mark.parametrize("router", ["rise", "predictive", "forecast", "learned", "spectral"])
-def test_the_threshold_of_a_stack_moves_to_any_share(router):
+def test_stacks_are_calibrated_to_any_share(router):
     model = make("v5-tiny", router=router, **TWO_STACKS)
     before = model.model.router_state.threshold_L.clone()
     found = calibrate(model, stream(), fraction=0.3, tolerance=0.001)
@@ -113,12 +113,12 @@ def test_the_threshold_of_a_stack_moves_to_any_share(router):
         assert routing.attention_fraction(layer.layer) == pytest.approx(layer.split[-1], abs=0.005)
 
 
-def test_a_stack_has_its_own_share_and_what_chooses_without_a_threshold_says_so():
+def test_stacks_default_to_their_own_share_and_routers_without_threshold_are_rejected():
     model = make("v5-tiny", target_fraction=[0.1, 0.6], **TWO_STACKS)
     found = calibrate(model, stream(), tolerance=0.001)
     assert [layer.split[-1] for layer in found.layers] == pytest.approx([0.1, 0.6], abs=0.005)
     assert found.score == "rise of the predictive entropy"
-    for router, message in (("space", "'space' compares nothing"), ("random", "its share is random_fraction")):
+    for router, message in (("space", "'space' has no threshold: only"), ("random", "its share is random_fraction")):
         with pytest.raises(InputError, match=message):
             calibrate(make("v5-tiny", router=router), stream(), fraction=0.3)
     with pytest.raises(InputError, match="use rule 'layers'"):
@@ -159,7 +159,7 @@ def place(tmp_path_factory):
     return place
 
 
-def test_a_run_is_trained_with_the_baselines_threshold(place):
+def test_training_takes_the_threshold_of_a_baseline(place):
     (tau,) = json.loads((place / "tau.json").read_text())["layers"][0]["thresholds"]
     command = ["train", "v3-tiny", "--data", place / "corpus", "--out", place / "v3", *SHORT]
     code, output = run(*command, "--thresholds", place / "tau.json")
@@ -167,7 +167,7 @@ def test_a_run_is_trained_with_the_baselines_threshold(place):
     assert load_config(str(place / "v3" / "best")).thresholds == [tau, tau]
 
 
-def test_rows_have_the_trained_length_and_nothing_is_written_unasked(place, tmp_path):
+def test_rows_default_to_the_trained_length_and_nothing_is_written_without_out(place, tmp_path):
     (tmp_path / "text.txt").write_text("ten bytes " * 4)
     command = ["calibrate", place / "baseline", "--rule", "embeddings", "--text-file", tmp_path / "text.txt"]
     code, output = run(*command)
@@ -175,22 +175,22 @@ def test_rows_have_the_trained_length_and_nothing_is_written_unasked(place, tmp_
     assert "fewer than one row of 256" in run(command[0], "v3-tiny", *command[2:])[1]
 
 
-def test_a_calibrated_stack_is_written_and_opened(place, tmp_path):
+def test_calibrated_stack_is_saved_and_loaded(place, tmp_path):
     command = ["calibrate", "v5-tiny", "--data", place / "corpus", "--length", 32, "--fraction", 0.35]
     code, output = run(*command, "--out", tmp_path / "new")
     assert code == 0 and "predictive entropy" in output and " 2–3 " in output and "noise" not in output
-    assert "note: away from the share trained at, the loss may rise, also where more tokens pass a stack." in output
+    assert "note: at another share than in training the loss may rise, even if more tokens pass the stack." in output
     for other in (command[:-2], ["calibrate", "v3-tiny", *command[2:]]):
-        assert "the loss may rise" not in run(*other)[1], "a stack's own share, routed layers"
+        assert "the loss may rise" not in run(*other)[1], "a stack at its own share, routed layers"
     again, _ = load_model(str(tmp_path / "new"))
     (layer,) = json.loads((tmp_path / "new" / "calibration.json").read_text())["layers"]
     assert again.model.router_state.threshold_L.tolist() == layer["thresholds"] != [0.0]
     assert again.config.target_fraction == 0.35
-    with pytest.raises(InputError, match="finds its threshold in training"):
+    with pytest.raises(InputError, match="sets its threshold in training"):
         read_thresholds(tmp_path / "new" / "calibration.json", again.config)
 
 
-def test_thresholds_of_layers_go_to_as_many_layers_and_what_does_not_carry(place, tmp_path):
+def test_layer_thresholds_need_as_many_layers_and_unfit_models_are_rejected(place, tmp_path):
     layers = tmp_path / "layers.json"
     run("calibrate", "v3-tiny", "--data", place / "corpus", "--length", 16, "--json", layers)
     stored = [layer["thresholds"][0] for layer in json.loads(layers.read_text())["layers"]]

@@ -46,14 +46,14 @@ def test_the_papers_claims_at_400m():
     # The paper's 62.5% is 51.5% weighted by cost, and holds only at T = 4D.
     for length, share in ((256, 0.515), (4096, 0.625)):
         assert saved(0.5, length).attention_in_routed_layers == pytest.approx(share, abs=1e-3)
-    assert saved(0.0, transform="free").total < 0.35, "of all attention: less than the paper claims"
+    assert saved(0.0, transform="free").total < 0.35, "without any attention, still less than the paper claims"
     for fraction, speedups in ((0.5, (1.019, 1.108, 1.375)), (0.25, (1.058, 1.175, 1.557))):
         for length, expected in zip((256, 2048, 8192), speedups, strict=True):
             savings = saved(fraction, length, "gemm")
             assert savings.baseline.total / savings.chiar.total == pytest.approx(expected, abs=1e-3)
 
 
-def test_of_all_or_no_tokens_the_attention_of_the_baseline_or_none():
+def test_all_dark_costs_the_baselines_attention_and_all_light_none():
     routed = presets.get("v3-400m").routed_layers
     full, baseline = counted(1.0, 512, "free"), count_flops(presets.get("baseline-400m"), 512)
     assert full.part(*ATTENTION, "ffn", layers=routed) == baseline.part(*ATTENTION, "ffn", layers=routed)
@@ -66,7 +66,7 @@ def test_of_all_or_no_tokens_the_attention_of_the_baseline_or_none():
 @pytest.mark.parametrize("preset", ["v3-400m", "v4-400m"])  # the first layer of v4 is routed
 @pytest.mark.parametrize("keys", ["all", "routed"])
 @pytest.mark.parametrize("light_ffn", [True, False])
-def test_routes_weighted_by_their_shares_make_the_layer(preset, keys, light_ffn):
+def test_routes_weighted_by_share_add_up_to_the_layer(preset, keys, light_ffn):
     config, shares = large(0.3, preset, keys=keys, light_ffn=light_ffn)
     routes = route_costs(config, 512, shares)
     costs, first = count_flops(config, 512, shares).costs, config.routed_layers[0]
@@ -75,7 +75,7 @@ def test_routes_weighted_by_their_shares_make_the_layer(preset, keys, light_ffn)
     assert routes["spectral"] < routes["attention"]
 
 
-def test_shares_that_routers_know_themselves():
+def test_shares_set_by_routers():
     count = counted(None, 256, router="static", keys="routed")
     assert [squares(count, "projections", layers=[i]) for i in (1, 2)] == [8, 0]
     everywhere = presets.get("v3-400m", router="static", static_operators=["attention"] * 26)
@@ -89,12 +89,12 @@ def test_shares_that_routers_know_themselves():
     assert counted(0.3, 24, **soft).total == counted(None, 24, **soft).total
 
 
-def test_each_operator_of_three_is_counted_by_its_own_share():
+def test_each_of_three_operators_is_counted_by_its_share():
     config = presets.get("v1-tiny", keys="routed")
     shares = [{"spectral": 0.5, "rbf": 0.25, "attention": 0.25}, {"spectral": 0.0, "rbf": 1.0, "attention": 0.0}]
     count = count_flops(config, 33, shares, "gemm")
     D, m = config.hidden_size, 64
-    # A quarter of 33 tokens see a quarter of the 16 tokens before them on average, and themselves: 5 pairs.
+    # A quarter of 33 tokens attend to a quarter of the 16 earlier tokens on average, and to themselves: 5 pairs.
     assert count.part("spectral", layers=[1]) == 0.5 * 4 * D * D
     assert count.part("projections", layers=[1]) == 0.25 * 8 * D * D
     assert count.part("scores", layers=[1]) == 0.25 * 5 * 4 * D
@@ -129,25 +129,25 @@ CASES += [("v5-tiny", {"layer_types": ["dark", "attention", "dark", "dark", "att
 
 
 @pytest.mark.parametrize(("name", "changes"), CASES, ids=lambda value: str(value) or "as is")
-def test_dense_execution_agrees_exactly_with_torchs_counter(name, changes):
+def test_dense_execution_agrees_with_torchs_counter(name, changes):
     model = ChiarForCausalLM(presets.get(name, gate_pool="causal", execution="dense", **changes)).eval()
-    model.set_attn_implementation("eager")  # the counter does not see inside the CPU's fused attention
+    model.set_attn_implementation("eager")  # the counter does not see into the CPU's fused attention
     ids = torch.randint(0, 257, (3, 24))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(ids)
-    seen = sum(flops for what, flops in counter.get_flop_counts()["Global"].items() if "conv" not in str(what))
+    measured = sum(flops for what, flops in counter.get_flop_counts()["Global"].items() if "conv" not in str(what))
     count = count_dense_execution(model.config, 24)
-    assert seen == (count.total - count.part("temporal")) * ids.numel()
+    assert measured == (count.total - count.part("temporal")) * ids.numel()
 
 
-def test_a_dark_stack_is_counted_for_its_dark_tokens():
+def test_dark_stack_counts_for_dark_tokens_only():
     config = presets.get("v5-16m", window=128)
     D, V, W, T, f = 256, 257, 4, 1024, 0.2
     count, dark, outer = count_flops(config, T), list(range(2, 14)), [0, 1, 14, 15]
     assert operator_shares(config) == [{"carry": 0.8, "attention": f}]
-    # Outer layers see 128 tokens, the first of a text fewer; dark ones every dark token before them, and themselves.
-    seen = sum(min(t, 128) for t in range(1, T + 1)) / T
-    assert count.part("scores", layers=outer) == pytest.approx(4 * seen * 4 * D)
+    # Outer layers attend to at most 128 tokens; dark ones to all earlier dark tokens and themselves.
+    pairs = sum(min(t, 128) for t in range(1, T + 1)) / T
+    assert count.part("scores", layers=outer) == pytest.approx(4 * pairs * 4 * D)
     assert count.part("scores", layers=dark) == pytest.approx(12 * f * (f * (T - 1) / 2 + 1) * 4 * D)
     for part, one in (("projections", 8 * D * D), ("ffn", 16 * D * D), ("temporal", 2 * W * D)):
         assert count.part(part, layers=outer) == pytest.approx(4 * one)
@@ -156,7 +156,7 @@ def test_a_dark_stack_is_counted_for_its_dark_tokens():
     assert count.part("carry") == count.part("carry", layers=[2]) == pytest.approx(f * 2 * D * D)
 
 
-def test_a_dark_stack_of_another_width_is_widened_into_and_narrowed_out_of():
+def test_dark_stack_of_another_width_costs_two_maps():
     inner, D, f = 512, 256, 0.25
     count = count_flops(presets.get("v5-16m", inner_size=inner, carry="none", target_fraction=f), 64)
     assert count.part("carry") == f * 2 * 2 * D * inner
@@ -164,7 +164,7 @@ def test_a_dark_stack_of_another_width_is_widened_into_and_narrowed_out_of():
     assert count.part("temporal", layers=[2]) == f * 2 * 4 * inner
 
 
-def test_what_a_router_of_a_stack_costs():
+def test_router_costs_of_dark_stacks():
     D, V = 256, 257
     costs = {"forecast": 128 * (D + 1), "boundary": 4 * D * D, "spectral": D * D}
     costs |= dict.fromkeys(("rise", "predictive"), 2 * D * V) | {"learned": D * D + 4 * (D + 1)}
@@ -172,22 +172,22 @@ def test_what_a_router_of_a_stack_costs():
     assert sorted(costs) == sorted(STACK_ROUTERS)
     for router, cost in costs.items():
         count = count_flops(presets.get("v5-16m", router=router), 64)
-        assert count.part("router") == cost, "an early head that nobody reads does not run"
+        assert count.part("router") == cost, "an early head that the router does not read does not run"
 
 
 @pytest.mark.parametrize("changes", [{}, {"carry": "smoothed", "inner_size": 512}])
-def test_light_and_dark_tokens_weighted_by_their_shares_make_the_stack(changes):
+def test_light_and_dark_routes_weighted_by_share_add_up_to_the_stack(changes):
     config, shares = large(0.3, "v5-16m", **changes)
     routes, costs = route_costs(config, 512, shares), count_flops(config, 512, shares).costs
     stack = sum(flops for (where, _), flops in costs.items() if where in range(2, 14))
     assert 0.7 * routes["carry"] + 0.3 * routes["attention"] == pytest.approx(stack)
-    told = 2 * 128 * 256 if changes else 0  # a running mean goes over all tokens
-    assert routes["carry"] == costs[2, "router"] + told
+    carry = 2 * 128 * 256 if changes else 0  # a running mean runs on all tokens
+    assert routes["carry"] == costs[2, "router"] + carry
 
 
 @pytest.mark.parametrize(("preset", "window"), [("baseline-tiny", 0), ("v2-tiny", 0), ("v4-tiny", 16), ("v5-tiny", 4)])
 def test_attention_layers_alone_are_their_own_baseline(preset, window):
-    """With their filter along time, and where the head size is one that only learned positions can have."""
+    """Also with a filter along time, and with an odd head size, which needs learned positions."""
     changes = {"hidden_size": 33, "num_attention_heads": 1} if preset == "v2-tiny" else {}
     config = presets.get(preset, layer_types=["attention"] * 3, **changes)
     savings = compare_flops(config, 48)
@@ -196,7 +196,7 @@ def test_attention_layers_alone_are_their_own_baseline(preset, window):
     assert routed.part("temporal", layers=[0, 1, 2]) == savings.chiar.part("temporal")
 
 
-def test_the_baseline_of_a_dark_stack_has_its_depth_and_its_filters():
+def test_baseline_of_a_dark_stack_has_its_depth_and_filters():
     config = presets.get("v5-16m")
     baseline = baseline_of(config)
     assert baseline.layer_types == ["attention"] * 16
@@ -217,7 +217,7 @@ def test_bad_input():
         ("must add up to 1 under threshold", {}, {"shares": [{"spectral": 0.5, "attention": 0.4}] * 26}),
         ("must add up to 3 under soft", {"preset": "v1-tiny", "routing": "soft"}, {"shares": thirds}),
         ("each of .*attention", {}, {"shares": [{"spectral": 0.5, "rbf": 0.5}] * 26}),
-        ("shares of 1 layers for 26 routed layers", {}, {"shares": [{"spectral": 0.5, "attention": 0.5}]}),
+        ("got shares of 1 layers for 26 routed layers", {}, {"shares": [{"spectral": 0.5, "attention": 0.5}]}),
         ("Did you mean 'gemm'", {}, {"transform": "gem"}),
     ):
         with pytest.raises(InputError, match=message):

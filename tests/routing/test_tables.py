@@ -1,4 +1,4 @@
-"""What the commands show of a dark stack: once, with the entropy that was cut, and no claim of the paper's."""
+"""The commands show a dark stack once, with the entropy its router reads, and without the paper's claims."""
 
 import pytest
 import torch
@@ -15,22 +15,22 @@ def test_the_threshold_is_half_way_between_light_and_dark():
     assert uncertainty(0.3, None, 0.2, 0.6) == (0.3 - 0.2) / (0.6 - 0.2) and uncertainty(0.5, None, 0.5, 0.5) == 0
 
 
-@pytest.mark.parametrize("cut", [-0.7, -0.2, 0.0, 0.1, 0.3, 0.9])
+@pytest.mark.parametrize("tau", [-0.7, -0.2, 0.0, 0.1, 0.3, 0.9])
 @pytest.mark.parametrize("scores", [[0.2, 0.25, 0.3], [-0.5, -0.2, 0.1], [0.3, 0.3], [0.0]], ids=str)
-def test_up_to_the_threshold_a_score_is_light_whatever_the_text(scores, cut):
+def test_scores_up_to_the_threshold_are_light(scores, tau):
     for ends in ((min(scores), max(scores)), (0.0, 1.0)):
-        shares = [uncertainty(score, cut, *ends) for score in scores]
-        assert [0 <= share <= 0.5 for share in shares] == [score <= cut for score in scores]
+        shares = [uncertainty(score, tau, *ends) for score in scores]
+        assert [0 <= share <= 0.5 for share in shares] == [score <= tau for score in scores]
         assert shares == sorted(shares) and shares[-1] <= 1
 
 
-def test_colours_of_entropy_are_those_of_light_and_dark_routes():
+def test_entropy_colours_match_those_of_light_and_dark_routes():
     for strength in (0.0, 0.5, 1.0):
         assert entropy_colours(0.5 - strength / 2)[0] == operator_colour("carry", strength)
         assert entropy_colours(0.5 + max(strength, 1e-6) / 2)[0] == operator_colour("attention", strength)
 
 
-def test_a_text_is_coloured_by_predictive_entropy_and_dark_bytes_are_underlined():
+def test_text_is_coloured_by_predictive_entropy_with_dark_bytes_underlined():
     routed = route_text("v5-tiny", "light and dark bytes", None, 0)
     layer = routed.trace.coloured_by
     layer.entropy_BT[0], layer.thresholds = torch.linspace(0, 1, 20), [0.5]
@@ -46,47 +46,47 @@ def test_a_text_is_coloured_by_predictive_entropy_and_dark_bytes_are_underlined(
     assert list(table.columns[0].cells) == ["1", "2–3", "4"]
 
 
-def test_without_colours_nothing_is_said_of_them(monkeypatch):
+def test_without_colour_there_is_no_legend(monkeypatch):
     arguments = ["trace", "v5-tiny", "--prompt", "light and dark"]
     plain = run(*arguments)[1]
-    assert "underlined" not in plain and "the text by" not in plain and "layer 2–3    █" in plain
+    assert "underlined" not in plain and "coloured" not in plain and "layer 2–3    █" in plain
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     assert "; underlined: dark" in run(*arguments)[1]
 
 
-def test_that_nothing_set_a_threshold_is_said(tmp_path):
-    said = "; τ is 0 until a model is trained or calibrated"
-    assert route_text("v5-tiny", "light and dark", None, 0).heading.endswith(said), "a rise has any sign"
-    assert said not in route_text("v3-tiny", "light and dark", None, 0).heading
+def test_heading_notes_an_uncalibrated_threshold(tmp_path):
+    note = "; τ is 0 until a model is trained or calibrated"
+    assert route_text("v5-tiny", "light and dark", None, 0).heading.endswith(note), "a rise has either sign"
+    assert note not in route_text("v3-tiny", "light and dark", None, 0).heading
     model = ChiarForCausalLM(presets.get("v5-tiny", router="predictive"))
-    for cut, heading in ((0.0, f"{tmp_path}{said}, so every token is dark"), (0.99, str(tmp_path))):
-        model.model.set_thresholds([cut])
+    for tau, heading in ((0.0, f"{tmp_path}{note}, so every token is dark"), (0.99, str(tmp_path))):
+        model.model.set_thresholds([tau])
         model.save_pretrained(tmp_path)
         assert route_text(str(tmp_path), "light and dark", None, 0).heading == heading
 
 
-@pytest.mark.parametrize(("cut", "where"), [(0.5, "half-way"), (0.9, "above all of it"), (-0.6, "below all of it")])
-def test_the_legend_shows_the_colours_of_the_text(cut, where):
+@pytest.mark.parametrize(("tau", "where"), [(0.5, "half-way"), (0.9, "above all values"), (-0.6, "below all values")])
+def test_the_legend_shows_the_colours_of_the_text(tau, where):
     trace = route_text("v5-tiny", "light and dark bytes", None, 0).trace
     layer = trace.coloured_by
-    layer.entropy_BT[0], layer.thresholds = torch.linspace(-0.5, 0.8, 20), [cut]
+    layer.entropy_BT[0], layer.thresholds = torch.linspace(-0.5, 0.8, 20), [tau]
     layer.entropy_name, layer.choice_BT[0] = "rise of the predictive entropy", 0
     legend, styles = entropy_legend(trace), entropy_styles(trace)
-    assert legend.plain.startswith(f"the text by its rise of the predictive entropy, τ = {cut:.2f} ")
+    assert legend.plain.startswith(f"text coloured by rise of the predictive entropy, τ = {tau:.2f} ")
     assert f"{where}: -0.50 " in legend.plain and " 0.80" in legend.plain
     ends = legend.spans[0].style, legend.spans[-1].style
     assert [style.split(" ", 1)[1] for style in (styles[0], styles[-1])] == list(ends)
 
 
-def test_flops_of_a_stack():
+def test_flops_of_a_dark_stack():
     code, output = run("flops", "v5-16m", "--length", "1024,2048")
     assert code == 0 and "f = 0.2 of the tokens pass layers 3–14" in output and "a dark token, layers 3–14" in output
     assert "DCT" not in output and "paper" not in output and "attention saved in dark layers" in output
     assert "leave --keys" in run("flops", "v5-16m", "--keys", "all")[1]
 
 
-def test_presets_count_their_dark_layers():
+def test_models_lists_dark_and_outer_layers():
     output = run("models")[1]
     for name in ("v5-16m", "v5-400m"):
         outer = presets.get(name).layer_types.count("attention")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chiar.data.tokens import TextCodec
-from chiar.generation.writer import SCORED, Sampling
+from chiar.generation.writer import SCORE_CHUNK, Sampling
 from chiar.model.load import load_model
 from chiar.serving.app import Engine, Job, Limits, Service
 from chiar.web import Refused
@@ -107,7 +107,7 @@ def test_who_waits_and_leaves_makes_room(engine):
 
 
 def test_the_end_of_text_ends_a_text(engine):
-    engine.ends, ended = {answers(again(engine.model), job(8))[0].encode()[0]}, job(8)
+    engine.eos_ids, ended = {answers(again(engine.model), job(8))[0].encode()[0]}, job(8)
     answers(engine, ended)
     assert (ended.rows[0].finished, ended.usage()["completion_tokens"]) == ("stop", 1)
 
@@ -169,7 +169,7 @@ def test_the_logits_of_a_long_prompt_are_made_in_parts(engine):
         return [token.logprob async for _, piece in one.pieces() for token in piece.tokens]
 
     (_, *own), ids = asyncio.run(run()), torch.tensor([list(text.encode())])
-    assert rows == [SCORED, SCORED, 600 - 1 - 2 * SCORED]
+    assert rows == [SCORE_CHUNK, SCORE_CHUNK, 600 - 1 - 2 * SCORE_CHUNK]
     with torch.no_grad():
         expected = engine.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(own), expected)

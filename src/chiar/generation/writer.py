@@ -1,4 +1,4 @@
-"""The one loop that writes text: for `chiar generate`, `serve` and `explore`, and samples in training."""
+"""The generation loop of `chiar generate`, `serve` and `explore`, and of samples in training."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -23,17 +23,17 @@ from chiar.model.speculation import SplitModel
 from chiar.model.trace import RoutingTrace
 
 GATES = ("prefill", "refuse")
-GREEDY_BELOW = 1e-5  # logits divided by such a temperature would leave the numbers there are
+GREEDY_BELOW = 1e-5  # logits divided by a lower temperature would overflow
 NOT_FINITE = "the model's logits are not finite: its weights are damaged, or too large for this precision."
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-# Tokens held back for one character (of four bytes and what shows nothing), and tokens of a prompt scored together.
-MOST_WAITING, SCORED = 16, 256
+MAX_WAITING = 16  # tokens held back for one character: up to four with its bytes, and others without text
+SCORE_CHUNK = 256  # prompt tokens scored at a time
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Greedy while temperature, top_k and top_p are None, and at a temperature of nearly 0. `logprobs`: how many
-    likeliest tokens to tell beside each token's own log-probability."""
+    """Greedy if temperature, top_k and top_p are None, or the temperature is nearly 0. `logprobs`: how many of the most
+    likely tokens to return with each token's own log-probability."""
 
     max_new_tokens: int = 64
     temperature: float | None = None
@@ -44,7 +44,7 @@ class Sampling:
     logprobs: int | None = None
 
     def warpers(self) -> logits.LogitsProcessorList | None:
-        """In the order of transformers' generate, whose draws these are; None: greedy."""
+        """In the order of transformers' `generate`, so that samples agree with it; None if greedy."""
         require(self.top_p != 0, "top-p must be above 0: no token would be left to sample.")
         nearly_zero = self.temperature is not None and self.temperature < GREEDY_BELOW
         if nearly_zero or (self.temperature, self.top_k, self.top_p) == (None, None, None):
@@ -57,7 +57,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TokenScore:
-    """A token with its log-probability under the model, before temperature and top-p; None for a text's first."""
+    """A token and its log-probability under the model, before temperature and top-p; None for a text's first token."""
 
     id: int
     logprob: float | None = None
@@ -66,7 +66,7 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a row has to add; `finish` says that it is the last piece, and why: "stop" or "length"."""
+    """A piece of a row's output. `finish` marks the last one and says why the text ends: "stop" or "length"."""
 
     text: str
     tokens: list[TokenScore]
@@ -75,21 +75,21 @@ class Piece:
 
 @dataclass
 class Characters:
-    """Hands on text as soon as its bytes are whole: a token may be a part of a character."""
+    """Incremental decoding: text is returned once its characters are complete, as a token may be part of one."""
 
     codec: TextCodec
     waiting: list[int] = field(default_factory=list)
 
     def add(self, token: int) -> tuple[int, str]:
-        """How many of the waiting tokens now have their text, and the text. A character lacks a byte of its up to four,
-        so it began in the last three tokens, at a place where the text falls into two."""
+        """The number of waiting tokens that are now decoded, and their text. An incomplete character has at most three
+        bytes, so it begins in the last three tokens, where the text can be split."""
         self.waiting.append(token)
         waiting, decode, text = self.waiting, self.codec.decode, self.codec.decode(self.waiting)
-        if not text.endswith(BROKEN) or len(waiting) > MOST_WAITING:
+        if not text.endswith(BROKEN) or len(waiting) > MAX_WAITING:
             return self.end()
         for start in range(len(waiting) - 1, max(0, len(waiting) - 4), -1):
-            last = decode(waiting[start:])
-            if last and decode(waiting[:start]) + last == text:
+            rest = decode(waiting[start:])
+            if rest and decode(waiting[:start]) + rest == text:
                 self.waiting = waiting[start:]
                 return start, decode(waiting[:start])
         return 0, ""
@@ -100,8 +100,8 @@ class Characters:
 
 
 class Row:
-    """One text being written. `send` gets it in pieces: whole characters, and nothing from a stop text on. Its own
-    generator draws, so neighbours change nothing. It is also over when its `owner` is."""
+    """One text being generated. `send` receives it in pieces of whole characters, up to a stop sequence. Sampling uses
+    the row's own generator, independently of other rows. A row is also over when its `owner` is."""
 
     def __init__(
         self, codec: TextCodec, sampling: Sampling, device: Any = "cpu", send: Callable | None = None, owner: Any = None
@@ -111,23 +111,22 @@ class Row:
         self.generator.seed() if sampling.seed is None else self.generator.manual_seed(sampling.seed)
         self.tokens: list[TokenScore] = []
         self.finished: str | None = None
-        # Sent, perhaps the beginning of a stop text, tokens sent, and tokens in the cache (the position of the next).
+        # Text sent, text held back in case a stop sequence begins, tokens sent, and tokens cached (the next position).
         self.text, self.held, self.sent, self.stored = "", "", 0, 0
 
     @property
     def is_over(self) -> bool:
         return self.finished is not None or (self.owner is not None and self.owner.is_over)
 
-    def choose(self, logits_V: Tensor, token: int | None) -> TokenScore:
-        """`token` is the likeliest."""
-        if token is None:
+    def choose(self, logits_V: Tensor, best: int | None) -> TokenScore:
+        """Greedy or sampled. `best` is the most likely token, None if its logit is not finite."""
+        if best is None:
             raise InputError(NOT_FINITE)
-        if self.warpers is not None:
-            token = self.draw(self.probabilities(logits_V))
+        token = best if self.warpers is None else self.draw(self.probabilities(logits_V))
         return self.scored(token, logits_V)
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
-        """What the next token is drawn from."""
+        """The distribution the next token is drawn from."""
         if self.warpers is None:
             return (torch.arange(len(logits_V), device=logits_V.device) == logits_V.argmax()).float()
         return self.warpers(None, logits_V[None].float()).softmax(-1)[0]
@@ -135,40 +134,40 @@ class Row:
     def draw(self, p_V: Tensor) -> int:
         return int(torch.multinomial(p_V, 1, generator=self.generator))
 
-    def happens(self, probability: float) -> bool:
+    def bernoulli(self, probability: float) -> bool:
         return float(torch.rand((), generator=self.generator, device=self.generator.device)) < probability
 
     def scored(self, token: int, logits_V: Tensor) -> TokenScore:
         count = self.sampling.logprobs
         return TokenScore(token) if count is None else score(logits_V[None], [token], count)[0]
 
-    def confirm(self, drafted: int, q_V: Tensor, p_V: Tensor) -> int:
-        """A token drawn from q, or another one: in all, drawn from p (speculative sampling, arXiv 2211.17192)."""
-        kept, other_V = confirmed(drafted, q_V, p_V)
-        return drafted if kept >= 1 or (kept > 0 and self.happens(kept)) else self.draw(other_V)
+    def verify(self, draft: int, q_V: Tensor, p_V: Tensor) -> int:
+        """The draft, sampled from q, or a replacement; the result is distributed as p (arXiv 2211.17192)."""
+        ratio, residual_V = acceptance(draft, q_V, p_V)
+        return draft if ratio >= 1 or (ratio > 0 and self.bernoulli(ratio)) else self.draw(residual_V)
 
-    def take(self, token: TokenScore, ends: set[int]) -> None:
+    def take(self, token: TokenScore, eos_ids: set[int]) -> None:
         self.tokens.append(token)
         self.held += self.characters.add(token.id)[1]
-        if self.cut() or token.id in ends:
+        if self.truncate() or token.id in eos_ids:
             self.finish("stop")
         elif len(self.tokens) == self.sampling.max_new_tokens:
             self.finish("length")
-        else:  # but for the longest end that a stop text begins with
-            starts = (stop[:size] for stop in self.sampling.stops for size in range(len(stop)))
-            if safe := len(self.held) - max(map(len, filter(self.held.endswith, starts)), default=0):
+        else:  # hold back the longest suffix that may begin a stop sequence
+            prefixes = (stop[:size] for stop in self.sampling.stops for size in range(len(stop)))
+            if safe := len(self.held) - max(map(len, filter(self.held.endswith, prefixes)), default=0):
                 self.release(safe)
 
     def finish(self, why: str) -> None:
         self.held += self.characters.end()[1]
-        self.finished = "stop" if self.cut() else why
+        self.finished = "stop" if self.truncate() else why
         self.release(len(self.held))
 
-    def cut(self) -> bool:
-        """Drop a stop text and all behind it; whether there was one."""
-        found = [at for at in map(self.held.find, self.sampling.stops) if at >= 0]
-        self.held = self.held[: min(found, default=len(self.held))]
-        return bool(found)
+    def truncate(self) -> bool:
+        """Drop the first stop sequence and all text after it. Returns whether there was one."""
+        starts = [start for start in map(self.held.find, self.sampling.stops) if start >= 0]
+        self.held = self.held[: min(starts, default=len(self.held))]
+        return bool(starts)
 
     def release(self, characters: int) -> None:
         piece = Piece(self.held[:characters], self.tokens[self.sent :], self.finished)
@@ -177,56 +176,56 @@ class Row:
             self.send(piece)
 
 
-def confirmed(drafted: int, q_V: Tensor, p_V: Tensor) -> tuple[float, Tensor]:
-    """How probably a token drawn from q stays, min(1, p / q), and what is drawn from where it does not."""
-    missing_V = (p_V - q_V).clamp_min(0)
-    return float(p_V[drafted] / q_V[drafted]), missing_V / missing_V.sum()
+def acceptance(draft: int, q_V: Tensor, p_V: Tensor) -> tuple[float, Tensor]:
+    """p / q, as a draft is accepted with probability min(1, p / q), and the distribution of its replacement if not."""
+    residual_V = (p_V - q_V).clamp_min(0)
+    return float(p_V[draft] / q_V[draft]), residual_V / residual_V.sum()
 
 
 class Writer:
-    """Prompts are read one by one, so that neighbours change nothing: the paper's gate is a mean over all rows read
-    together. Rows join behind their prompt. `traced`: after each pass `trace` has its routes; `around` each pass.
-    `speculates`: a row that is followed may be up to so many drafted tokens ahead of what the whole model has read."""
+    """Generates rows in a batch, which they join after their prompt. Prompts are read one by one, so that rows do not
+    influence each other: the paper's gate is a mean over all rows read together. `traced`: `trace` holds the routes of
+    the last pass. `around`: makes a context for each pass. `max_drafts`: draft tokens per pass of `follow`."""
 
     def __init__(
         self,
         model: ChiarForCausalLM,
         traced: bool = False,
         around: Callable[[], Any] = nullcontext,
-        speculates: int = 0,
+        max_drafts: int = 0,
     ) -> None:
-        self.model, self.traced, self.around, self.speculates = model, traced, around, speculates
+        self.model, self.traced, self.around, self.max_drafts = model, traced, around, max_drafts
         self.split: SplitModel | None = None
-        self.drafted = self.kept = self.passes = 0  # tokens of the early head, those that stayed, and second halves
-        ends = model.config.eos_token_id
-        self.ends: set[int] = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        self.drafted = self.kept = self.passes = 0  # drafts, those accepted, and passes that verify them
+        eos = model.config.eos_token_id
+        self.eos_ids: set[int] = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
         self.rows: list[Row] = []
         self.cache: ChiarCache | None = None
         self.trace: RoutingTrace | None = None
 
     def fail(self, owners: list[Any], error: Exception) -> None:
-        """Their rows failed; a writer whose other rows go on does not raise."""
+        """Called when rows of these owners fail. A subclass that can go on with other rows does not raise."""
         raise error
 
     @torch.no_grad()
     def read_prompt(self, ids: list[int]) -> ChiarModelOutput:
         cache, ids_1T = ChiarCache(len(self.model.model.layers)), torch.tensor([ids], device=self.model.device)
         with self.around():
-            read = self.model.model(ids_1T, past_key_values=cache, output_routes=True, output_routing=self.traced)
-        self.trace = read.routing
-        return read
+            output = self.model.model(ids_1T, past_key_values=cache, output_routes=True, output_routing=self.traced)
+        self.trace = output.routing
+        return output
 
     @torch.no_grad()
-    def begin(self, read: ChiarModelOutput, rows: list[Row]) -> None:
-        """Write the first token of rows that continue a prompt; they join the others."""
-        cache, states_1TD = read.past_key_values, read.last_hidden_state
+    def begin(self, output: ChiarModelOutput, rows: list[Row]) -> None:
+        """Choose the first token of rows that continue the prompt of `output`, and add them to the batch."""
+        cache, states_1TD = output.past_key_values, output.last_hidden_state
         assert cache is not None and states_1TD is not None
         for row in rows:
             row.stored = states_1TD.shape[1]
         self.choose(rows, self.model.lm_head(states_1TD[0, -1]).expand(len(rows), -1))
         if len(rows) > 1:
             cache.batch_repeat_interleave(len(rows))
-        self.drop()
+        self.drop_finished()
         if self.cache is None:
             self.cache = cache
         else:
@@ -234,41 +233,41 @@ class Writer:
         self.rows += rows
 
     def step(self) -> None:
-        """One more token for every row. A row that is over is carried along until half of them are."""
+        """Generate one more token of every row. Finished rows stay in the batch until they are half of it."""
         if 2 * sum(row.is_over for row in self.rows) >= len(self.rows):
-            self.drop()
+            self.drop_finished()
         if self.rows:
             self.choose(self.rows, self.read())
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Read the token each row wrote last; the logits of the next."""
+        """Run the model on the last token of each row. Returns the logits of the next."""
         assert self.cache is not None
         ids_B1 = torch.tensor([[row.tokens[-1].id] for row in self.rows], device=self.model.device)
         positions_B1 = torch.tensor([[row.stored] for row in self.rows], device=self.model.device)
         self.cache.seen = max(row.stored for row in self.rows)
-        passed = {"past_key_values": self.cache, "position_ids": positions_B1, "output_routing": self.traced}
+        inputs = {"past_key_values": self.cache, "position_ids": positions_B1, "output_routing": self.traced}
         with self.around():
-            output = self.model(ids_B1, **passed)
+            output = self.model(ids_B1, **inputs)
         self.trace = output.routing
         for row in self.rows:
-            row.stored += not row.is_over  # positions may end where the row did
+            row.stored += not row.is_over  # a finished row may have no next position
         return output.logits[:, -1]
 
     def choose(self, rows: list[Row], logits_BV: Tensor) -> None:
-        """The next token of each row; where there is none, the row fails alone. One look: each waits for a device."""
+        """Choose each row's next token; if that fails, the row fails alone. Makes a single transfer from the device."""
         logits_BV = logits_BV.float()
-        best_B = logits_BV.argmax(-1)  # NaN counts as the largest
+        best_B = logits_BV.argmax(-1)  # NaN counts as the maximum
         finite_B = logits_BV.gather(1, best_B[:, None])[:, 0].isfinite()
         for row, logits_V, best, ok in zip(rows, logits_BV, *torch.stack([best_B, finite_B]).tolist(), strict=True):
             try:
                 if not row.is_over:
-                    row.take(row.choose(logits_V, best if ok else None), self.ends)
+                    row.take(row.choose(logits_V, best if ok else None), self.eos_ids)
             except Exception as error:
                 self.fail([row.owner], error)
 
-    def drop(self) -> None:
-        """Let go of the rows that are over. Where that fails half-way the cache is of no use to any of its rows."""
+    def drop_finished(self) -> None:
+        """Remove finished rows from the batch. If that fails half-way, the cache is unusable and all rows fail."""
         kept = [number for number, row in enumerate(self.rows) if not row.is_over]
         if len(kept) == len(self.rows):
             return
@@ -281,49 +280,49 @@ class Writer:
             self.fail(self.clear(), error)
 
     def clear(self) -> list[Any]:
-        """Forget everything; the owners of the rows that were being written."""
+        """Drop all rows and the cache. Returns the owners of the rows."""
         rows, self.rows, self.cache = self.rows, [], None
         return [row.owner for row in rows]
 
     def follow(self, row: Row) -> Iterator[TokenScore]:
-        """The tokens of the one row that was begun, without an end of text; traced once `trace` has their route."""
-        at = 0
-        while at < len(row.tokens) and row.tokens[at].id not in self.ends:
+        """Yields the tokens of the only row, up to an end-of-sequence token. If traced, `trace` has their routes."""
+        count = 0
+        while count < len(row.tokens) and row.tokens[count].id not in self.eos_ids:
             logits_BV = self.read() if self.traced else None
-            yield row.tokens[at]
-            at += 1
-            if self.speculates and not row.is_over:
-                if at == len(row.tokens):
+            yield row.tokens[count]
+            count += 1
+            if self.max_drafts and not row.is_over:
+                if count == len(row.tokens):
                     self.speculate(row)
             elif not row.is_over:
                 self.choose([row], self.read() if logits_BV is None else logits_BV)
 
     def speculate(self, row: Row) -> None:
-        """At least one more token: the early head drafts what it is sure of, and one pass of the rest confirms."""
+        """Add at least one token: the early head drafts while it is sure, and one pass of the rest verifies."""
         if self.split is None or self.split.cache is not self.cache:
             assert self.cache is not None
-            self.split = SplitModel(self.model, self.cache, row.stored, self.speculates)
+            self.split = SplitModel(self.model, self.cache, row.stored, self.max_drafts)
         split, drafts = self.split, list[tuple[int, Tensor]]()
-        most = min(self.speculates, row.sampling.max_new_tokens - len(row.tokens) - 1)
+        limit = min(self.max_drafts, row.sampling.max_new_tokens - len(row.tokens) - 1)
         with self.around():
             halves = [split.read_early(row.tokens[-1].id, 0)]
-            while halves[-1].drafts and len(drafts) < most:
+            while halves[-1].drafts and len(drafts) < limit:
                 q_V = row.probabilities(halves[-1].early_V)
                 token = row.draw(q_V) if row.warpers else int(q_V.argmax())
                 drafts.append((token, q_V))
-                if token in self.ends:  # nothing stands behind it
+                if token in self.eos_ids:  # the text would end here
                     break
                 halves.append(split.read_early(token, len(halves)))
             logits_TV = split.read_rest(halves).float()
         require(bool(logits_TV.isfinite().all()), NOT_FINITE)
         before = len(row.tokens)
         for logits_V, (token, q_V) in zip(logits_TV, drafts, strict=False):
-            stays = row.confirm(token, q_V, row.probabilities(logits_V))
-            row.take(row.scored(stays, logits_V), self.ends)
-            if stays != token or row.is_over:
+            verified = row.verify(token, q_V, row.probabilities(logits_V))
+            row.take(row.scored(verified, logits_V), self.eos_ids)
+            if verified != token or row.is_over:
                 break
         else:
-            row.take(row.choose(logits_TV[-1], int(logits_TV[-1].argmax())), self.ends)
+            row.take(row.choose(logits_TV[-1], int(logits_TV[-1].argmax())), self.eos_ids)
         taken = len(row.tokens) - before
         split.keep(halves, taken)
         row.stored = split.at
@@ -331,7 +330,7 @@ class Writer:
 
 
 def score(logits_TV: Tensor, tokens: list[int], count: int) -> list[TokenScore]:
-    """Each token with its log-probability and those of the `count` likeliest."""
+    """Each token with its log-probability and those of the `count` most likely tokens."""
     logprobs_TV = logits_TV.float().log_softmax(-1)
     own = logprobs_TV.gather(1, torch.tensor(tokens, device=logprobs_TV.device)[:, None])[:, 0].tolist()
     require(all(map(math.isfinite, own)), NOT_FINITE)
@@ -340,17 +339,17 @@ def score(logits_TV: Tensor, tokens: list[int], count: int) -> list[TokenScore]:
 
 
 @torch.no_grad()
-def score_prompt(model: ChiarForCausalLM, ids: list[int], read: ChiarModelOutput, count: int = 0) -> list[TokenScore]:
-    assert read.last_hidden_state is not None
-    scores, states_TD = [TokenScore(ids[0])], read.last_hidden_state[0]
-    for start in range(0, len(ids) - 1, SCORED):
-        targets = ids[start + 1 : start + 1 + SCORED]
+def score_prompt(model: ChiarForCausalLM, ids: list[int], output: ChiarModelOutput, count: int = 0) -> list[TokenScore]:
+    assert output.last_hidden_state is not None
+    scores, states_TD = [TokenScore(ids[0])], output.last_hidden_state[0]
+    for start in range(0, len(ids) - 1, SCORE_CHUNK):
+        targets = ids[start + 1 : start + 1 + SCORE_CHUNK]
         scores += score(model.lm_head(states_TD[start : start + len(targets)]), targets, count)
     return scores
 
 
 def darkness(trace: RoutingTrace) -> list[float]:
-    """For each token attention's weight, a mean over the routed layers (all, where none routes); scales count as 1."""
+    """Each token's weight of attention, at most 1, averaged over the routed layers (over all if none routes)."""
     layers = [trace.layers[index] for index in trace.routed_layers or range(len(trace.layers))]
     dark = [[float(name == "attention") for name in layer.operators] for layer in layers]
     weights_BTK = [layer.weights_BTK.float().clamp(max=1.0) for layer in layers]
@@ -358,47 +357,47 @@ def darkness(trace: RoutingTrace) -> list[float]:
 
 
 def shades(trace: RoutingTrace) -> list[float]:
-    """How dark to show each token: by its score where that is of a prediction; else by route."""
+    """How dark to show each token: by its score if that is a predictive entropy, else by its routes."""
     layer = trace.coloured_by
     if layer is None or layer.entropy_BT is None or layer.entropy_name == "spectral entropy":
         return darkness(trace)
-    cut = layer.thresholds[0] if layer.thresholds else None
-    return [uncertainty(score, cut) for score in layer.entropy_BT[0].tolist()]
+    tau = layer.thresholds[0] if layer.thresholds else None
+    return [uncertainty(score, tau) for score in layer.entropy_BT[0].tolist()]
 
 
 def open_writer(
     name: str, gate: str, fast: bool | None, tokenizer: Path | None, device: str, note: Callable, seed: int = 0
 ) -> tuple[ChiarForCausalLM, TextCodec, Path | None]:
-    """A model that is to write, its tokenizer and its folder, if any; `note` is told what a reader should know.
-    `fast`: decode by the fixed step (chiar.model.decoding); None: where there is a GPU."""
+    """Loads a model for generation, its tokenizer and its folder, if any. `note` receives notes for the user. `fast`:
+    use the fast decoder (chiar.model.decoding); None: on a GPU."""
     if gate not in GATES:
         raise unknown_name("gate", gate, GATES)
     folder, run = resolve_model(name)
-    model, found = load_model(folder, seed)
+    model, model_folder = load_model(folder, seed)
     model.to(choose_device(device))
     config = model.config
     if model.device.type == "cuda" if fast is None else fast:
         model.enable_fast_decoding()
     if run is not None:
-        note("this is a training run: its best model writes.")
-    elif found is None:
-        note(f"this is a preset with random weights (seed {seed}): what it writes means nothing.")
+        note("this is a training run: its best model is used.")
+    elif model_folder is None:
+        note(f"this is a preset with random weights (seed {seed}): its output is meaningless.")
     if config.meta_router and config.gate_pool != "causal":
         config.gate_generation = gate
         model.model.check_gate_can_generate()
         note(f"the gate pools over the {config.gate_pool}, later tokens included: it stays as the prompt set it.")
-    return model, TextCodec.open(config, found, tokenizer), found
+    return model, TextCodec.open(config, model_folder, tokenizer), model_folder
 
 
-def room_behind(config: ChiarConfig, prompt: int, wanted: int) -> int:
-    """How many of the tokens wanted may be added: learned positions end."""
-    return min(wanted, config.max_position_embeddings - prompt) if config.positions == "learned" else wanted
+def room_after(config: ChiarConfig, prompt_length: int, wanted: int) -> int:
+    """How many of the wanted tokens fit after a prompt: learned positions are limited."""
+    return min(wanted, config.max_position_embeddings - prompt_length) if config.positions == "learned" else wanted
 
 
 def write_text(model: ChiarForCausalLM, codec: TextCodec, prompt: str, sampling: Sampling) -> str:
-    """What the model, perhaps in training, writes behind a prompt: without dropout, a gate's future view frozen."""
+    """Continue a prompt, also during training: dropout is off, and a gate that sees later tokens is frozen."""
     training, gate, ids = model.training, model.config.gate_generation, codec.encode(prompt)
-    room = room_behind(model.config, len(ids), sampling.max_new_tokens)
+    room = room_after(model.config, len(ids), sampling.max_new_tokens)
     writer, row = Writer(model), Row(codec, replace(sampling, max_new_tokens=room), model.device)
     model.eval()
     model.config.gate_generation = "prefill"

@@ -1,1 +1,1 @@
-"""What was routed, where to cut, and what it costs."""
+"""Calibration of routing thresholds, and the FLOPs of routed models."""

@@ -1,4 +1,4 @@
-"""The commands `flops`, `calibrate` and `trace`."""
+"""The commands `flops`, `calibrate` and `trace`. Slow imports are inside the functions."""
 
 import sys
 from functools import partial
@@ -11,19 +11,19 @@ from chiar.console import Json, ModelName, Overwrite, SplitName, has_colour, sho
 from chiar.errors import InputError, require
 from chiar.files import check_new, new_folder
 
-Tokenizer = Annotated[Path | None, typer.Option(metavar="FOLDER", help="If the model folder has none.")]
+Tokenizer = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Tokenizer, if the model folder has none.")]
 
 
 def flops(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a model folder or a run.")],
-    length: Annotated[str, typer.Option(help="Sequence length T; several separated by commas sweep.")] = "256",
-    fraction: Annotated[float | None, typer.Option(help="f: share sent to attention. [default: its own, or ½]")] = None,
-    keys: Annotated[str | None, typer.Option(metavar="all|routed", help="Which are keys. [default: its own]")] = None,
+    length: Annotated[str, typer.Option(help="Sequence length T, or several, separated by commas.")] = "256",
+    fraction: Annotated[float | None, typer.Option(help="f, the dark share. [default: the model's, or ½]")] = None,
+    keys: Annotated[str | None, typer.Option(metavar="all|routed", help="Key tokens. [default: the model's]")] = None,
     light_ffn: Annotated[bool | None, typer.Option(help="Light tokens run the FFN too. [default: the model's]")] = None,
     json: Json = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Count forward FLOPs per token for CHIAR and its dense baseline, beside the paper's claims."""
+    """Count forward FLOPs per token for CHIAR and its dense baseline, next to the paper's claims."""
     from json import dumps
 
     from chiar.config_checks import check
@@ -50,22 +50,22 @@ def flops(
 def calibrate(
     model: ModelName,
     text_file: Annotated[Path | None, typer.Option(metavar="FILE", help="UTF-8 text to calibrate on.")] = None,
-    data: Annotated[Path | None, typer.Option(metavar="CORPUS", help="A prepared corpus instead.")] = None,
+    data: Annotated[Path | None, typer.Option(metavar="CORPUS", help="Prepared corpus to calibrate on.")] = None,
     split: SplitName = "valid",
     tokenizer: Tokenizer = None,
-    rule: Annotated[str, typer.Option(metavar="embeddings|layers", help="The paper's one τ, or by layer.")] = "layers",
+    rule: Annotated[str, typer.Option(metavar="embeddings|layers", help="One τ (paper), or one per layer.")] = "layers",
     fraction: Annotated[
-        float | None, typer.Option(help="Share that is dark. [default: the midpoint rule, or a stack's own]")
+        float | None, typer.Option(help="Share of dark tokens. [default: by the midpoint rule, or a stack's own]")
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of text to read.")] = 200,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens a row. [default: the trained length]")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to read.")] = 200,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens per row. [default: the trained length]")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 8,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="New folder for the calibrated model.")] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="For train --thresholds; - to print.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="File for train --thresholds; - to print.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Measure the entropies a model produces and set the routing thresholds from them: of routed layers, or of a dark
-    stack, which then is passed by another share of the text."""
+    """Calibrate the thresholds of routed layers, or of a dark stack, on the scores a model produces. With --fraction,
+    another share of the tokens may be dark than in training."""
     import numpy as np
     from rich.progress import Progress
     from transformers.utils import logging
@@ -78,50 +78,50 @@ def calibrate(
     from chiar.routing.tables import calibration_table
 
     if (text_file is None) == (data is None):
-        raise InputError("give the stream to calibrate on as exactly one of --text-file and --data.")
+        raise InputError("give exactly one of --text-file and --data to calibrate on.")
     if json is not None and str(json) != "-":
         check_new(json, overwrite)
     if out is not None:
         check_new(out, overwrite, MODEL_FILE)
-    measured, folder = load_model(model)
-    length = length or measured.config.max_position_embeddings
-    if out is not None and not measured.config.routed_layers:
+    loaded, folder = load_model(model)
+    length = length or loaded.config.max_position_embeddings
+    if out is not None and not loaded.config.routed_layers:
         raise InputError("the model has no routed layers to write thresholds for: use --json, then train --thresholds.")
     if data is not None:
         corpus = Corpus.open(data)
-        check_tokenizer(str(folder or model), measured.config, corpus)
-        opened = corpus.split(split)
-        ids = opened.read(0, min(rows * length, opened.tokens))
+        check_tokenizer(str(folder or model), loaded.config, corpus)
+        stream = corpus.split(split)
+        ids = stream.read(0, min(rows * length, stream.tokens))
     else:
         assert text_file is not None
-        ids = np.array(encode(read_text_file(text_file), measured.config, folder, tokenizer)[0], dtype=np.int64)
+        ids = np.array(encode(read_text_file(text_file), loaded.config, folder, tokenizer)[0], dtype=np.int64)
     with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
         advance = partial(bar.advance, bar.add_task("reading tokens", total=None))
-        # One quantile of one stack is exact; what several layers make of each other is not.
-        tolerance = 0.001 if measured.config.stacks else 0.01
-        read = batches(ids, rows, length, batch)
-        found = calibrate(measured, read, rule, fraction, tolerance=tolerance, progress=advance)
+        # A dark stack can meet its quantile exactly; routed layers keep shifting each other's scores.
+        tolerance = 0.001 if loaded.config.stacks else 0.01
+        rows_read = batches(ids, rows, length, batch)
+        calibration = calibrate(loaded, rows_read, rule, fraction, tolerance=tolerance, progress=advance)
     if str(json) != "-":
-        show(calibration_table(found, model, measured.config))
-        if not found.converged:
-            typer.echo("warning: the splits were still moving in the last pass: read more rows.")
-        if measured.config.stacks and fraction is not None:
-            typer.echo("note: away from the share trained at, the loss may rise, also where more tokens pass a stack.")
+        show(calibration_table(calibration, model, loaded.config))
+        if not calibration.converged:
+            typer.echo("warning: the splits still moved in the last pass: read more --rows.")
+        if loaded.config.stacks and fraction is not None:
+            typer.echo("note: at another share than in training the loss may rise, even if more tokens pass the stack.")
     if out is not None:
-        measured.model.set_thresholds(found.thresholds(len(measured.config.routed_layers)))
-        if measured.config.stacks and fraction is not None:
-            measured.config.target_fraction = fraction
+        loaded.model.set_thresholds(calibration.thresholds(len(loaded.config.routed_layers)))
+        if loaded.config.stacks and fraction is not None:
+            loaded.config.target_fraction = fraction
         logging.disable_progress_bar()
         with new_folder(out, overwrite, MODEL_FILE) as aside:
-            measured.save_pretrained(aside)
-            (aside / "calibration.json").write_text(to_json(found, measured.config), encoding="utf-8")
+            loaded.save_pretrained(aside)
+            (aside / "calibration.json").write_text(to_json(calibration, loaded.config), encoding="utf-8")
             for source in (tokenizer, folder):
                 copy_tokenizer(source, aside)
         typer.echo(f"wrote {out}", err=str(json) == "-")
     if json is not None:
-        write_json(json, to_json(found, measured.config), overwrite)
+        write_json(json, to_json(calibration, loaded.config), overwrite)
     if out is None and json is None:
-        typer.echo("nothing was written: --out FOLDER saves the model with these thresholds, --json FILE them alone.")
+        typer.echo("nothing was written: --out FOLDER saves the calibrated model, --json FILE its thresholds alone.")
 
 
 def trace(
@@ -129,7 +129,7 @@ def trace(
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to route.")],
     tokenizer: Tokenizer = None,
     json: Json = None,
-    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="A line a token and layer; - to print.")] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="A line per token and layer; - to print.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")] = 0,
     overwrite: Overwrite = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""What the commands print and write: counted FLOPs beside the paper's claims, calibrations, routed texts."""
+"""What the commands print and write: counted FLOPs next to the paper's claims, calibrations, routed texts."""
 
 import csv
 import io
@@ -17,17 +17,17 @@ from chiar.registry import is_light
 from chiar.routing.flops import compare_flops, counted_parts, operator_shares, route_costs
 from chiar.visible import visible
 
-if TYPE_CHECKING:  # counting is quick because no model's classes are imported
+if TYPE_CHECKING:  # `chiar flops` starts fast because it does not import the model
     from chiar.model.trace import RoutingTrace
     from chiar.routing.calibration import Calibration
 
-PAPER_TOTAL, PAPER_ATTENTION, TOKENS_A_LINE = "35–40%", "62.5%", 68
-MARKS = {"rbf": "▒", "attention": "█"}  # readable without colour; a model has one light operator
+PAPER_TOTAL, PAPER_ATTENTION, TOKENS_PER_LINE = "35–40%", "62.5%", 68
+MARKS = {"rbf": "▒", "attention": "█"}  # readable without colour; "░" marks the other light operators
 TOKEN = ("position", "token_id", "piece", "layer", "kind")
 COLUMNS = (*TOKEN, "operator", "attention_weight", "entropy", "thresholds", "gate")
 
 
-def titled(title: str, *columns: str) -> Table:
+def titled_table(title: str, *columns: str) -> Table:
     return Table(*columns, title=title, title_justify="left", box=None)
 
 
@@ -40,84 +40,84 @@ def describe_fraction(config: ChiarConfig, fraction: float | None) -> str:
 
 
 def has_fixed_shares(config: ChiarConfig) -> bool:
-    """Whether no token chooses: all run everything, or whole layers decide."""
+    """Whether f is no choice: routing is soft, a router assigns whole layers, or no layer is routed."""
     return config.routing == "soft" or config.router_kind.decides_by_layer or not config.routed_layers
 
 
 def flop_records(config: ChiarConfig, lengths: list[int], fraction: float | None = None) -> list[dict[str, Any]]:
-    """What was counted at each length, as --json writes it; the transform costs what it costs as it runs."""
+    """The counts at each length, as --json writes them, with the transform as executed, as a matrix and free."""
     shares, records = operator_shares(config, fraction), []
     for length in lengths:
-        found, matrix, free = (compare_flops(config, length, shares, cost) for cost in ("even_odd", "gemm", "free"))
+        executed, matrix, free = (compare_flops(config, length, shares, cost) for cost in ("even_odd", "gemm", "free"))
         record: dict[str, Any] = {"length": length, "fraction": fraction}
         record |= {"keys": config.keys, "light_ffn": config.light_ffn}
-        for name, count in (("chiar", found.chiar), ("baseline", found.baseline)):
+        for name, count in (("chiar", executed.chiar), ("baseline", executed.baseline)):
             record |= {name: {part: count.part(part) for part in counted_parts()}, f"{name}_total": count.total}
-        record |= {"saved": found.total, "saved_matrix_transform": matrix.total, "saved_free_transform": free.total}
-        record |= {"attention_saved_in_routed_layers": found.attention_in_routed_layers}
-        records.append(record | {"attention_share_of_baseline": found.attention_share_of_baseline})
+        record |= {"saved": executed.total, "saved_matrix_transform": matrix.total, "saved_free_transform": free.total}
+        record |= {"attention_saved_in_routed_layers": executed.attention_in_routed_layers}
+        records.append(record | {"attention_share_of_baseline": executed.attention_share_of_baseline})
     return records
 
 
 def flop_tables(name: str, config: ChiarConfig, records: list[dict[str, Any]]) -> list[Table]:
-    """The paper's claims, and what a DCT may cost, stand beside routed layers; a dark stack has neither."""
+    """FLOPs by part, and totals by length. The paper's claims and the DCT's cost are shown for routed layers only."""
     first, fraction, T = records[0], records[0]["fraction"], records[0]["length"]
     stacks = [layer_numbers(layers) for layers in config.stacks.values()]
     setting = describe_fraction(config, fraction)
     setting += f" of the tokens pass layers {' and '.join(stacks)}" if stacks else f", keys {config.keys}"
     setting += "" if stacks else f", light FFN {('off', 'on')[config.light_ffn]}"
-    parts = titled(f"{name}, T = {T}, {setting}: counted MFLOPs per token, forward", "part", "CHIAR", "baseline")
-    ours, theirs = ({**first[whose], "total": first[f"{whose}_total"]} for whose in ("chiar", "baseline"))
-    for part in ours:
-        if ours[part] or theirs[part]:
-            parts.add_row(part, f"{ours[part] / 1e6:,.2f}", f"{theirs[part] / 1e6:,.2f}")
+    parts = titled_table(f"{name}, T = {T}, {setting}: counted MFLOPs per token, forward", "part", "CHIAR", "baseline")
+    chiar, baseline = ({**first[model], "total": first[f"{model}_total"]} for model in ("chiar", "baseline"))
+    for part in chiar:
+        if chiar[part] or baseline[part]:
+            parts.add_row(part, f"{chiar[part] / 1e6:,.2f}", f"{baseline[part] / 1e6:,.2f}")
     if not has_fixed_shares(config):
         where = f"layers {stacks[0]} and their router" if stacks else "one routed layer"
         for operator, flops in route_costs(config, T, operator_shares(config, fraction)).items():
             token = f"a token to {operator}" if not stacks else f"a {'light' if is_light(operator) else 'dark'} token"
             parts.add_row(f"{token}, {where}", f"{flops / 1e6:,.3f}")
-    cells = [{"T": f"{one['length']:,}"} | compared(one, bool(stacks)) for one in records]
+    rows = [{"T": f"{record['length']:,}"} | comparison(record, bool(stacks)) for record in records]
     same = "depth" if stacks else "size"
-    lengths = titled(
-        f"against the dense baseline of the same {same} (norms, softmax, activations not counted)", *cells[0]
+    lengths = titled_table(
+        f"against the dense baseline of the same {same} (norms, softmax, activations not counted)", *rows[0]
     )
-    for row in cells:
+    for row in rows:
         lengths.add_row(*row.values())
     return [parts, lengths]
 
 
-def compared(one: dict[str, Any], stacks: bool) -> dict[str, str]:
-    """What was counted at one length beside the baseline."""
-    attention = one["attention_saved_in_routed_layers"]
-    row = {"CHIAR ÷ baseline": f"{one['chiar_total'] / one['baseline_total']:.3f}", "saved": f"{one['saved']:.1%}"}
-    if not stacks:
-        row |= {"saved, DCT a matrix": f"{one['saved_matrix_transform']:.1%}"}
-        row |= {"saved, DCT free": f"{one['saved_free_transform']:.1%}", "paper, total": PAPER_TOTAL}
-    row[f"attention saved in {'dark' if stacks else 'routed'} layers"] = (
+def comparison(record: dict[str, Any], has_stacks: bool) -> dict[str, str]:
+    """CHIAR against the baseline at one length, by column."""
+    attention, ratio = record["attention_saved_in_routed_layers"], record["chiar_total"] / record["baseline_total"]
+    row = {"CHIAR ÷ baseline": f"{ratio:.3f}", "saved": f"{record['saved']:.1%}"}
+    if not has_stacks:
+        row |= {"saved, DCT as matrix": f"{record['saved_matrix_transform']:.1%}"}
+        row |= {"saved, DCT free": f"{record['saved_free_transform']:.1%}", "paper, total": PAPER_TOTAL}
+    row[f"attention saved in {'dark' if has_stacks else 'routed'} layers"] = (
         "–" if attention is None else f"{attention:.1%}"
     )
-    row |= {} if stacks else {"paper, attention": PAPER_ATTENTION}
-    return row | {"attention's share of the baseline": f"{one['attention_share_of_baseline']:.1%}"}
+    row |= {} if has_stacks else {"paper, attention": PAPER_ATTENTION}
+    return row | {"attention's share of the baseline": f"{record['attention_share_of_baseline']:.1%}"}
 
 
-def calibration_table(found: "Calibration", name: str, config: ChiarConfig) -> Table:
+def calibration_table(calibration: "Calibration", name: str, config: ChiarConfig) -> Table:
     noise, noise_columns = "", list[str]()
-    if found.noise_mean is not None:
-        noise = f"; white noise of this width {found.noise_mean:.4f} ± {found.noise_deviation:.4f}"
+    if calibration.noise_mean is not None:
+        noise = f"; white noise of this width {calibration.noise_mean:.4f} ± {calibration.noise_deviation:.4f}"
         noise_columns = ["KS from noise", "shift (σ of noise)"]
-    table = titled(
-        f"{name}: {found.score} by rule '{found.rule}', read {found.passes} time(s){noise}",
-        *("layer", "tokens", *(f"p{p}" for p in found.layers[0].percentiles)),
+    table = titled_table(
+        f"{name}: {calibration.score} by rule '{calibration.rule}', read {calibration.passes} time(s){noise}",
+        *("layer", "tokens", *(f"p{p}" for p in calibration.layers[0].percentiles)),
         *("τ", "split (light … dark)", *noise_columns),
     )
-    for row in found.layers:
+    for row in calibration.layers:
         layer = "embedding" if row.layer is None else layer_numbers(config.stacks.get(row.layer, [row.layer]))
         percentiles = [f"{value:.4f}" for value in row.percentiles.values()]
-        cuts, split = ", ".join(f"{t:.4f}" for t in row.thresholds), " / ".join(f"{share:.1%}" for share in row.split)
-        apart = (
+        taus, split = ", ".join(f"{t:.4f}" for t in row.thresholds), " / ".join(f"{share:.1%}" for share in row.split)
+        from_noise = (
             [] if row.shift_from_noise is None else [f"{row.distance_from_noise:.3f}", f"{row.shift_from_noise:+.2f}"]
         )
-        table.add_row(layer, f"{row.tokens:,}", *percentiles, cuts, split, *apart)
+        table.add_row(layer, f"{row.tokens:,}", *percentiles, taus, split, *from_noise)
     return table
 
 
@@ -137,7 +137,7 @@ def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> Route
     require(ids, "the text is empty: there is nothing to route.")
     with torch.no_grad():
         trace = model(torch.tensor([ids]), output_routing=True).routing
-    note = "" if folder else f", random weights (seed {seed}): the routes show the mechanism, not a skill"
+    note = "" if folder else f", random weights (seed {seed}): the routes only show the mechanism"
     layer = trace.coloured_by
     if layer is not None and layer.thresholds == [0.0]:
         note += "; τ is 0 until a model is trained or calibrated"
@@ -146,23 +146,23 @@ def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> Route
 
 
 def routing_views(routed: RoutedText, colour: bool = True) -> list[Any]:
-    """A line a layer and a column a token (by its first character), light or dark, and a summary of each layer. Without
-    colours the text is plain: what its colours say is left out."""
+    """The text, one character per token, above a line of light and dark marks per layer; then a summary of the layers.
+    Without `colour` the text is plain and its legend is left out."""
     trace = routed.trace
-    # Half-way to the deepest colour, which a black terminal would swallow.
-    known = dict.fromkeys(name for layer in trace.layers for name in layer.operators)
+    # Half-way to the deepest colour, which a black terminal would hide.
+    operators = dict.fromkeys(name for layer in trace.layers for name in layer.operators)
     marks = {
         name: (MARKS.get(name, "░"), f"{'' if name in MARKS else 'black on '}{operator_colour(name, 0.5)}")
-        for name in known
+        for name in operators
     }
     views: list[Any] = [Text(routed.heading)]
     views.append(Text("  ").join(Text(f"{mark} {name}", style) for name, (mark, style) in marks.items()))
-    firsts = [first if (first := (piece.strip() or " ")[0]).isprintable() else "·" for piece in routed.pieces]
-    shown, legend = list(zip(firsts, entropy_styles(trace), strict=True)), entropy_legend(trace)
+    letters = [first if (first := (piece.strip() or " ")[0]).isprintable() else "·" for piece in routed.pieces]
+    text, legend = list(zip(letters, entropy_styles(trace), strict=True)), entropy_legend(trace)
     views += [legend] if legend and colour else []
-    for start in range(0, len(firsts), TOKENS_A_LINE):
-        part = slice(start, start + TOKENS_A_LINE)
-        views.append(Text.assemble(" " * 13, *shown[part]))
+    for start in range(0, len(letters), TOKENS_PER_LINE):
+        part = slice(start, start + TOKENS_PER_LINE)
+        views.append(Text.assemble(" " * 13, *text[part]))
         for layers in rows_of(trace):
             layer = trace.layers[layers[0]]
             chosen = [marks[layer.operators[choice]] for choice in layer.choice_BT[0, part].tolist()]
@@ -182,22 +182,21 @@ def routing_views(routed: RoutedText, colour: bool = True) -> list[Any]:
 
 
 def rows_of(trace: "RoutingTrace") -> list[list[int]]:
-    """Around a dark stack every token takes attention: only the stack has something to show."""
+    """The layers of each line; only dark stacks if there are any, for outside of them every token takes attention."""
     stacks = [part for part in trace.parts if trace.layers[part[0]].kind == "dark"]
     return stacks or trace.parts
 
 
 def entropy_styles(trace: "RoutingTrace") -> list[str]:
-    """Of each token of the first row: a background between light and dark by its score; dark tokens are underlined."""
+    """The style of each token of the first row: a background from light to dark by its score, and dark underlined."""
     layer = trace.coloured_by
     if layer is None or layer.entropy_BT is None:
         return [""] * trace.real_BT.shape[1]
-    entropy_T, cut = layer.entropy_BT[0].float(), layer.thresholds[0] if layer.thresholds else None
+    entropy_T, tau = layer.entropy_BT[0].float(), layer.thresholds[0] if layer.thresholds else None
     ends, styles = (float(entropy_T.min()), float(entropy_T.max())), []
     for entropy, choice in zip(entropy_T.tolist(), layer.choice_BT[0].tolist(), strict=True):
-        share, line = uncertainty(entropy, cut, *ends), "bold underline " if choice else ""
-        back, letter = entropy_colours(share)
-        styles.append(f"{line}{letter} on {back}")
+        back, letter = entropy_colours(uncertainty(entropy, tau, *ends))
+        styles.append(f"{'bold underline ' if choice else ''}{letter} on {back}")
     return styles
 
 
@@ -206,17 +205,17 @@ def entropy_legend(trace: "RoutingTrace") -> Text | None:
     if layer is None or layer.entropy_BT is None:
         return None
     low, high = float(layer.entropy_BT[0].min()), float(layer.entropy_BT[0].max())
-    said, cut = f"the text by its {layer.entropy_name}", layer.thresholds[0] if layer.thresholds else None
-    if cut is not None:
-        where = "half-way" if low < cut < high else f"at or {'above' if cut >= high else 'below'} all of it"
-        said += f", τ = {cut:.2f} {where}"
-    first, last = (uncertainty(end, cut, low, high) for end in (low, high))
+    label, tau = f"text coloured by {layer.entropy_name}", layer.thresholds[0] if layer.thresholds else None
+    if tau is not None:
+        where = "half-way" if low < tau < high else f"at or {'above' if tau >= high else 'below'} all values"
+        label += f", τ = {tau:.2f} {where}"
+    first, last = (uncertainty(end, tau, low, high) for end in (low, high))
     steps = [("  ", f"on {entropy_colours(first + (last - first) * step / 8)[0]}") for step in range(9)]
-    return Text.assemble(f"{said}: {low:.2f} ", *steps, f" {high:.2f}; underlined: dark")
+    return Text.assemble(f"{label}: {low:.2f} ", *steps, f" {high:.2f}; underlined: dark")
 
 
 def routing_csv(routed: RoutedText) -> str:
-    """A line for each token in each layer, which count from 1; what a layer does not have is left empty."""
+    """A line per token and layer, numbered from 1. What a layer does not have is left empty."""
     trace, out = routed.trace, io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -226,6 +225,6 @@ def routing_csv(routed: RoutedText) -> str:
             operator, weights = layer.operators[int(layer.choice_BT[0, t])], layer.weights_BTK[0, t].tolist()
             attention = dict(zip(layer.operators, weights, strict=True)).get("attention", 0.0)
             entropy, gate = ("" if v is None else float(v[0, t]) for v in (layer.entropy_BT, layer.gate_BT))
-            where, cuts = (layer.index + 1, layer.kind), " ".join(map(str, layer.thresholds or []))
-            writer.writerow((t, token, visible(piece, keep=""), *where, operator, attention, entropy, cuts, gate))
+            where, taus = (layer.index + 1, layer.kind), " ".join(map(str, layer.thresholds or []))
+            writer.writerow((t, token, visible(piece, keep=""), *where, operator, attention, entropy, taus, gate))
     return out.getvalue()
