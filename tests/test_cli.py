@@ -1,4 +1,4 @@
-"""The command as a user runs it: quick help, what it prints and writes, and what it says of damaged folders."""
+"""The command line as users run it: fast help, output and files, and messages about damaged folders."""
 
 import csv
 import json
@@ -31,8 +31,8 @@ TEXT = "The overwhelming consensus of many scientists is that carbon matters. " 
 
 
 def accepted(*arguments, code=0):
-    found, output = run(*arguments)
-    assert found == code and "Traceback" not in output, output
+    exit_code, output = run(*arguments)
+    assert exit_code == code and "Traceback" not in output, output
     return output
 
 
@@ -46,7 +46,7 @@ def text_file(tmp_path):
 
 
 def test_help_imports_nothing_heavy():
-    """The command answers at once because of this, measured at under 0.1 s; a timed test would only be flaky."""
+    """This keeps it fast, measured at under 0.1 s; a timed test would be flaky."""
     heavy = "{'torch', 'transformers', 'numpy', 'rich', 'matplotlib', 'starlette'}"
     code = "import sys; from chiar.cli import main; sys.argv = ['chiar', '--help']\ntry: main()\n"
     code += f"finally: assert not {heavy} & set(sys.modules)"
@@ -56,43 +56,43 @@ def test_help_imports_nothing_heavy():
 
 
 def test_options_of_one_meaning_have_one_spelling_and_one_default():
-    """What writes can overwrite, runs and studies aside, which go on in their folder; one split is read by default."""
-    told = {}
+    """Commands that write have --overwrite, except runs and studies, which are resumed. One split is the default."""
+    commands = {}
     for name, command in walk(typer.main.get_command(app)):
-        told[name] = {flag: option for option in command.params for flag in option.opts}
-    writes = {name for name, options in told.items() if options.keys() & {"--out", "--json", "--csv"}}
-    assert {name for name in writes if "--overwrite" not in told[name]} == {
+        commands[name] = {flag: option for option in command.params for flag in option.opts}
+    writes = {name for name, options in commands.items() if options.keys() & {"--out", "--json", "--csv"}}
+    assert {name for name in writes if "--overwrite" not in commands[name]} == {
         "train",
         "finetune",
         "study run",
         "study time",
     }
-    assert {options["--split"].default for options in told.values() if "--split" in options} == {"valid"}
+    assert {options["--split"].default for options in commands.values() if "--split" in options} == {"valid"}
     other = {"--output", "--text", "--batch-size", "--file"}
-    assert not any(options.keys() & other for options in told.values())
-    names = [option.opts for options in told.values() for option in options.values()]
+    assert not any(options.keys() & other for options in commands.values())
+    names = [option.opts for options in commands.values() for option in options.values()]
     assert all(len(spellings) == 1 for spellings in names)
 
 
 def test_help_shows_every_default():
-    """Flags are off, and what an option asks for in addition is not done."""
-    asked = "json csv out beside prompt evaluation tokenizer tokenizer-path like name text-file data limit-minutes"
-    asked += " api-key top-k top-p harness harness-path help"
+    """Except flags, which are off, and options that request something additional."""
+    additional = "json csv out beside prompt evaluation tokenizer tokenizer-path like name text-file data limit-minutes"
+    additional += " api-key top-k top-p harness harness-path help"
     for name, command in walk(typer.main.get_command(app)):
         options = [option for option in command.params if option.opts[0].startswith("--") and not option.required]
-        silent = {option.opts[0][2:] for option in options if option.default in (None, "")} - {*asked.split()}
-        told = {option.opts[0][2:] for option in options if "[default: " in (option.help or "")}
-        assert silent <= told, name
+        silent = {option.opts[0][2:] for option in options if option.default in (None, "")} - {*additional.split()}
+        documented = {option.opts[0][2:] for option in options if "[default: " in (option.help or "")}
+        assert silent <= documented, name
 
 
-def walk(group, *before):
+def walk(group, *names):
     for name, command in group.commands.items():
         yield from (
-            walk(command, *before, name) if hasattr(command, "commands") else [(" ".join((*before, name)), command)]
+            walk(command, *names, name) if hasattr(command, "commands") else [(" ".join((*names, name)), command)]
         )
 
 
-def test_operating_system_errors_are_sentences_too(monkeypatch, capsys, tmp_path):
+def test_operating_system_errors_become_sentences(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(sys, "argv", ["chiar", "flops", "v3-tiny", "--json", str(tmp_path / "file" / "x.json")])
     with pytest.raises(SystemExit) as stopped:
@@ -100,24 +100,23 @@ def test_operating_system_errors_are_sentences_too(monkeypatch, capsys, tmp_path
     assert stopped.value.code == 2 and capsys.readouterr().err.startswith("error: ")
 
 
-@pytest.mark.parametrize(
-    ("asked", "what"), [(2**60, "a tensor of 1,152,921,504.6 GB did not fit"), (0, "a tensor did")]
-)
-def test_failed_allocations_are_sentences_too(asked, what, capsys):
+@pytest.mark.parametrize(("size", "what"), [(2**60, "a tensor of 1,152,921,504.6 GB did not fit"), (0, "a tensor did")])
+def test_failed_allocations_become_sentences(size, what, capsys):
     def allocates():
-        if not asked:
+        if not size:
             raise MemoryError
-        torch.empty(asked, dtype=torch.uint8)
+        torch.empty(size, dtype=torch.uint8)
 
     with pytest.raises(SystemExit) as stopped:
         guarded(allocates)
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and said.startswith(f"error: {what}") and said.count("\n") == 1 and "--batch" in said
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2 and message.startswith(f"error: {what}") and message.count("\n") == 1
+    assert "--batch" in message
     with pytest.raises(RuntimeError, match="another"):
         guarded(Mock(side_effect=RuntimeError("another")))
 
 
-def test_a_terminal_without_unicode_is_served():
+def test_a_terminal_without_unicode_is_supported():
     command, environment = [CHIAR, "trace", "v3-tiny", "--prompt", "abc"], {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "layer 1" in done.stdout, done.stderr
@@ -189,7 +188,7 @@ def test_calibrate_writes_a_model(text_file, tmp_path, monkeypatch):
     assert "exists already" in refused("calibrate", "v3-tiny", *stream, "--out", tmp_path / "v3")
 
 
-def test_a_calibrated_model_keeps_the_tokenizer_it_was_given(text_file, tmp_path):
+def test_a_calibrated_model_keeps_its_tokenizer(text_file, tmp_path):
     vocabulary = {"[UNK]": 0} | {word: i + 1 for i, word in enumerate(sorted(set(TEXT.split())))}
     words = Tokenizer(models.WordLevel(vocabulary, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -200,7 +199,7 @@ def test_a_calibrated_model_keeps_the_tokenizer_it_was_given(text_file, tmp_path
     assert "         ms" in output  # two words, two tokens
 
 
-def test_convert_states_what_it_assumed_of_a_file(tmp_path):
+def test_convert_states_its_assumptions_about_a_file(tmp_path):
     output = accepted("convert", GOLDEN / "soft.pt", "--out", tmp_path / "soft", "--tau", "0.5")
     assert "--tau is not used" in output and "4 layers, width 32" in output
     assert "exists already" in refused("convert", GOLDEN / "soft.pt", "--out", tmp_path / "soft")

@@ -1,4 +1,4 @@
-"""Configuration and input checks: one clear sentence for every mistake; sizes of the presets."""
+"""Configuration and input checks: one clear sentence for every mistake. Sizes of the presets."""
 
 import json
 
@@ -16,7 +16,7 @@ NAN = float("nan")
 
 
 def refused(match, build=ChiarConfig, /, *inputs, **fields):
-    """With an InputError, which is a ValueError, on one line that ends like a sentence."""
+    """Expect an InputError, a ValueError whose message is one line and ends like a sentence."""
     error = helpers.refused(match, build, *inputs, **fields)
     assert isinstance(error, ValueError)
     assert "\n" not in str(error) and str(error).endswith((".", "?"))
@@ -39,7 +39,7 @@ def test_trainable_parameters(preset, routing, parameters):
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_presets_are_named_by_size_and_inside_by_family():
+def test_presets_are_sorted_by_size_then_family():
     ranks = [["tiny", "16m", "50m", "400m", "1b"], list(presets.FAMILIES)]
     order = [[ranks[0].index(size), ranks[1].index(family)] for family, size in (n.split("-") for n in presets.NAMES)]
     assert order == sorted(order)
@@ -54,7 +54,7 @@ class TestDefaults:
         assert ChiarConfig().dropout == 0.1
 
     def test_the_paper_presets(self):
-        """Beside what their parameters, counted above, and the golden numbers say."""
+        """What neither the parameter counts above nor the golden numbers check."""
         v1, v2, v3 = (presets.get(f"{family}-16m") for family in ("v1", "v2", "v3"))
         assert (v3.norm, v3.norm_position, v3.spectral_form) == ("layernorm", "post", "sublayer")
         assert (v3.keys, v3.light_ffn, v3.positions, v3.router) == ("all", True, "rope", "entropy")
@@ -74,7 +74,7 @@ class TestDefaults:
         cuts = mean - 0.44 * deviation, mean + 0.44 * deviation
         assert ChiarConfig(hidden_size=width, operators=THREE).layer_thresholds() == [cuts] * 2
 
-    def test_forms_of_thresholds(self):
+    def test_accepted_forms_of_thresholds(self):
         for thresholds in ([0.25, 1], [[0.25], [1.0]]):
             assert ChiarConfig(thresholds=thresholds).layer_thresholds() == [(0.25,), (1.0,)]
         assert ChiarConfig(thresholds=1).layer_thresholds() == [(1.0,)] * 2
@@ -82,7 +82,7 @@ class TestDefaults:
         pairs = [[0.1, 0.2], [0.3, 0.4]]
         assert ChiarConfig(thresholds=pairs, operators=THREE).layer_thresholds() == [(0.1, 0.2), (0.3, 0.4)]
 
-    def test_what_follows_from_a_field(self):
+    def test_defaults_derived_from_other_fields(self):
         assert ChiarConfig(routing="soft").router == "learned"
         assert ChiarConfig(router="learned").routing == "hard"
         assert ChiarConfig(positions="learned").meta_router is False
@@ -92,9 +92,9 @@ class TestDefaults:
         assert ChiarConfig(hidden_size=64).intermediate_size == 256
         every_other = ["attention", "spectral", "attention"]
         assert ChiarConfig(router="static", num_hidden_layers=5).static_operators == every_other
-        assert ChiarConfig(dropout=0, entropy_dc_weight=2).dropout == 0, "whole numbers are numbers"
+        assert ChiarConfig(dropout=0, entropy_dc_weight=2).dropout == 0, "an int is accepted as a float"
         assert ChiarConfig(hidden_size=12, num_attention_heads=4, positions="learned").head_size == 3
-        assert ChiarConfig(trained_by="someone").trained_by == "someone", "a folder may carry notes of other tools"
+        assert ChiarConfig(trained_by="someone").trained_by == "someone", "unknown fields may come from other tools"
         dark = ChiarConfig(layer_types=["attention", "dark", "dark", "attention", "dark"], norm_position="pre")
         assert dark.stacks == {1: range(1, 3), 4: range(4, 5)} and dark.routed_layers == [1, 4]
         assert (dark.router, dark.routing, dark.target_fraction) == ("rise", "threshold", 0.2)
@@ -103,7 +103,7 @@ class TestDefaults:
         config = ChiarConfig(router="static", **temporal)
         assert config.meta_router and config.static_operators == ["attention", "temporal"]
 
-    def test_presets_take_changes(self):
+    def test_presets_accept_changes(self):
         assert presets.get("v3-tiny", num_hidden_layers=6).layer_types.count("routed") == 4
         assert presets.get("baseline-tiny", num_hidden_layers=6).layer_types == ["attention"] * 6
         assert presets.get("v4-tiny", num_hidden_layers=5).layer_types == ["attention", *["routed", "attention"] * 2]
@@ -123,7 +123,7 @@ class TestRoundTrip:
         config.save_pretrained(tmp_path)
         assert ChiarConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
 
-    def test_a_field_changed_to_nonsense_is_not_saved_and_builds_no_model(self, tmp_path):
+    def test_an_invalid_field_is_refused_on_saving_and_building(self, tmp_path):
         config = presets.get("v3-tiny")
         config.keys = "rooted"
         refused("unknown keys 'rooted'", config.save_pretrained, tmp_path)
@@ -131,34 +131,34 @@ class TestRoundTrip:
 
 
 OTHER = {name: not value if isinstance(value, bool) else 3 for name, value in REMOVED.items()}
-GONE = [(f"{name}=.*", {name: OTHER[name]}) for name in OTHER if name != "temporal_channels"]
-GONE += [(f"the operator '{name}'", {"operators": [name, "attention"]}) for name in REMOVED_OPERATORS]
+REMOVED_USES = [(f"{name}=.*", {name: OTHER[name]}) for name in OTHER if name != "temporal_channels"]
+REMOVED_USES += [(f"the operator '{name}'", {"operators": [name, "attention"]}) for name in REMOVED_OPERATORS]
 
 
 class TestRemovedFields:
-    """Of experiments that are gone: what says nothing opens, what says something names the commit that can run it."""
+    """Files with removed fields load if the values are the supported ones; else the error names the commit to use."""
 
-    def test_at_their_defaults_they_open(self):
+    def test_supported_values_load(self):
         saved = json.loads(presets.get("v4-tiny").to_json_string(use_diff=False))
-        opened = ChiarConfig.from_dict({**saved, **REMOVED, "temporal_channels": 8})
-        assert opened.to_dict() == presets.get("v4-tiny").to_dict() == presets.get("v4-tiny", **REMOVED).to_dict()
-        assert not any(hasattr(opened, name) for name in REMOVED)
+        loaded = ChiarConfig.from_dict({**saved, **REMOVED, "temporal_channels": 8})
+        assert loaded.to_dict() == presets.get("v4-tiny").to_dict() == presets.get("v4-tiny", **REMOVED).to_dict()
+        assert not any(hasattr(loaded, name) for name in REMOVED)
 
-    @pytest.mark.parametrize(("what", "change"), GONE, ids=str)
+    @pytest.mark.parametrize(("what", "change"), REMOVED_USES, ids=str)
     def test_other_values_and_operators_are_refused(self, what, change):
-        reason = f"{what} is gone .*: commit {LAST_COMMIT} runs it"
+        reason = f"{what} was removed .*: commit {LAST_COMMIT} runs it"
         refused(reason, presets.get, "v3-tiny", **change)
         refused(reason, ChiarConfig.from_dict, {**presets.get("v3-tiny").to_dict(), **change})
 
 
 def misspelt(name):
-    """The name with its second letter dropped: 'entropy' → 'etropy'."""
+    """The name without its second letter: 'entropy' → 'etropy'."""
     return name[0] + name[2:]
 
 
 class TestNames:
     @pytest.mark.parametrize("field", CHOICES)
-    def test_the_nearest_name_is_offered(self, field):
+    def test_the_closest_name_is_suggested(self, field):
         allowed = ", ".join(CHOICES[field])
         for name in CHOICES[field]:
             wrong = misspelt(name)
@@ -221,13 +221,13 @@ THRESHOLDS = [
     (r"thresholds are entropies between 0 and 1, got \[-0.1\]", -0.1),
     (r"thresholds are entropies between 0 and 1, got \[89.5\]", [0.5, 89.5]),
     *[("thresholds are entropies between 0 and 1, got", value) for value in (NAN, ["high", 0.5], [None, 0.5])],
-    (r"2 operators need 1 threshold\(s\) a layer, got \[0.1, 0.2\]", [[0.1, 0.2], [0.1, 0.2]]),
-    (r"2 operators need 1 threshold\(s\) a layer, got \[\]", [[], []]),
+    (r"2 operators need 1 threshold\(s\) per layer, got \[0.1, 0.2\]", [[0.1, 0.2], [0.1, 0.2]]),
+    (r"2 operators need 1 threshold\(s\) per layer, got \[\]", [[], []]),
 ]
 THRESHOLDS_OF_THREE = [
-    (r"3 operators need 2 threshold\(s\) a layer, got \[0.5\]", [0.5, 0.6]),
-    (r"3 operators need 2 threshold\(s\) a layer", [[0.1, 0.2, 0.3], [0.1, 0.2, 0.3]]),
-    (r"thresholds of a layer must rise .*, got \[0.6, 0.5\]", [[0.6, 0.5], [0.5, 0.6]]),
+    (r"3 operators need 2 threshold\(s\) per layer, got \[0.5\]", [0.5, 0.6]),
+    (r"3 operators need 2 threshold\(s\) per layer", [[0.1, 0.2, 0.3], [0.1, 0.2, 0.3]]),
+    (r"thresholds of a layer must be ascending .*, got \[0.6, 0.5\]", [[0.6, 0.5], [0.5, 0.6]]),
     ("thresholds are entropies between 0 and 1", [[0.5, 0.6], [0.5, 1.6]]),
 ]
 UNMATCHED = [("entropy", "hard"), ("entropy", "soft"), ("learned", "threshold"), ("random", "hard"), ("static", "soft")]
@@ -238,7 +238,7 @@ STRIDE = {**DARK, "router": "stride"}
 STACKS = [name for name, kind in ROUTERS.items() if not kind.of_layers]
 EQUATION, STATIC = {"spectral_form": "equation"}, {"router": "static"}
 COMBINATIONS = [
-    *[(f"routing='{b}' does not go with router='{a}': it takes ", {"router": a, "routing": b}) for a, b in UNMATCHED],
+    *[(f"routing='{b}' does not work with router='{a}': use ", {"router": a, "routing": b}) for a, b in UNMATCHED],
     *[("is not supported: use ", {"operators": operators}) for operators in OPERATOR_SETS],
     ("spectral_form='equation' is a post-norm form", {**EQUATION, "norm_position": "pre"}),
     ("light_ffn=False needs spectral_form='sublayer'", {**EQUATION, "light_ffn": False}),
@@ -250,28 +250,25 @@ COMBINATIONS = [
     ("unknown static operator 'rbf'", {**STATIC, "static_operators": ["rbf", "attention"]}),
     ("target_fraction needs two operators", {"target_fraction": 0.5, "operators": THREE}),
     ("target_fraction needs two operators", {"target_fraction": 0.5, "router": "random"}),
-    ("target_fraction moves the thresholds", {"target_fraction": 0.5, "thresholds": 0.9}),
+    ("target_fraction sets the thresholds", {"target_fraction": 0.5, "thresholds": 0.9}),
     ("target_fraction has 3 entries for 2", {"target_fraction": [0.5] * 3}),
     *[("target_fraction must lie strictly between", {"target_fraction": value}) for value in (0.0, 1.0)],
-    ("the operator carry belongs to dark layers", {"operators": ["carry", "attention"]}),
-    *[(f"router='{name}' chooses for a dark stack: routed layers take entropy", {"router": name}) for name in STACKS],
-    *[
-        (f"router='{n}' chooses for routed layers: a dark stack take", {**DARK, "router": n})
-        for n in ("entropy", "static")
-    ],
-    ("is not supported around dark layers: use", {**DARK, "operators": ["spectral", "attention"]}),
-    ("routed layers or a dark stack, not both", {**DARK, "layer_types": ["dark", "routed"]}),
+    ("the operator carry needs dark layers", {"operators": ["carry", "attention"]}),
+    *[(f"router='{name}' is for dark stacks: routed layers take entropy", {"router": name}) for name in STACKS],
+    *[(f"router='{n}' is for routed layers: dark stacks take", {**DARK, "router": n}) for n in ("entropy", "static")],
+    ("is not supported with dark layers: use", {**DARK, "operators": ["spectral", "attention"]}),
+    ("routed layers or dark stacks, not both", {**DARK, "layer_types": ["dark", "routed"]}),
     ("soft routing runs everything", {**DARK, "router": "learned", "routing": "soft"}),
     ("dark layers need norm_position='pre'", {"layer_types": ["dark"]}),
-    ("router='space' reads bytes, 255 ids are fewer", {**DARK, "router": "space", "vocab_size": 255}),
-    ("every second token at most: .* at most 0.5, got 0.51", {**STRIDE, "target_fraction": 0.51}),
+    ("router='space' reads bytes: .* at least 256, got 255", {**DARK, "router": "space", "vocab_size": 255}),
+    ("at most every second token: .* at most 0.5, got 0.51", {**STRIDE, "target_fraction": 0.51}),
     (
         "at most 0.5, got .0.2, 0.7",
         {**STRIDE, "target_fraction": [0.2, 0.7], "layer_types": ["dark", "attention", "dark"]},
     ),
     ("strictly between 0 and 1, got 1.5", {**STRIDE, "target_fraction": 1.5}),
-    ("dark stacks keep their thresholds with the weights", {**DARK, "thresholds": 0.5}),
-    *[(f"inner_size={n} must be a multiple of the head size 64", {**DARK, "inner_size": n}) for n in (0, -64, 100)],
+    ("dark stacks store thresholds with the weights", {**DARK, "thresholds": 0.5}),
+    *[(f"inner_size={n} must be a positive multiple of head size", {**DARK, "inner_size": n}) for n in (0, -64, 100)],
     ("target_fraction has 2 entries for 1", {**DARK, "target_fraction": [0.2, 0.3]}),
     ("target_fraction must lie strictly between", {**DARK, "target_fraction": 1.0}),
     *[(f"window must be a positive whole number, got {n}", {"window": n}) for n in (0, -1)],
@@ -289,13 +286,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("match", "fields"), REFUSED, ids=str)
-def test_values_that_cannot_be(match, fields):
+def test_invalid_values_are_refused(match, fields):
     refused(match, **fields)
 
 
-def test_presets_that_cannot_be():
+def test_invalid_presets_are_refused():
     refused("num_hidden_layers=1 is too few for v4", presets.get, "v4-tiny", num_hidden_layers=1)
-    refused("num_hidden_layers=2 is too few for v5-tiny: 2 stand around", presets.get, "v5-tiny", num_hidden_layers=2)
+    refused("num_hidden_layers=2 is too few for v5-tiny: 2 are outside", presets.get, "v5-tiny", num_hidden_layers=2)
     config = presets.get("v3-tiny", num_labels=3, problem_type="multi_label_classification")
     refused("one label", ChiarForSequenceClassification, config)
 
@@ -344,4 +341,4 @@ class TestInputs:
         for thresholds in (2.0, [0.5], [0.1, 0.2, 0.3], "high"):
             refused("thresholds", model.model.set_thresholds, thresholds)
         assert model.config.thresholds is None
-        torch.testing.assert_close(model(ids).logits, before, msg="the model is as it was")
+        torch.testing.assert_close(model(ids).logits, before, msg="the model has not changed")

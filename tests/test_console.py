@@ -1,4 +1,4 @@
-"""Tables fit the terminal: headings and texts fold, further columns go below, and nothing is lost."""
+"""Tables fit the terminal: headings and texts fold, further columns go below, and nothing is truncated."""
 
 from pathlib import Path
 
@@ -6,28 +6,28 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from chiar.console import fitted
+from chiar.console import fit_to_width
 from commands import run
 
 ROOT = Path(__file__).parents[1]
 LONG = "f = 1/3 between full layers, light tokens skip the FFN"
 
 
-def printed(part):
+def printed(table):
     console = Console(width=400, markup=False)
-    with console.capture() as taken:
-        console.print(part)
-    return [line.rstrip() for line in taken.get().splitlines()]
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
-@pytest.mark.parametrize(("numbers", "wide", "parts"), [(4, 100, 1), (12, 100, 2), (12, 60, 4), (1, 50, 1)])
-def test_every_cell_is_shown_within_the_width(numbers, wide, parts):
+@pytest.mark.parametrize(("numbers", "width", "parts"), [(4, 100, 1), (12, 100, 2), (12, 60, 4), (1, 50, 1)])
+def test_every_cell_is_shown_within_the_width(numbers, width, parts):
     headings = [f"attention saved in layer {n}" for n in range(numbers)]
     table = Table("variant", *headings, "what", box=None)
     table.add_row("[sandwich]", *(f"{n}.123456" for n in range(numbers)), LONG)
-    found = [printed(part) for part in fitted(table, wide)]
+    found = [printed(part) for part in fit_to_width(table, width)]
     assert len(found) == parts
-    assert max(len(line) for lines in found for line in lines) <= wide
+    assert max(len(line) for lines in found for line in lines) <= width
     words = " ".join(line for lines in found for line in lines).split()
     assert {f"{n}.123456" for n in range(numbers)} | {"[sandwich]", *LONG.split()} <= {*words}
     assert sum("variant" in line for lines in found for line in lines) == parts

@@ -1,4 +1,4 @@
-"""What docs/extending.md shows: a router, an operator and a corpus of one's own, run as they stand there."""
+"""The custom routers, operator and corpus of docs/extending.md, run as printed there."""
 
 import itertools
 import json
@@ -30,17 +30,17 @@ BLOCKS = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs" / "exten
 
 
 @pytest.fixture(autouse=True)
-def own_names(monkeypatch):
-    """Nothing registered here outlives the test."""
+def clean_registry(monkeypatch):
+    """Nothing a test registers outlives it."""
     monkeypatch.setenv(registry.PLUGINS, "")
     yield
     forget()
 
 
 def forget():
-    for known in (registry.ROUTERS, registry.OPERATORS):
-        for name in [name for name, kind in known.items() if not registry.built_in(kind)]:
-            del known[name]
+    for kinds in (registry.ROUTERS, registry.OPERATORS):
+        for name in [name for name, kind in kinds.items() if not registry.built_in(kind)]:
+            del kinds[name]
     for name in [name for name in sys.modules if name.startswith("chiar_plugin_")]:
         del sys.modules[name]
 
@@ -64,7 +64,7 @@ def build(vocab_size=61, **changes):
 
 @pytest.mark.parametrize("room", [False, True], ids=["exact", "with room"])
 @pytest.mark.parametrize(("norm_position", "light_ffn"), [("pre", True), ("pre", False), ("post", False)])
-def test_they_run_sparsely_as_densely_and_with_a_cache(files, norm_position, light_ffn, room, monkeypatch):
+def test_custom_ones_are_equal_dense_sparse_and_cached(files, norm_position, light_ffn, room, monkeypatch):
     if room:
         monkeypatch.setattr(sparse, "host_sees_routes", lambda device: False)
     registry.add_plugins(["words.py", "scale.py"])
@@ -77,7 +77,7 @@ def test_they_run_sparsely_as_densely_and_with_a_cache(files, norm_position, lig
         result = model(ids, labels=ids, output_routing=True)
         result.loss.backward()
         found[execution] = result.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
-    # Sums run in another order, in float64.
+    # float64 sums in another order.
     torch.testing.assert_close(found["sparse"], found["dense"], rtol=1e-8, atol=1e-10)
     for layer in model.config.routed_layers:
         assert torch.equal(result.routing.layers[layer].choice_BT, (ids >= 61 * layer // 8).long())
@@ -111,17 +111,17 @@ BUILT_IN = {
 
 
 @pytest.mark.parametrize("case", BUILT_IN)
-def test_built_in_routers_keep_the_promises(case):
+def test_built_in_routers_pass_the_checks(case):
     check_router(case.split(",")[0], **BUILT_IN[case])
 
 
 @pytest.mark.parametrize("operator", [name for name, kind in registry.OPERATORS.items() if not kind.of_stacks])
-def test_built_in_operators_keep_the_promises(operator):
+def test_built_in_operators_pass_the_checks(operator):
     check_operator(operator)
 
 
 class Before(Operator):
-    """The mean of what the last three tokens were, which it keeps by `context.past`."""
+    """The mean of the last three tokens' inputs, which `context.past` keeps."""
 
     def __init__(self, config):
         super().__init__()
@@ -131,14 +131,14 @@ class Before(Operator):
 
 
 class Pairs(ChoiceRouter):
-    """By states, not ids, and by a name that an operator of the same layer uses too."""
+    """Reads states, not ids, under a name that an operator of the same layer uses too."""
 
     def choose(self, x_BTD, entropy_BT, context):
-        # Behind the same word twice the states are equal but for rounding: no comparison may hang on that.
+        # After the same word the states are equal up to rounding, which must not decide the comparison.
         return (context.past("x", x_BTD[..., 0], 2).sum(2) > 0.7 * x_BTD[..., 0]).long()
 
 
-def test_own_ones_keep_the_promises(files):
+def test_custom_ones_pass_the_checks(files):
     registry.add_plugins(["words.py", "repeats.py", "scale.py"])
     check_router("frequent")
     check_router("repeats")
@@ -150,30 +150,30 @@ def test_own_ones_keep_the_promises(files):
     check_router(lambda config, layer: Pairs(2), operators=["before", "attention"])
 
 
-def choosing(choose):
+def router_from(choose):
     """A router with this `choose`."""
-    made = type("Mine", (ChoiceRouter,), {"choose": lambda self, x_BTD, _, context: choose(x_BTD, context)})
-    return lambda config, layer: made(2)
+    router = type("Mine", (ChoiceRouter,), {"choose": lambda self, x_BTD, _, context: choose(x_BTD, context)})
+    return lambda config, layer: router(2)
 
 
 def shifted(context, by):
     return (context.token_ids_BT.roll(by, 1) < 5).long()
 
 
-def mapping(function):
-    """An operator that is this function."""
-    made = type("Mine", (torch.nn.Module,), {"forward": lambda self, x: function(x)})
-    return lambda config: made()
+def operator_from(function):
+    """An operator that applies this function."""
+    operator = type("Mine", (torch.nn.Module,), {"forward": lambda self, x: function(x)})
+    return lambda config: operator()
 
 
 FAULTY_ROUTERS = {
-    "sees later ones": (lambda x, context: shifted(context, -1), "not causal"),
+    "sees later tokens": (lambda x, context: shifted(context, -1), "not causal"),
     "sees the length": (lambda x, context: torch.full(x.shape[:2], x.shape[1] % 2), "not causal"),
     "sees other rows": (lambda x, context: (x[..., 0] > x[..., 0].mean(0)).long(), "mixes rows"),
     "sees padding": (lambda x, context: torch.full(x.shape[:2], int(context.real_BT is None)), "padding"),
     "forgets": (lambda x, context: context.token_ids_BT.cumsum(1) % 2, "in pieces"),
-    "draws": (lambda x, context: torch.randint(2, x.shape[:2]), "each time"),
-    "one too many": (lambda x, context: context.token_ids_BT % 3, r"chose operator 2, but a layer has 0\.\.1"),
+    "is random": (lambda x, context: torch.randint(2, x.shape[:2]), "each time"),
+    "too large": (lambda x, context: context.token_ids_BT % 3, r"chose operator 2, but a layer has 0\.\.1"),
     "negative": (lambda x, context: -(context.token_ids_BT % 2), "chose operator -1"),
     "bool": (lambda x, context: x[..., 0] > 0, r"chose bool \(3, 20\), expected int64 \(3, 20\)"),
     "states": (lambda x, context: x.long(), r"chose int64 \(3, 20, 32\), expected int64 \(3, 20\)"),
@@ -181,7 +181,7 @@ FAULTY_ROUTERS = {
     "breaks": (lambda x, context: x @ x, "failed: "),
 }
 FAULTY_OPERATORS = {
-    "sees later ones": (lambda x: x.flip(-2), "not causal"),
+    "sees later tokens": (lambda x: x.flip(-2), "not causal"),
     "forgets": (lambda x: x.cumsum(-2), "in pieces"),
     "wrong shape": (lambda x: x[..., :3], r"made \(3, 20, 3\) of \(3, 20, 32\)"),
     "nothing": (lambda x: None, "made NoneType"),
@@ -190,26 +190,26 @@ FAULTY_OPERATORS = {
 
 
 @pytest.mark.parametrize(("choose", "message"), FAULTY_ROUTERS.values(), ids=FAULTY_ROUTERS.keys())
-def test_faulty_routers_get_a_sentence(choose, message):
-    refused(message, check_router, choosing(choose))
-    refused(message, check_router, choosing(choose), layer_types=STACK)
+def test_faulty_routers_are_refused(choose, message):
+    refused(message, check_router, router_from(choose))
+    refused(message, check_router, router_from(choose), layer_types=STACK)
 
 
 @pytest.mark.parametrize(("function", "message"), FAULTY_OPERATORS.values(), ids=FAULTY_OPERATORS.keys())
-def test_faulty_operators_get_a_sentence(function, message):
-    refused(message, check_operator, mapping(function))
+def test_faulty_operators_are_refused(function, message):
+    refused(message, check_operator, operator_from(function))
 
 
-def test_what_is_checked_must_be_there_and_be_a_module():
+def test_unknown_names_and_non_modules_are_refused():
     refused("unknown router 'rare'", check_router, "rare")
     refused("unknown operator 'scale'", check_operator, "scale")
     refused("was built as NoneType", check_router, lambda config, layer: None)
     assert "checked" not in registry.ROUTERS
 
 
-def test_a_wrong_choice_in_a_model_is_a_sentence():
-    """Whichever way the route was made."""
-    register_router("three", choosing(lambda x, context: context.token_ids_BT % 3))
+def test_a_model_refuses_an_invalid_route():
+    """However it was made."""
+    register_router("three", router_from(lambda x, context: context.token_ids_BT % 3))
     refused("chose operator 2", build(router="three", gate_pool="causal"), words())
 
     class Direct(torch.nn.Module):
@@ -227,8 +227,8 @@ def test_a_wrong_choice_in_a_model_is_a_sentence():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_fixed_step_keeps_the_past_in_its_place(files, compiled, monkeypatch):
-    """Rows may change places, and others join."""
+def test_a_fixed_step_keeps_the_past_in_place(files, compiled, monkeypatch):
+    """Also if rows are reordered, or others join."""
     registry.add_plugins(["repeats.py"])
     model = build(9, router="repeats", gate_pool="causal", keys="routed")
     ids = words() % 9
@@ -249,8 +249,8 @@ def test_a_fixed_step_keeps_the_past_in_its_place(files, compiled, monkeypatch):
     torch.testing.assert_close(torch.cat(found, 1), expected.flip(0)[:, 8:])
 
 
-def test_built_in_names_and_own_ones_go_the_same_way():
-    """Any pair builds a model whose weights have the operator's name."""
+def test_every_router_works_with_every_operator():
+    """Built-in or custom. The operator's name is in those of its weights."""
     register_router("even", lambda config, layer: Even(len(config.operators)))
     register_operator("halve", lambda config: torch.nn.Linear(config.hidden_size, config.hidden_size))
     lights = [name for name, kind in registry.OPERATORS.items() if kind.light and not kind.of_stacks]
@@ -265,7 +265,7 @@ def test_built_in_names_and_own_ones_go_the_same_way():
         assert model(words()).logits.isfinite().all()
 
 
-def test_flops_are_what_was_said(files):
+def test_flops_are_those_declared(files):
     registry.add_plugins(["scale.py"])
     register_router("even", lambda config, layer: Even(2), flops=lambda config: 7.0)
     config = presets.get("v3-tiny", router="even", operators=["scale", "attention"])
@@ -276,24 +276,24 @@ def test_flops_are_what_was_said(files):
 
 
 def test_entropy_and_normed_states_reach_a_router_that_reads_them():
-    seen = []
+    inputs = []
 
     class Reader(ChoiceRouter):
         def choose(self, x_BTD, entropy_BT, context):
-            seen.append((x_BTD, entropy_BT))
+            inputs.append((x_BTD, entropy_BT))
             return torch.zeros(x_BTD.shape[:2], dtype=torch.long)
 
     design = {"norm_position": "pre", "norm": "rmsnorm", "gate_pool": "causal"}
     for name, reads in (("blind", False), ("reader", True)):
         register_router(name, lambda config, layer: Reader(2), reads_entropy=reads, reads_state=reads)
         build(router=name, **design)(words())
-    blind, reader = seen[0], seen[2]
+    blind, reader = inputs[0], inputs[2]
     assert blind[1] is None and reader[1].shape == (2, 24)
     roots = reader[0].square().mean(-1)
     torch.testing.assert_close(roots, torch.ones_like(roots), atol=1e-3, rtol=0)
 
 
-def test_the_command_takes_a_plugin(files, tmp_path):
+def test_commands_accept_a_plugin(files, tmp_path):
     changes = ["--set", "router=frequent", "--set", "gate_pool=causal", "--set", "dropout=0.0"]
     (tmp_path / "text.txt").write_text("".join(f"line {n} of a text\n\n" for n in range(60)))
     code, output = run("data", "prepare", "text.txt", "--tokenizer", "bytes", "--out", "corpus")
@@ -311,7 +311,7 @@ def test_the_command_takes_a_plugin(files, tmp_path):
     assert code == 2 and "unknown router 'frequent'" in output and "--plugin" in output
 
 
-def test_the_page_shows_them_and_has_nothing_to_move(files):
+def test_the_explore_page_shows_them_and_cannot_steer(files):
     registry.add_plugins(["words.py", "scale.py"])
     model = build(256, router="frequent", operators=["scale", "attention"], gate_pool="causal").float()
     model.save_pretrained("model")
@@ -325,7 +325,7 @@ def test_the_page_shows_them_and_has_nothing_to_move(files):
         to_spectral_coordinates(build(operators=["scale", "attention"], **changes))
 
 
-def test_training_begins_with_the_weights_it_sets_and_loading_brings_back_others(files, tmp_path):
+def test_custom_weights_are_initialised_in_training_and_kept_in_loading(files, tmp_path):
     registry.add_plugins(["scale.py"])
     config = presets.get("v3-tiny", vocab_size=61, dropout=0.0, operators=["scale", "attention"], gate_pool="causal")
     model = tasks.materialise(tasks.outline(config, {}), 0).language
@@ -339,7 +339,7 @@ def test_training_begins_with_the_weights_it_sets_and_loading_brings_back_others
 
 
 @pytest.mark.parametrize(("persistent", "message"), [(True, "reset_parameters"), (False, "persistent=True")])
-def test_what_could_not_be_drawn_or_loaded_is_refused(persistent, message):
+def test_tensors_that_cannot_be_initialised_or_loaded_are_refused(persistent, message):
     module = torch.nn.Module()
     module.register_buffer("table", torch.ones(3), persistent=persistent)
     register_operator("mine", lambda config: module)
@@ -347,8 +347,8 @@ def test_what_could_not_be_drawn_or_loaded_is_refused(persistent, message):
         build(operators=["mine", "attention"])
 
 
-def test_plugins_of_one_name_with_dataclasses_and_in_processes_started_from_here(tmp_path, monkeypatch):
-    """Dataclasses look their module up while it is being imported."""
+def test_plugins_with_the_same_file_name_dataclasses_and_subprocesses(tmp_path, monkeypatch):
+    """A dataclass looks up its module while that is being imported."""
     for folder in ("a", "b"):
         path = tmp_path / folder / "mine.py"
         path.parent.mkdir()
@@ -376,11 +376,11 @@ def test_the_corpus_is_prepared(files):
     assert corpus.name == "diary" and sum(corpus.split(name).documents for name in corpus.splits) == 28
 
 
-def test_names_and_plugins_that_cannot_be(tmp_path):
+def test_invalid_names_and_plugins_are_refused(tmp_path):
     for name in ("attention", "routed", "ffn"):
-        with pytest.raises(InputError, match="own names"):
+        with pytest.raises(InputError, match="built-in name"):
             register_operator(name, lambda *_: None)
-    with pytest.raises(InputError, match="own names"):
+    with pytest.raises(InputError, match="built-in name"):
         register_router("entropy", lambda *_: None)
     with pytest.raises(InputError, match="letters, digits"):
         register_router("my router", lambda *_: None)

@@ -1,4 +1,4 @@
-"""What a model or a user writes cannot take over a terminal or break a picture."""
+"""Text of a model or a user cannot control a terminal or break a figure."""
 
 import sys
 from xml.etree import ElementTree

@@ -1,12 +1,12 @@
-"""CHIAR-Former: tokens go to a spectral filter (light) or to attention (dark), chosen by spectral entropy."""
+"""CHIAR-Former: spectral entropy routes each token to a spectral filter (light) or to attention (dark)."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Loaded on first use, so that `import chiar` and `chiar --help` stay quick.
-_HOMES = {
+# Loaded on first use, so that `import chiar` and `chiar --help` stay fast.
+_MODULES = {
     **{"ChiarConfig": "chiar.config", "RoutingTrace": "chiar.model.trace", "presets": "chiar.presets"},
     **dict.fromkeys(["ChiarModel", "ChiarForCausalLM", "ChiarForSequenceClassification"], "chiar.modeling"),
     **dict.fromkeys(["register_operator", "register_router"], "chiar.registry"),
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'chiar' has no attribute {name!r}")
-    module = import_module(_HOMES[name])
-    return module if _HOMES[name] == f"chiar.{name}" else getattr(module, name)
+    module = import_module(_MODULES[name])
+    return module if _MODULES[name] == f"chiar.{name}" else getattr(module, name)

@@ -1,4 +1,4 @@
-"""The `chiar` command, assembled: each function lives in its package and imports what is heavy when it runs."""
+"""The `chiar` command. Each subcommand is in its package and does slow imports inside its function."""
 
 from typing import Annotated
 
@@ -23,7 +23,7 @@ app = typer.Typer(
     context_settings={"max_content_width": 120},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="CHIAR-Former: language models that send each token to a spectral filter (light) or to attention (dark).",
+    help="CHIAR-Former: language models that route each token to a spectral filter (light) or to attention (dark).",
 )
 
 app.add_typer(data_app, name="data")
@@ -33,8 +33,8 @@ for command in (train, finetune, generate, serve, explore, plot, models, flops, 
     app.command()(command)
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
+def show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"chiar {__version__}")
         raise typer.Exit
 
@@ -46,7 +46,7 @@ def options(
     ] = False,
     plugin: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE.py|MODULE", help="Import your own routers and operators first (docs/extending.md)."),
+        typer.Option(metavar="FILE.py|MODULE", help="Import custom routers and operators first (docs/extending.md)."),
     ] = None,
 ) -> None:
     add_plugins(plugin or [])

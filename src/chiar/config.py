@@ -1,4 +1,4 @@
-"""ChiarConfig: every architectural choice of the paper, and of our reading of it, is one validated field."""
+"""ChiarConfig: one validated field for every architectural choice of the paper and of this implementation."""
 
 from copy import copy
 from pathlib import Path
@@ -31,119 +31,119 @@ class ChiarConfig(PreTrainedConfig):
     model_type = "chiar"
 
     vocab_size: int = 50257
-    """Number of token ids; a preset takes its corpus' own."""
+    """Number of token ids. Training a preset sets it to that of the corpus."""
     hidden_size: int = 256
     """Width D of the residual stream."""
     num_hidden_layers: int | None = None
-    """Number of layers N; taken from `layer_types` when that is given, else 4."""
+    """Number of layers N. Default: the length of `layer_types` if that is given, else 4."""
     num_attention_heads: int = 4
-    """Heads of attention; they divide the width."""
+    """Number of attention heads, a divisor of `hidden_size`."""
     intermediate_size: int | None = None
-    """Hidden width of the feed-forward network; 4·D when not given."""
+    """Hidden width of the feed-forward network. Default: 4·D."""
     layer_types: list[str] | None = None
-    """spectral, temporal, routed, dark or attention for each layer; when not given the paper's spectral,
-    routed × (N−2), attention. Consecutive dark layers are one inner stack, which only dark tokens pass."""
+    """Type of each layer: spectral, temporal, routed, dark or attention. Default: the paper's spectral,
+    routed × (N−2), attention. Consecutive dark layers form one stack, which processes dark tokens only."""
 
     operators: list[str] | None = None
-    """Operators of routed layers in order of rising entropy: spectral or temporal, (rbf,) attention. Around a dark
-    stack carry, attention: light tokens get what the stack said last."""
+    """Operators of routed layers in order of rising entropy: spectral or temporal, optionally rbf, then attention.
+    With dark stacks: carry, attention, where the carry passes a stack's last change on to light tokens."""
     router: str | None = None
-    """What chooses a token's operator: entropy, learned, random or static in routed layers; before a dark stack
-    rise, predictive, forecast, learned, boundary, spectral, space, stride or random."""
+    """Router that chooses each token's operator. For routed layers: entropy, learned, random or static. For dark
+    stacks: rise, predictive, forecast, learned, boundary, spectral, space, stride or random."""
     routing: str | None = None
-    """threshold (entropy, random and static routers), hard or soft (the learned router)."""
+    """How the router decides: hard or soft (the learned router), threshold (all others)."""
     thresholds: float | list | None = None
-    """τ: one number for all routed layers or one per routed layer (pairs [τ_low, τ_high] with three operators).
-    Until calibration: what white noise of this width would give. A built model changes them with `set_thresholds`."""
+    """Threshold τ: one number, or one for each routed layer (pairs [τ_low, τ_high] with three operators). Default: the
+    mean entropy of white noise of this width. Change those of a built model with `set_thresholds`."""
     hard_estimator: str = "both"
-    """Gradient of hard routing: both (the paper's straight-through) or selected (only the chosen operator runs)."""
+    """Gradient of hard routing: both (the paper's straight-through estimator) or selected (chosen operator only)."""
     target_fraction: float | list[float] | None = None
-    """f that a layer or a dark stack holds, one for all or one each: in training its threshold follows the
-    (1 − f)-quantile of the scores (H, or the learned router's logit difference); in evaluation it stays."""
+    """Target fraction f of dark tokens, one for all layers or stacks or one for each. In training the threshold follows
+    the (1 − f)-quantile of the scores (H, or the learned router's logit difference); in evaluation it is fixed."""
     router_scale: str = "one"
-    """What the chosen change is multiplied by: one (p / stopgrad(p), for the gradient only), or probability (2·p where
+    """Factor on the chosen operator's output: one (p / stopgrad(p), for the gradient only) or probability (2·p where
     attention was chosen, 1 elsewhere)."""
     random_key: str = "token"
-    """The random router hashes the token id, the position, or both."""
+    """What the random router hashes: token (its id), position, or both."""
     random_fraction: float = 0.5
     """Fraction of tokens the random router sends to attention."""
     router_seed: int = 0
     """Seed of the random router's hash and of the random basis."""
     static_operators: list[str] | None = None
-    """The static router's operator for each routed layer; every other layer attention when not given."""
+    """The static router's operator for each routed layer. Default: attention in every second one, from the first."""
     collapse_regulariser: float = 0.0
     """λ of the loss −λ·(entropy of mean operator use), averaged over routed layers. No gradient under threshold."""
     keys: str = "all"
-    """all: every token is a key. routed: only tokens sent to an operator are keys in it."""
+    """Keys of an operator in routed layers: all tokens, or routed (only tokens sent to it)."""
     light_ffn: bool = True
-    """False: in routed layers light tokens skip the feed-forward network and its norm."""
+    """Whether light tokens pass through the feed-forward network and its norm in routed layers."""
 
     window: int | None = None
-    """How many tokens attention layers look at, themselves among them; all when not given. Dark layers see all."""
+    """Sliding window of attention layers in tokens, including the token itself. Default: none. Not for dark layers."""
     inner_size: int | None = None
-    """Width of dark layers; D when not given. Heads keep their size."""
+    """Width of dark layers, whose heads keep their size. Default: D."""
     carry: str = "linear"
-    """What light tokens get of a dark stack: linear (a map of what it last changed), smoothed (a running mean,
-    weighted by the router's probabilities) or none."""
+    """What light tokens get from a dark stack: linear (a linear map of its last change), smoothed (a running mean of
+    its changes, weighted by the router's probabilities) or none."""
     early_weight: float = 0.2
-    """Weight of the next-token loss of a head before each dark stack; predictive entropy is that head's."""
+    """Weight of the next-token loss of the early head before each dark stack, the source of predictive entropy."""
 
     execution: str = "dense"
-    """How routed layers and dark stacks run: dense computes everything for every token and selects, the definition;
-    sparse computes only what was chosen; auto is sparse wherever that is possible. The numbers are the same."""
+    """How routed layers and dark stacks run: dense (every operator on every token, then select: the definition), sparse
+    (only what was chosen) or auto (sparse where possible). The results are the same."""
 
     spectral_form: str = "sublayer"
     """Light path of post-norm layers: sublayer (the released code) or equation (the paper's Eq. 3)."""
     norm: str = "layernorm"
-    """layernorm or rmsnorm."""
+    """Kind of norm: layernorm or rmsnorm."""
     norm_position: str = "post"
-    """post (the paper) or pre: after what a layer adds, or before what it reads."""
+    """Where norms are: post (after each residual addition, as in the paper) or pre (before each sublayer)."""
     embedding_norm: bool = False
-    """Embedded tokens are divided by their root mean square, so that the residual stream begins at scale 1."""
+    """Whether embeddings are divided by their root mean square, so that the residual stream starts at scale 1."""
     filter_init: float = 1.0
-    """What the weights of light filters begin at: 1 as in the paper, or 0, which adds nothing under pre-norm."""
+    """Initial value of the weights of light filters: 1 in the paper; under pre-norm a filter at 0 adds nothing."""
     filter_gamma: bool = True
-    """False: under pre-norm the filter's own norm has no γ, so that spectral coordinates are exact after training."""
+    """Whether a filter's own norm has a scale γ under pre-norm; without it, spectral coordinates stay exact."""
     basis: str = "dct"
     """Basis of the entropy and the filter: dct, or the controls identity and random (orthogonal)."""
     entropy_eps: float = 0.0
-    """ε of the entropy; 0 is exact and scale-free, 1e-8 is the released code's."""
+    """ε of the entropy: 0 is exact and scale-free; the released code has 1e-8."""
     entropy_dc_weight: float = 1.0
-    """Weight of the first coefficient's energy in H; 2 for the released code's unnormalised DCT."""
+    """Weight of the first coefficient's energy in H: 2 reproduces the released code's unnormalised DCT."""
     temporal_window: int = 16
-    """W: how many tokens the temporal filter looks at, the token itself among them."""
+    """Window W of the temporal filter in tokens, including the token itself."""
     temporal_coefficients: int = 4
-    """K: DCT coefficients along the window that give a temporal filter's taps in each channel."""
+    """Number K of DCT coefficients along the window that define a temporal filter's taps in each channel."""
     temporal_everywhere: bool = False
-    """A temporal filter as one more sublayer at the beginning of every layer, for every token; it starts at 0."""
+    """Whether every layer begins with one more sublayer, a temporal filter for every token, initialised to 0."""
     positions: str = "rope"
-    """rope or learned."""
+    """Position encoding: rope or learned."""
     max_position_embeddings: int = 256
-    """Number of learned positions, or the trained length under RoPE (which may be exceeded)."""
+    """Number of learned positions; with RoPE the length trained on, which may be exceeded."""
 
     meta_router: bool | None = None
-    """A learned gate on layer 1; on by default exactly when that is spectral or temporal and positions RoPE (v3)."""
+    """Whether layer 1 has a learned gate. Default: only if it is spectral or temporal and positions are rope (v3)."""
     gate_pool: str = "batch"
-    """Mean embedding the gate sees: over the batch (the paper), over the sequence, or causal (running mean)."""
+    """Mean embedding the gate reads: over the batch (the paper), over the sequence, or causal (running mean)."""
     gate_init: str = "biased"
-    """biased: weights 0 and bias 2 (the text); neutral: weights N(0, 0.02), bias 0 (the released code)."""
+    """Initial gate: biased (weights 0, bias 2; the paper) or neutral (weights N(0, 0.02), bias 0; released code)."""
     gate_skip_below: float | None = None
-    """Hard gate: at inference, a g below this bound skips layer 1."""
+    """Hard gate: at inference layer 1 is skipped where g is below this bound. Default: never."""
     gate_generation: str = "refuse"
-    """Generation with a gate that sees the future: refuse, or freeze g at the prefill."""
+    """Generation with a gate that reads later tokens: refuse, or prefill (freeze g after the prompt)."""
 
     dropout: float = 0.1
-    """On embeddings, attention probabilities, feed-forward hidden and output."""
+    """Dropout on embeddings, attention probabilities, and the hidden layer and output of the feed-forward network."""
     classifier_pool: str = "last"
-    """Token state the sequence classifier reads: the last real token, or the mean over real tokens."""
+    """State the sequence classifier reads: last (of the last real token) or mean (over real tokens)."""
     tie_word_embeddings: bool = True
-    """One matrix for embeddings and output."""
+    """Whether embedding and output projection share one matrix."""
     bos_token_id: int | None = None
-    """Token before a text; a preset takes its corpus' end of text."""
+    """Id of the token before a text. Training a preset sets it to the end of text of the corpus."""
     eos_token_id: int | list[int] | None = None
-    """Token that ends a text, or several; as above."""
+    """Id or ids of the token that ends a text. Training a preset sets it like `bos_token_id`."""
     pad_token_id: int | None = None
-    """Token that fills up rows of a batch."""
+    """Id of the token that pads the rows of a batch."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs = config_checks.without_removed(kwargs)
@@ -179,7 +179,7 @@ class ChiarConfig(PreTrainedConfig):
             self.meta_router = self.positions == "rope" and self.layer_types[:1] in ([kind] for kind in LIGHT_LAYERS)
         if self.stacks and self.target_fraction is None and not (kind and kind.fraction):
             self.target_fraction = 0.2
-        if self.stacks and self.router == "stride":  # every k-th token is 1/k of them; others are refused as given
+        if self.stacks and self.router == "stride":  # every k-th token: f is 1/k; f above ½ is left to be refused
             exact = [1 / round(1 / f) if 0 < f <= 0.5 else f for f in self.layer_fractions() or ()]
             self.target_fraction = exact if isinstance(self.target_fraction, list) else exact[0]
         if kind is not None and kind.decides_by_layer and self.static_operators is None:
@@ -188,15 +188,15 @@ class ChiarConfig(PreTrainedConfig):
 
     @property
     def routed_layers(self) -> list[int]:
-        """Where tokens are routed: the indices of routed layers, and of the first layer of each dark stack."""
+        """Indices of layers that route tokens: routed layers, and the first layer of each dark stack."""
         kinds, stacks = self.layer_types or [], self.stacks
         return [i for i, kind in enumerate(kinds) if kind == "routed" or i in stacks]
 
     @property
     def stacks(self) -> dict[int, range]:
-        """The dark layers of each stack, by its first."""
+        """Layers of each dark stack, keyed by the first."""
         kinds, first = self.layer_types or [], 0
-        found: dict[int, range] = {}  # a compiler cannot call dict[int, range]
+        found: dict[int, range] = {}  # torch.compile cannot trace dict[int, range]()
         if "dark" not in kinds:
             return found
         for i, kind in enumerate(kinds):
@@ -207,8 +207,8 @@ class ChiarConfig(PreTrainedConfig):
 
     @property
     def can_run_sparse(self) -> bool:
-        """Whether a token needs one operator only. Soft routing blends all, and the paper's straight-through estimator
-        takes its gradient from all."""
+        """Whether a token needs only one operator. Soft routing blends all, and the paper's straight-through estimator
+        gets its gradient from all."""
         selected = self.routing == "hard" and (self.hard_estimator == "selected" or bool(self.stacks))
         return self.routing == "threshold" or selected
 
@@ -219,17 +219,17 @@ class ChiarConfig(PreTrainedConfig):
 
     @property
     def follows_quantile(self) -> bool:
-        """Whether thresholds follow the scores in training (layers/routers.py)."""
+        """Whether thresholds follow a quantile of the scores in training (layers/routers.py)."""
         return self.target_fraction is not None and bool(self.routed_layers) and self.router_kind.can_follow
 
     def layer_fractions(self) -> list[float] | None:
-        """target_fraction, one for each routed layer."""
+        """target_fraction as a list, one per entry of `routed_layers`."""
         if self.target_fraction is None or isinstance(self.target_fraction, list | tuple):
             return self.target_fraction
         return [self.target_fraction] * len(self.routed_layers)
 
     def of_layer(self, layer: int) -> "ChiarConfig":
-        """As one layer sees it: dark ones may be wider."""
+        """The configuration to build one layer from: dark layers may have another width."""
         if self.inner_size is None or (self.layer_types or [])[layer] != "dark":
             return self
         inner = copy(self)
@@ -242,8 +242,8 @@ class ChiarConfig(PreTrainedConfig):
         return self.hidden_size // self.num_attention_heads
 
     def layer_thresholds(self) -> list[tuple[float, ...]]:
-        """The thresholds in force, one tuple per routed layer: one value a boundary between two operators. Before
-        calibration: the white-noise mean, or its 33rd and 67th percentiles (normal to first order)."""
+        """The thresholds in force: a tuple per routed layer, one value per boundary between two operators. Before
+        calibration: the mean of white noise, or its 33rd and 67th percentiles (normal to first order)."""
         boundaries, layers = len(self.operators or []) - 1, len(self.routed_layers)
         if self.thresholds is None:
             mean, deviation = white_noise_entropy(self.hidden_size)
@@ -253,23 +253,23 @@ class ChiarConfig(PreTrainedConfig):
         return [tuple(t) if isinstance(t, list | tuple) else (t,) for t in self.thresholds]
 
     def validate(self) -> None:
-        """Raise InputError with the value received and what is allowed. transformers calls this when saving, we when a
-        model is built. It replaces transformers' own validators, one of which would reject our layer types."""
+        """Raise InputError with the value received and those allowed. transformers calls this to save, we to build.
+        It replaces transformers' own validators, one of which would reject our layer types."""
         config_checks.check(self)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What a saved file holds. transformers has a field `layer_types` of its own and reads files without knowing
-        whose they are, for a tokenizer alone too: it would reject ours, so there it has another name."""
-        told = super().to_diff_dict()
-        return {SAVED_LAYER_TYPES if name == "layer_types" else name: value for name, value in told.items()}
+        """The fields a file stores. transformers has its own `layer_types` and would reject ours when it reads the file
+        without knowing the model class, for example to load a tokenizer. So files have another name for it."""
+        fields = super().to_diff_dict()
+        return {SAVED_LAYER_TYPES if name == "layer_types" else name: value for name, value in fields.items()}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        told = {"layer_types" if name == SAVED_LAYER_TYPES else name: value for name, value in config_dict.items()}
-        return super().from_dict(told, **kwargs)
+        fields = {"layer_types" if name == SAVED_LAYER_TYPES else name: value for name, value in config_dict.items()}
+        return super().from_dict(fields, **kwargs)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """As in transformers, plus the shim the `auto_map` of the saved file points to."""
+        """As in transformers, and write the shim to which the `auto_map` of the saved file points."""
         super().save_pretrained(save_directory, **kwargs)
         (Path(save_directory) / f"{SHIM_MODULE}.py").write_text(SHIM, encoding="utf-8")
 

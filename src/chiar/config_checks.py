@@ -1,4 +1,4 @@
-"""What a configuration may be: one sentence for each mistake."""
+"""Checks of a configuration: one clear sentence for each mistake."""
 
 from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin
@@ -38,33 +38,33 @@ REMOVED: dict[str, Any] = {
     **{"rbf_gamma": 1.0, "rbf_features": 64, "gate_bias": 2.0, "norm_eps": 1e-5, "basis_seed": 0},
     **{"rope_base": 10000.0, "initializer_range": 0.02},
 }
-"""Fields of experiments that did not pay (docs/log.md) or that nothing varied, with the value that is left of them."""
+"""Fields of failed experiments (docs/log.md), or never varied, with the only value that is still supported."""
 REMOVED_OPERATORS = ("skip", "bypass")
 STACK_OPERATORS = ["carry", "attention"]
 SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
-# Where not 2⁴⁰: the bytes of a matrix are counted in 63 bits, and each layer is made before memory is counted.
+# Upper bounds below 2⁴⁰: the bytes of a matrix must fit 63 bits, and all layers are built before memory is estimated.
 LARGEST = {**dict.fromkeys(SIZES, 2**28), "num_hidden_layers": 10_000}
 LAST_COMMIT = "bde4d4f"
-"""Where the removed ones can still be run."""
+"""The last commit that runs the removed fields and operators."""
 
 
 def without_removed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Saved fields without the removed ones; InputError where one of those says something."""
+    """Saved fields without the removed ones; InputError if one of these has an unsupported value."""
     for name, default in REMOVED.items():
-        # Channels of a signal along time say nothing where H is of the features.
+        # temporal_channels never mattered under the supported value of signal.
         if name in fields and fields[name] != default and name != "temporal_channels":
-            raise InputError(f"{name}={fields[name]!r} is gone (docs/log.md): commit {LAST_COMMIT} runs it.")
+            raise InputError(f"{name}={fields[name]!r} was removed (docs/log.md): commit {LAST_COMMIT} runs it.")
     return {name: value for name, value in fields.items() if name not in REMOVED}
 
 
 def check(config: "ChiarConfig") -> None:
-    """Raise InputError with the value received and what is allowed."""
+    """Raise InputError with the value received and those allowed."""
     for part in (check_types, check_names, check_sizes, check_routing, check_thresholds, check_combinations):
         part(config)
 
 
 def check_types(config: "ChiarConfig") -> None:
-    """Whether every field has its type."""
+    """Check that every field has its type, and no number is too large."""
     from chiar.config import ChiarConfig
 
     for name, hint in ChiarConfig.__annotations__.items():
@@ -87,21 +87,21 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def check_names(config: "ChiarConfig") -> None:
-    """Whether every choice is one of those there are."""
-    own = "of your own? Import it first, or give its file with --plugin."
+    """Check that every name is a known one."""
+    own = "of your own? Import it first, or pass its file with --plugin."
     given = [(name, getattr(config, name), allowed, "") for name, allowed in CHOICES.items()]
     given.append(("router", config.router, tuple(registry.ROUTERS), f"A router {own}"))
     given += [("layer type", kind, LAYER_TYPES, "") for kind in config.layer_types or []]
     given += [("operator", name, tuple(registry.OPERATORS), f"An operator {own}") for name in config.operators or []]
     for what, name, allowed, hint in given:
         if what == "operator" and name in REMOVED_OPERATORS and name not in allowed:
-            raise InputError(f"the operator {name!r} is gone (docs/log.md): commit {LAST_COMMIT} runs it.")
+            raise InputError(f"the operator {name!r} was removed (docs/log.md): commit {LAST_COMMIT} runs it.")
         if name not in allowed:
             raise unknown_name(what, name, allowed, hint)
 
 
 def check_sizes(config: "ChiarConfig") -> None:
-    """Numbers that can be, and fit together."""
+    """Check the range of numbers, and that sizes match each other."""
     for name in (*SIZES, "temporal_coefficients"):
         require(getattr(config, name) >= 1, f"{name} must be a positive whole number, got {getattr(config, name)!r}.")
     for name in ("dropout", "random_fraction", "gate_skip_below", "filter_init"):
@@ -112,7 +112,7 @@ def check_sizes(config: "ChiarConfig") -> None:
         require(getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)!r}.")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         ids = given if isinstance(given := getattr(config, name), list) else [given or 0]
-        require(ids, f"{name} is an empty list: name a token, or null.")
+        require(ids, f"{name} is an empty list: give a token id, or null.")
         require(min(ids) >= 0, f"{name} must not be negative, got {given}.")
     require(config.hidden_size >= 2, "hidden_size must be at least 2: the entropy of one coefficient is undefined.")
     if config.hidden_size % (heads := config.num_attention_heads):
@@ -120,7 +120,7 @@ def check_sizes(config: "ChiarConfig") -> None:
     if config.positions == "rope" and config.head_size % 2:
         raise InputError(f"RoPE rotates pairs of features: the head size {config.head_size} must be even.")
     if (window := config.temporal_window) < 2:
-        raise InputError(f"temporal_window must be at least 2, got {window}: 1 is no look back.")
+        raise InputError(f"temporal_window must be at least 2, got {window}: with 1 it sees no earlier token.")
     if config.temporal_coefficients > window:
         raise InputError(f"temporal_coefficients={config.temporal_coefficients} is more than temporal_window={window}.")
     require(
@@ -128,22 +128,22 @@ def check_sizes(config: "ChiarConfig") -> None:
     )
     require(layers := config.layer_types or [], "layer_types is empty: a model needs at least one layer.")
     if (count := config.num_hidden_layers) != len(layers):
-        raise InputError(f"num_hidden_layers={count} but layer_types has {len(layers)} entries: give one.")
+        raise InputError(f"num_hidden_layers={count} but layer_types has {len(layers)} entries: give only one of them.")
 
 
 def operator_sets() -> list[list[str]]:
-    """What `operators` may be."""
+    """All values of `operators` that routed layers support."""
     kinds = registry.OPERATORS
     between = [name for name, kind in kinds.items() if not (kind.light or kind.is_layer)]
     pairs = [
         [light, dark] for light, kind in kinds.items() if kind.light and not kind.of_stacks for dark in DARK_LAYERS
     ]
-    own_pairs = [pair for pair in pairs if registry.built_in(kinds[pair[0]])]
-    return pairs + [[light, middle, dark] for light, dark in own_pairs for middle in between]
+    built_in_pairs = [pair for pair in pairs if registry.built_in(kinds[pair[0]])]
+    return pairs + [[light, middle, dark] for light, dark in built_in_pairs for middle in between]
 
 
 def check_routing(config: "ChiarConfig") -> None:
-    """Operators, router and routing that go together."""
+    """Check that operators, router and routing match each other."""
     assert config.operators is not None
     check_stacks(config)
     if not config.stacks and config.operators not in operator_sets():
@@ -151,7 +151,7 @@ def check_routing(config: "ChiarConfig") -> None:
         raise InputError(f"operators={config.operators} is not supported: use {allowed}.")
     if config.routing not in (routings := config.router_kind.routings):
         allowed = " or ".join(routings)
-        raise InputError(f"routing={config.routing!r} does not go with router={config.router!r}: it takes {allowed}.")
+        raise InputError(f"routing={config.routing!r} does not work with router={config.router!r}: use {allowed}.")
     if config.router_kind.decides_by_layer:
         check_entries(config, "static_operators")
         for operator in config.static_operators or []:
@@ -160,66 +160,64 @@ def check_routing(config: "ChiarConfig") -> None:
 
 
 def check_stacks(config: "ChiarConfig") -> None:
-    """Which routers choose for layers, which for dark stacks, and what those need."""
+    """Check that the router is one for routed layers or for dark stacks, and what dark stacks need."""
     kind, dark = config.router_kind, bool(config.stacks)
     if config.routed_layers and not (kind.of_stacks if dark else kind.of_layers):
-        takes, other = ("a dark stack takes", "routed layers") if dark else ("routed layers take", "a dark stack")
+        takes, other = ("dark stacks take", "routed layers") if dark else ("routed layers take", "dark stacks")
         known = [name for name, one in registry.ROUTERS.items() if (one.of_stacks if dark else one.of_layers)]
-        raise InputError(f"router={config.router!r} chooses for {other}: {takes} {', '.join(known)}.")
+        raise InputError(f"router={config.router!r} is for {other}: {takes} {', '.join(known)}.")
     if not dark:
-        require("carry" not in (config.operators or []), "the operator carry belongs to dark layers: there are none.")
+        require("carry" not in (config.operators or []), "the operator carry needs dark layers: there are none.")
         return
     if config.operators != STACK_OPERATORS:
-        raise InputError(f"operators={config.operators} is not supported around dark layers: use {STACK_OPERATORS}.")
+        raise InputError(f"operators={config.operators} is not supported with dark layers: use {STACK_OPERATORS}.")
     if config.thresholds is not None:
-        raise InputError("dark stacks keep their thresholds with the weights: chiar calibrate --fraction moves them.")
-    require("routed" not in (config.layer_types or []), "a model has routed layers or a dark stack, not both.")
-    require(config.routing != "soft", "soft routing runs everything for every token: a dark stack takes hard routing.")
+        raise InputError("dark stacks store thresholds with the weights: set them with chiar calibrate --fraction.")
+    require("routed" not in (config.layer_types or []), "a model has routed layers or dark stacks, not both.")
+    require(config.routing != "soft", "soft routing runs everything on every token: dark stacks need hard routing.")
     require(config.norm_position == "pre", "dark layers need norm_position='pre': they add to the residual stream.")
-    bytes_are_ids = config.vocab_size >= 256
-    require(
-        config.router != "space" or bytes_are_ids, f"router='space' reads bytes, {config.vocab_size} ids are fewer."
-    )
+    if config.router == "space" and config.vocab_size < 256:
+        raise InputError(f"router='space' reads bytes: vocab_size must be at least 256, got {config.vocab_size}.")
     if config.inner_size is not None and (config.inner_size < 1 or config.inner_size % config.head_size):
-        raise InputError(f"inner_size={config.inner_size} must be a multiple of the head size {config.head_size}.")
+        raise InputError(f"inner_size={config.inner_size} must be a positive multiple of head size {config.head_size}.")
 
 
 def check_entries(config: "ChiarConfig", name: str) -> None:
-    """Whether a field that is a list has an entry for each routed layer."""
+    """Check that a field that is a list has one entry per routed layer."""
     values, count = getattr(config, name), len(config.routed_layers)
     if isinstance(values, list | tuple) and len(values) != count:
         raise InputError(f"{name} has {len(values)} entries for {count} routed layers.")
 
 
 def check_thresholds(config: "ChiarConfig") -> None:
-    """Thresholds that can be, or a target_fraction that they can follow."""
+    """Check the thresholds, or the target_fraction that sets them."""
     count, fractions = len(config.operators or []), config.layer_fractions()
     if fractions is not None:
-        follows = config.router_kind.can_follow or config.stacks  # a rule of a stack only takes room for this share
+        follows = config.router_kind.can_follow or config.stacks  # a fixed rule only sizes its packed tokens by f
         if not follows or config.routing == "soft" or count != 2:
             got = f"router={config.router!r}, routing={config.routing!r} and operators={config.operators}"
             raise InputError(f"target_fraction needs two operators and an entropy or hard learned router, got {got}.")
         if config.thresholds is not None:
-            raise InputError("target_fraction moves the thresholds in training: leave one of the two out.")
+            raise InputError("target_fraction sets the thresholds in training: give only one of the two.")
         check_entries(config, "target_fraction")
         if not all(0.0 < fraction < 1.0 for fraction in fractions):
             raise InputError(f"target_fraction must lie strictly between 0 and 1, got {config.target_fraction!r}.")
         if config.router == "stride" and max(fractions) > 0.5:
             got = f"target_fraction must be at most 0.5, got {config.target_fraction!r}"
-            raise InputError(f"router='stride' takes every second token at most: {got}.")
+            raise InputError(f"router='stride' takes at most every second token: {got}.")
     check_entries(config, "thresholds")
     for values in map(list, config.layer_thresholds() if config.thresholds is not None else ()):
-        require(len(values) == count - 1, f"{count} operators need {count - 1} threshold(s) a layer, got {values}.")
+        require(len(values) == count - 1, f"{count} operators need {count - 1} threshold(s) per layer, got {values}.")
         if not all(fits(value, float) and 0.0 <= value <= 1.0 for value in values):
             raise InputError(f"thresholds are entropies between 0 and 1, got {values}.")
-        require(values == sorted(values), f"thresholds of a layer must rise (τ_low, τ_high), got {values}.")
+        require(values == sorted(values), f"thresholds of a layer must be ascending (τ_low, τ_high), got {values}.")
 
 
 def check_combinations(config: "ChiarConfig") -> None:
-    """Choices that exclude each other."""
+    """Check for choices that exclude each other."""
     if config.execution == "sparse" and not config.can_run_sparse:
         needs = "soft routing" if config.routing == "soft" else "hard_estimator='both'"
-        raise InputError(f"{needs} needs every operator's output, so execution='sparse' cannot be: use 'auto'.")
+        raise InputError(f"{needs} needs every operator's output, so execution='sparse' is impossible: use 'auto'.")
     if config.norm_position == "pre" and config.spectral_form == "equation":
         raise InputError("spectral_form='equation' is a post-norm form: use norm_position='post' or 'sublayer'.")
     if config.spectral_form == "equation" and not config.light_ffn:

@@ -1,4 +1,4 @@
-"""What every command does alike: print tables in full, write JSON, end on a user's mistake with one sentence."""
+"""Shared by all commands: common options, printing of tables, writing of JSON, and errors as one sentence."""
 
 import io
 import os
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ModelName = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model folder, a run (its best), or a preset (random weights).")
+    str, typer.Argument(metavar="MODEL", help="A model folder, a run (its best weights) or a preset (random weights).")
 ]
-Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers as JSON to a file, - to print.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what this command wrote there before.")]
+Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers as JSON to a file; - prints them.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output of this command.")]
 SplitName = Annotated[str, typer.Option(metavar="train|valid|test", help="Split of the corpus.")]
 
 
 def show(renderable: Any) -> None:
-    """Print in full: a table fits the terminal, or 100 columns where there is none, and loses no digit."""
+    """Print without truncation. Tables are fitted to the terminal, or to 100 columns without one."""
     from rich.console import Console
     from rich.table import Table
 
-    console, wide = Console(width=400, markup=False, emoji=False), get_terminal_size((100, 24)).columns
+    console, width = Console(width=400, markup=False, emoji=False), get_terminal_size((100, 24)).columns
     if not isinstance(renderable, Table):
         return console.print(renderable)
     if renderable.title:
-        console.print(renderable.title, width=wide, highlight=False)
-    for part in fitted(renderable, wide):
+        console.print(renderable.title, width=width, highlight=False)
+    for part in fit_to_width(renderable, width):
         console.print(part)
 
 
@@ -46,61 +46,61 @@ def has_colour() -> bool:
     return console.color_system is not None and not console.no_color
 
 
-def fitted(table: "Table", wide: int) -> "list[Table]":
-    """Headings and long cells fold between words; what does not fit then goes below, behind the first column again."""
+def fit_to_width(table: "Table", width: int) -> "list[Table]":
+    """Fold headings and long cells. Columns that still do not fit go to further tables that repeat the first column."""
     from rich.cells import cell_len
     from rich.table import Table
 
     columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
-    natural = [max(map(cell_len, column)) + 2 for column in columns]  # with a space on both sides
-    least = [
+    natural = [max(map(cell_len, column)) + 2 for column in columns]  # with a space on each side
+    minimum = [
         max([*map(cell_len, head.split()), *(min(cell_len(c), 24) for c in cells)]) + 2 for head, *cells in columns
     ]
     parts = [[0]]
     for number in range(1, len(columns)):
-        if sum(least[n] for n in parts[-1]) + least[number] > wide and len(parts[-1]) > 1:
+        if sum(minimum[n] for n in parts[-1]) + minimum[number] > width and len(parts[-1]) > 1:
             parts.append([0])
         parts[-1].append(number)
-    found = []
+    tables = []
     for part in parts:
         widths = {number: natural[number] for number in part}
-        while sum(widths.values()) > wide and (loose := [n for n in part if widths[n] > least[n]]):
-            widths[max(loose, key=lambda n: widths[n])] -= 1
-        found.append(Table(box=None))
-        for number, width in widths.items():
-            found[-1].add_column(columns[number][0], width=width - 2, overflow="fold")
+        while sum(widths.values()) > width and (wider := [n for n in part if widths[n] > minimum[n]]):
+            widths[max(wider, key=lambda n: widths[n])] -= 1
+        tables.append(Table(box=None))
+        for number, column_width in widths.items():
+            tables[-1].add_column(columns[number][0], width=column_width - 2, overflow="fold")
         for row in zip(*(columns[number][1:] for number in part), strict=True):
-            found[-1].add_row(*row)
-    return found
+            tables[-1].add_row(*row)
+    return tables
 
 
 def write_json(out: Path, text: str, overwrite: bool = False) -> None:
-    """To a file, or printed where the file is called -."""
+    """Write to a file, or print if its name is -."""
     if str(out) == "-":
         typer.echo(text)
     else:
         write_new(out, text, overwrite)
-        typer.echo(f"wrote {out}", err=True)  # what is printed may be another file's content, for another program
+        typer.echo(f"wrote {out}", err=True)  # stdout may be another output, piped to a program
 
 
 def guarded(command: Callable[[], Any]) -> None:
-    """Run a command; what the user can mend becomes one sentence and exit code 2."""
+    """Run a command. Errors that the user can fix become one sentence and exit code 2."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows ? instead of failing
     try:
         load_plugins()
         command()
     except (InputError, OSError) as error:
-        said, system = str(error), isinstance(error, OSError)
+        message, system = str(error), isinstance(error, OSError)
         if isinstance(error, OSError) and error.strerror:
-            said = f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-        if system or os.environ.get("RANK", "0") == "0":  # of several processes that refuse one speaks
-            typer.echo(f"error: {said}", err=True)
+            message = f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+        if system or os.environ.get("RANK", "0") == "0":  # of several processes with the same error one prints it
+            typer.echo(f"error: {message}", err=True)
         sys.exit(2)
     except (RuntimeError, MemoryError) as error:
         if (size := failed_allocation(error)) is None:
             raise
         what = f"a tensor of {gigabytes(size)}" if size else "a tensor"
-        way = "give it less at a time, a smaller --batch or --length, or a shorter --prompt"
-        typer.echo(f"error: {what} did not fit into memory any more: {way}.", err=True)
+        remedy = "use a smaller --batch or --length, or a shorter --prompt"
+        typer.echo(f"error: {what} did not fit in memory: {remedy}.", err=True)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""The models by their public name: exported folders and `import chiar.modeling` find them here."""
+"""The model classes under their public path, which exported model folders import."""
 
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification, ChiarModel
 

@@ -1,4 +1,4 @@
-"""The paper's models by name, and v4 and v5, which are ours."""
+"""The paper's models by name, and our own v4 and v5."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "400m": {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 28},
     "1b": {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 20},
 }
-ENDS = ("bos_token_id", "eos_token_id")
-# Settings of any transformers model that are not stored as fields.
+END_TOKENS = ("bos_token_id", "eos_token_id")
+# Options of every transformers model that are not fields of ChiarConfig.
 GENERAL_FIELDS = ("num_labels", "attn_implementation", "output_attentions")
-# docs/architecture.md says why.
+# Reasons: docs/architecture.md.
 V4: dict[str, Any] = {
     "norm": "rmsnorm",
     "norm_position": "pre",
@@ -35,7 +35,7 @@ V4: dict[str, Any] = {
     "dropout": 0.0,
     "execution": "auto",
 }
-# Bytes, and an inner stack for those at which the next one becomes uncertain: docs/bytes.md.
+# On bytes, with a dark stack for those at which the next byte becomes uncertain: docs/bytes.md.
 V5: dict[str, Any] = {
     "vocab_size": 257,
     "norm": "rmsnorm",
@@ -58,7 +58,7 @@ V5_SIZES: dict[str, dict[str, Any]] = {
     "50m": {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 16, "max_position_embeddings": 1024},
     "400m": {"max_position_embeddings": 2048},
 }
-OUTER = {"tiny": 1, "16m": 2, "50m": 2, "400m": 3}  # layers before the stack, and behind it
+OUTER = {"tiny": 1, "16m": 2, "50m": 2, "400m": 3}  # layers before the dark stack, and as many after it
 FAMILIES: dict[str, dict[str, Any]] = {
     "baseline": {},
     "v1": {"operators": ["spectral", "rbf", "attention"], "positions": "learned", "router": "learned"},
@@ -67,7 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "v4": V4,
     "v5": V5,
 }
-# Layers that are repeated up to the last; the configuration's own are spectral, routed, …, attention.
+# Layer types, repeated so that the last layer has the last one. Other families use the default of `layer_types`.
 PATTERNS = {"baseline": ["attention"], "v4": ["routed", "attention"]}
 # The paper trained v1 and v2 at 16M only; v2's learned positions and v1's RBF were dropped before scaling up.
 NAMES = (
@@ -87,7 +87,7 @@ def get(name: str, **changes: Any) -> ChiarConfig:
             raise unknown_name("configuration field", field, ChiarConfig.__annotations__, ALL_SETTINGS)
     family, size = name.split("-")
     fields = {"vocab_size": 50257, **SIZES.get(size, {}), **FAMILIES[family]}
-    fields |= {**(V5_SIZES[size] if family == "v5" else {}), **dict.fromkeys(ENDS, fields["vocab_size"] - 1)}
+    fields |= {**(V5_SIZES[size] if family == "v5" else {}), **dict.fromkeys(END_TOKENS, fields["vocab_size"] - 1)}
     if "routing" in changes and "router" not in changes:
         fields.pop("router", None)
     if "layer_types" in changes and "num_hidden_layers" not in changes:
@@ -95,9 +95,7 @@ def get(name: str, **changes: Any) -> ChiarConfig:
     elif "layer_types" not in changes and family == "v5":
         outer, layers = OUTER[size], changes.get("num_hidden_layers", fields["num_hidden_layers"])
         if layers <= 2 * outer:
-            raise InputError(
-                f"num_hidden_layers={layers} is too few for {name}: {2 * outer} stand around its dark ones."
-            )
+            raise InputError(f"num_hidden_layers={layers} is too few for {name}: {2 * outer} are outside its stack.")
         fields["layer_types"] = [*["attention"] * outer, *["dark"] * (layers - 2 * outer), *["attention"] * outer]
     elif "layer_types" not in changes and family in PATTERNS:
         pattern, layers = PATTERNS[family], changes.get("num_hidden_layers", fields["num_hidden_layers"])

@@ -1,10 +1,10 @@
-"""Routers and operators by name: the built-in ones, and those of your own (docs/extending.md).
+"""Routers and operators by name: built-in ones, and those of plugins (docs/extending.md).
 
     register_router("rare", lambda config, layer: RareWords(config))
     presets.get("v3-16m", router="rare")
 
-A model's folder holds the name, not the code: register it again before loading. `chiar --plugin FILE.py …` imports a
-file that does so, here and in every process this one starts.
+A model folder stores the name, not the code, so register it again before loading. `chiar --plugin FILE.py …` imports a
+file that does so, here and in every process started from here.
 """
 
 import importlib
@@ -24,40 +24,40 @@ if TYPE_CHECKING:
 
 PLUGINS = "CHIAR_PLUGINS"
 PARTS = ("router", "spectral", "temporal", "rbf", "projections", "scores", "ffn", "carry", "gate", "logits")
-"""What FLOPs are counted under, beside operators of one's own."""
+"""Names under which FLOPs are counted, besides those of custom operators."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What an operator of one layer has to do, per token of the text."""
+    """Workload of an operator in one layer, per token of the text."""
 
-    share: float  # of tokens it runs on
-    key_share: float  # of tokens that give it keys
-    pairs: float  # of queries and keys
-    transform: float  # FLOPs of one transform of a token to the basis or back
+    share: float  # fraction of tokens it runs on
+    key_share: float  # fraction of tokens that are its keys
+    pairs: float  # query-key pairs
+    transform: float  # FLOPs to transform one token to the basis or back
 
 
 @dataclass(frozen=True)
 class RouterKind:
     build: "str | Callable[[ChiarConfig, int], Any]"
-    """From configuration and layer number to a module that returns a `Route`; or the place of a class, module:class."""
+    """Builds, from configuration and layer index, a module that returns a `Route`; or names a class, module:class."""
     reads_entropy: bool = False
-    reads_state: bool = False  # more of x than its shape
+    reads_state: bool = False  # reads the values of x, not only its shape
     has_gradient: bool = False  # the weight of the chosen operator depends on a score
     routings: tuple[str, ...] = ("threshold",)
-    has_thresholds: bool = False  # cuts H at the configuration's thresholds, which can be calibrated
-    can_follow: bool = False  # cuts a score, and the cut may follow its quantile in training
-    decides_by_layer: bool = False  # whatever the token
-    reads_prediction: bool = False  # H is that of an early head's prediction of the next token
-    score: str | None = None  # the entropy that is compared with a threshold, by name
-    of_layers: bool = True  # chooses in routed layers
-    of_stacks: bool = True  # chooses what passes a dark stack
-    room: float = 1.0  # a training pass on a GPU has places for so many times f; a cut at its quantile needs 1
-    fraction: "Callable[[ChiarConfig], float] | None" = None  # f, where a field of the configuration says it
-    flops: "Callable[[ChiarConfig], float] | None" = None  # of one token in one layer, without those of H
+    has_thresholds: bool = False  # compares H with the configuration's thresholds, which can be calibrated
+    can_follow: bool = False  # compares a score with a threshold, which may follow a quantile in training
+    decides_by_layer: bool = False  # the same for all tokens of a layer
+    reads_prediction: bool = False  # H is the entropy of an early head's next-token prediction
+    score: str | None = None  # name of the entropy that is compared with a threshold
+    of_layers: bool = True  # can route in routed layers
+    of_stacks: bool = True  # can route before a dark stack
+    room: float = 1.0  # packed capacity in GPU training, as a multiple of f; 1 suffices for a quantile threshold
+    fraction: "Callable[[ChiarConfig], float] | None" = None  # f, if a field of the configuration sets it
+    flops: "Callable[[ChiarConfig], float] | None" = None  # per token and layer, without computing H
 
     def make(self, config: "ChiarConfig", layer: int) -> Any:
-        return adopted("router", config.router, resolve(self.build)(config, layer))
+        return checked_module("router", config.router, resolve(self.build)(config, layer))
 
     def count(self, config: "ChiarConfig") -> float:
         return 0.0 if self.flops is None else self.flops(config)
@@ -66,17 +66,17 @@ class RouterKind:
 @dataclass(frozen=True)
 class OperatorKind:
     build: "str | Callable[[ChiarConfig], Any]"
-    """From the configuration to a module that maps (…, D) to (…, D); or module:class of an `Operator`."""
-    light: bool = True  # takes the tokens that need no attention: the first operator of a routed layer
-    is_layer: bool = False  # a whole layer may consist of it: its name is a layer type
-    in_basis: bool = False  # multiplies coefficients of the basis: `filter_gamma` is about its norm
-    has_fixed_step: bool = True  # decodes a token without looking at values or changing a Python object
-    compiles_in_bf16: bool = True  # and its gradient is right, on a CPU too
-    of_stacks: bool = False  # what light tokens get of a dark stack
-    flops: "Callable[[ChiarConfig], float] | None" = None  # of one token
+    """Builds, from the configuration, a module that maps (…, D) to (…, D); or names an `Operator`, module:class."""
+    light: bool = True  # for tokens that need no attention: the first operator of a routed layer
+    is_layer: bool = False  # can make up a whole layer: its name is also a layer type
+    in_basis: bool = False  # filters coefficients in the basis, so `filter_gamma` applies to its norm
+    has_fixed_step: bool = True  # decodes a token without reading values on the host or changing Python objects
+    compiles_in_bf16: bool = True  # with correct gradients, on a CPU too
+    of_stacks: bool = False  # gives light tokens what they get from a dark stack
+    flops: "Callable[[ChiarConfig], float] | None" = None  # per token
 
     def make(self, name: str, config: "ChiarConfig") -> Any:
-        return adopted("operator", name, resolve(self.build)(config))
+        return checked_module("operator", name, resolve(self.build)(config))
 
     def count(self, name: str, config: "ChiarConfig", work: Work) -> dict[str, float]:
         """FLOPs per token of the text, by part."""
@@ -155,8 +155,8 @@ OPERATORS: dict[str, OperatorKind] = {
     "attention": OperatorKind("chiar.layers.attention:CausalAttention", light=False, is_layer=True),
     "carry": OperatorKind("chiar.layers.dark:Carry", of_stacks=True),
 }
-DRAWN = "LayerNorm", "RMSNorm", "Linear", "Embedding"
-"""torch's modules whose weights are drawn as everywhere in the model."""
+STANDARD_MODULES = "LayerNorm", "RMSNorm", "Linear", "Embedding"
+"""torch modules that the model initialises itself, wherever they are."""
 
 
 def is_light(operator: str) -> bool:
@@ -168,7 +168,7 @@ def built_in(kind: RouterKind | OperatorKind) -> bool:
 
 
 def resolve(build: str | Callable) -> Any:
-    """The class at module:class. Imported when it is needed: names can be checked without the layers."""
+    """The class named module:class. Imported only here, so that names can be checked without importing layers."""
     if not isinstance(build, str):
         return build
     module, name = build.split(":")
@@ -176,13 +176,13 @@ def resolve(build: str | Callable) -> Any:
 
 
 def own_tensors(module: Any) -> list[str]:
-    """Names of a module's weights and saved buffers, without those of modules inside."""
+    """Names of a module's own parameters and saved buffers, without those of submodules."""
     tensors = [*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))]
     return [name for name in tensors if name not in module._non_persistent_buffers_set]
 
 
-def adopted(kind: str, name: str | None, module: Any) -> Any:
-    """The module, if its weights can be drawn and loaded: models are made without memory and filled later."""
+def checked_module(kind: str, name: str | None, module: Any) -> Any:
+    """The module, if its weights can be initialised and loaded later: models are built without memory for weights."""
     if not hasattr(module, "modules"):
         raise InputError(f"the {kind} {name!r} was built as {type(module).__name__}, expected a torch.nn.Module.")
     for part in module.modules():
@@ -191,11 +191,11 @@ def adopted(kind: str, name: str | None, module: Any) -> Any:
             what = f"the {kind} {name!r} has a buffer that is not saved ({unsaved[0]})"
             raise InputError(f"{what}: register it with persistent=True, or derive it (layers/context.py).")
         own = own_tensors(part)
-        if not own or type(part).__name__ in DRAWN:
+        if not own or type(part).__name__ in STANDARD_MODULES:
             continue
         if not hasattr(part, "reset_parameters"):
             what = f"the {kind} {name!r} has weights of its own ({own[0]})"
-            raise InputError(f"{what} and no reset_parameters() that sets their first values: define it.")
+            raise InputError(f"{what} but no reset_parameters() to initialise them: define it.")
         part.sets_own_weights = True
     return module
 
@@ -204,8 +204,8 @@ def register_router(
     name: str, build: "Callable[[ChiarConfig, int], Any]", *, reads_entropy: bool = False, reads_state: bool = False,
     has_gradient: bool = False, flops: "Callable[[ChiarConfig], float] | None" = None,
 ) -> None:  # fmt: skip
-    """`reads_entropy`: H is computed for it. `reads_state`: under pre-norm it gets what attention would read.
-    `has_gradient`: the weight of the chosen operator depends on a score. `flops`: of one token in one layer."""
+    """`reads_entropy`: H is computed for it. `reads_state`: under pre-norm its input is normed like that of attention.
+    `has_gradient`: the weight of the chosen operator depends on a score. `flops`: per token and layer."""
     check_name("router", name, [known for known, kind in ROUTERS.items() if built_in(kind)])
     ROUTERS[name] = RouterKind(build, reads_entropy, reads_state, has_gradient, flops=flops)
 
@@ -213,8 +213,8 @@ def register_router(
 def register_operator(
     name: str, build: "Callable[[ChiarConfig], Any]", *, flops: "Callable[[ChiarConfig], float] | None" = None
 ) -> None:
-    """A light operator, to stand before attention in `operators`. It sees one token at a time, so any execution may
-    give it any selection of them; one that looks back is an `Operator` (layers/operator.py). `flops`: of one token."""
+    """Register a light operator, to precede attention in `operators`. It treats each token alone, so it can run on any
+    selection of tokens; one that looks back must be an `Operator` (layers/operator.py). `flops`: per token."""
     taken = [known for known, kind in OPERATORS.items() if built_in(kind)]
     check_name("operator", name, [*taken, "routed", "dark", *PARTS])
     OPERATORS[name] = OperatorKind(build, flops=flops)
@@ -222,12 +222,12 @@ def register_operator(
 
 def check_name(kind: str, name: str, taken: Iterable[str]) -> None:
     if not isinstance(name, str) or not name.isidentifier():
-        raise InputError(f"a {kind}'s name must be letters, digits and underscores, got {name!r}.")
-    require(name not in taken, f"{name!r} is one of the project's own names: call your {kind} something else.")
+        raise InputError(f"a {kind}'s name must consist of letters, digits and underscores, got {name!r}.")
+    require(name not in taken, f"{name!r} is a built-in name: choose another one for your {kind}.")
 
 
 def load_plugins() -> None:
-    """Import what the environment names: files ending in .py, or modules, with commas between."""
+    """Import the plugins that the environment lists: .py files or modules, separated by commas."""
     for name in plugin_names():
         load_plugin(name)
 
@@ -237,12 +237,12 @@ def plugin_names() -> list[str]:
 
 
 def add_plugins(names: list[str]) -> None:
-    """Import these, and let processes that are started from here import them too."""
-    full = [str(Path(name).resolve()) if name.endswith(".py") else name for name in names]
-    for name in full:
-        require("," not in name, f"a plugin's name may not have a comma in it, got {name!r}.")
+    """Import plugins, here and in processes started from here."""
+    absolute = [str(Path(name).resolve()) if name.endswith(".py") else name for name in names]
+    for name in absolute:
+        require("," not in name, f"a plugin's name must not contain a comma, got {name!r}.")
         load_plugin(name)
-    os.environ[PLUGINS] = ",".join([*plugin_names(), *full])
+    os.environ[PLUGINS] = ",".join([*plugin_names(), *absolute])
 
 
 def load_plugin(name: str) -> None:
@@ -251,17 +251,17 @@ def load_plugin(name: str) -> None:
             importlib.import_module(name)
             return
         path = Path(name).resolve()
-        require(path.is_file(), f"there is no plugin {name}.")
-        called = f"chiar_plugin_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-        if called in sys.modules:
+        require(path.is_file(), f"there is no plugin file {name}.")
+        module_name = f"chiar_plugin_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+        if module_name in sys.modules:
             return
-        spec = importlib.util.spec_from_file_location(called, path)
+        spec = importlib.util.spec_from_file_location(module_name, path)
         assert spec is not None and spec.loader is not None
-        sys.modules[called] = module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
         except BaseException:
-            del sys.modules[called]
+            del sys.modules[module_name]
             raise
     except InputError:
         raise

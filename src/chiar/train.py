@@ -1,4 +1,4 @@
-"""torchrun --nproc-per-node N -m chiar.train PRESET --data … --out …"""
+"""Train on several devices: torchrun --nproc-per-node N -m chiar.train PRESET --data … --out …"""
 
 import typer
 

@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from chiar.errors import InputError
-from chiar.visible import HALVES, visible
+from chiar.visible import SURROGATES, visible
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -107,7 +107,7 @@ async def read_json(request: Request, most: int, too_long: str) -> dict[str, Any
 
 # Of a request field: the default (also for null), a check, and what the check allows, in words.
 Field = tuple[Any, Callable[[Any], bool], str]
-TEXT: Field = ("", lambda value: isinstance(value, str) and not HALVES.search(value), "text without lone surrogates")
+TEXT: Field = ("", lambda text: isinstance(text, str) and not SURROGATES.search(text), "text without lone surrogates")
 UNKNOWN: Field = (None, lambda value: False, "left out: it is not supported")
 
 

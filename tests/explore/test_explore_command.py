@@ -15,7 +15,7 @@ import httpx
 import pytest
 from page_server import save_model
 
-from chiar.colours import LIGHT, NAMES, RAMPS, between, uncertainty
+from chiar.colours import LIGHT, NAMES, RAMPS, mix, uncertainty
 from chiar.evaluation.report import EvaluationReport, LanguageScores, LayerUse, RoutingUse
 from chiar.explore.report import STATIC, digest
 from chiar.explore.server import Explorer
@@ -150,4 +150,4 @@ def test_the_scripts_have_the_colours_and_names_of_pictures():
     assert all(f'{name}: "{words}"' in script for name, words in NAMES.items())
     assert "LIGHT = RAMPS.light[1], DARK = RAMPS.attention[1]" in script  # words, from light to dark
     style, dark = (STATIC / "style.css").read_text(), RAMPS["attention"]
-    assert re.findall("--dark: (#.{6})", style) == [between(*dark, share) for share in (1, 0)]  # by light, dark theme
+    assert re.findall("--dark: (#.{6})", style) == [mix(*dark, share) for share in (1, 0)]  # by light, dark theme

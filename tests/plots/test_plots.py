@@ -1,4 +1,4 @@
-"""Pictures: every measurement is drawn where it belongs, whatever text it has, and nothing is overwritten."""
+"""Figures: every metric is drawn in the right place, any text is safe, and nothing is overwritten."""
 
 import json
 import math
@@ -30,7 +30,7 @@ HOSTILE = "<script>&\"'$x^2$\x1b"
 
 
 def make_run(folder, preset="v3-tiny", steps=4, **changes):
-    """A run folder with what pictures need: run.json and metrics.jsonl. A step reads 32 tokens."""
+    """A run folder with what figures need: run.json and metrics.jsonl. A step reads 32 tokens."""
     folder.mkdir(parents=True)
     settings = {"batch": 4, "length": 8, "data": ["text"], "mixing": "weights", "evaluate_rows": 4}
     stored = {"config": presets.get(preset).to_dict(), "settings": settings, "data": {"text": "f1"}}
@@ -49,23 +49,23 @@ def words(figure):
 
 
 def panels_of(figure):
-    """By title, the lines by label (None: not in the legend)."""
+    """The (label, points) of the lines, by panel title."""
     return {a.get_title("left"): [(x.get_label(), x.get_xydata().tolist()) for x in a.lines] for a in figure.axes}
 
 
-def test_every_measurement_of_every_run_is_a_line(tmp_path):
+def test_every_metric_of_every_run_is_a_line(tmp_path):
     gates = tuple({"text": g, "symbols": 0.99} for g in (0.21, 0.21, 0.21, 0.9))
     runs = [make_run(tmp_path / "baseline", "baseline-tiny"), make_run(tmp_path / "v3", loss=2.0, gate=gates)]
     figure = draw_curves(runs)
-    assert len({axes.spines["left"].get_linewidth() for axes in figure.axes}) == 1, "an edge looks like a measurement"
+    assert len({axes.spines["left"].get_linewidth() for axes in figure.axes}) == 1, "an axis looks like a curve"
     drawn = panels_of(figure)
     # Losses (train and validation), their difference, learning rates, f by layer, g by corpus and its histogram.
     assert [len(lines) for lines in drawn.values()] == [4, 1, 2, 2, 2, 2]
     assert drawn["loss minus that of baseline"] == [("v3: train", [[1, -4], [2, -1], [3, 0], [4, 0.5]])]
     assert drawn["share of tokens sent to attention"][1] == ("v3: layer 3", [[s, 0.3] for s in (1, 2, 3, 4)])
-    name, outline = drawn["share of the logged steps, by g"][0]
+    name, outline = drawn["share of logged steps, by g"][0]
     heights = {round(g * 50): share for g, share in outline}
-    assert min(heights) == 10 and max(heights) == 46  # nothing beside what was measured
+    assert min(heights) == 10 and max(heights) == 46  # nothing outside the measured range
     assert name == "v3: g on text" and heights[10] == 0.75 and heights[45] == 0.25 and sum(heights.values()) == 1
     three = make_run(tmp_path / "v1", "v1-tiny", use=[[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]])
     drawn = panels_of(draw_curves([three]))
@@ -85,14 +85,14 @@ def test_every_measurement_of_every_run_is_a_line(tmp_path):
         assert [x for x, _ in losses[0][1]] == places
 
 
-def test_a_run_that_goes_on_and_runs_that_cannot_be_drawn(tmp_path):
+def test_an_unfinished_run_and_runs_that_cannot_be_drawn(tmp_path):
     folder = make_run(tmp_path / "run")
     whole = svg_text(draw_curves([folder]))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')
     assert svg_text(draw_curves([folder])) == whole
     settings = {"batch": 4, "length": 8, "data": ["a", "b"], "mixing": "added"}
-    for name, changes, over, sentence in (
+    for name, changes, over, message in (
         ("new", {"steps": 0}, "steps", "no measurements yet"),
         ("nan", {"loss": math.nan, "validation": {}}, "steps", "no finite loss"),
         ("unsaid", {"run": {"settings": {}}}, "tokens", "how many tokens a step has"),
@@ -100,11 +100,11 @@ def test_a_run_that_goes_on_and_runs_that_cannot_be_drawn(tmp_path):
         ("unmeasured", {"tokens_per_second": None}, "time", "without tokens_per_second"),
         ("run-2", {}, "weeks", "unknown axis 'weeks'"),
     ):
-        with pytest.raises(InputError, match=sentence):
+        with pytest.raises(InputError, match=message):
             draw_curves([make_run(tmp_path / name, **changes)], over=over)
     (tmp_path / "empty").mkdir()
-    for runs, sentence in (([tmp_path / "empty"], "not a training run"), ([folder, folder], "named twice")):
-        with pytest.raises(InputError, match=sentence):
+    for runs, message in (([tmp_path / "empty"], "not a training run"), ([folder, folder], "named twice")):
+        with pytest.raises(InputError, match=message):
             draw_curves(runs)
 
 
@@ -115,7 +115,7 @@ def variant(name, flops, loss, role="control", **times):
 
 
 def pareto(*rows, **configs):
-    """`configs`: of variants that are not v3 as in the preset."""
+    """Results of a study. `configs`: changes of variants that are not plain v3-tiny."""
     runs = [
         {"device": "H", "variant": name, "declaration": {"preset": "v3-tiny", "config": configs.get(name, {})}}
         for name in (row["variant"] for row in rows)
@@ -123,14 +123,14 @@ def pareto(*rows, **configs):
     return {"format": "chiar-study-results/1", "title": "t", "variants": rows, "times": None, "runs": runs}
 
 
-def test_pareto_has_a_frontier_and_far_marks_at_its_edge():
+def test_pareto_has_a_frontier_and_outliers_at_the_end_of_the_axis():
     near = [variant(f"near-{n}", n, 4.0 + n / 100) for n in range(1, 10)]
     rows = *near, variant("far", 5, 9.0, "candidate"), variant("best", 9, 3.99), variant("dear", 90, 4.0)
     axes = draw_pareto(pareto(*rows)).axes[0]
     assert {"10  far ↑9.00", "9  near-9", "frontier", "12  dear →90"} <= set(axes.get_legend_handles_labels()[1])
-    assert axes.get_ylim()[1] < 4.2 and axes.get_xlim()[1] < 10  # what is far off does not press the others together
+    assert axes.get_ylim()[1] < 4.2 and axes.get_xlim()[1] < 10  # outliers do not squeeze the others
     assert axes.lines[0].get_xydata().tolist() == [[1, 4.01], [9, 3.99]]
-    assert draw_pareto(pareto(*near[:3], variant("far", 5, 9.0))).axes[0].get_ylim()[1] > 9  # of few, none is far
+    assert draw_pareto(pareto(*near[:3], variant("far", 5, 9.0))).axes[0].get_ylim()[1] > 9  # few have no outliers
     timed = [variant("a", 1, 4, step_ms=3.0), variant("b", 2, 3), variant("c", 3, 2, step_ms=4.0)]
     first, second = draw_pareto(pareto(*timed)).axes
     assert second.get_xlabel() == "measured training step, ms, H"
@@ -144,7 +144,7 @@ def test_pareto_marks_and_numbers_cover_nothing():
     figure.draw_without_rendering()
     for mark in axes.lines[2 : 2 * 13 + 1 : 2]:
         x, y = mark.get_transform().transform(mark.get_xydata()[0])
-        places.append((x - 6, y - 6, x + 6, y + 6))  # in pixels, of which a point has 1.4
+        places.append((x - 6, y - 6, x + 6, y + 6))  # in pixels; a point has 1.4
     places += [Text.get_window_extent(note).padded(-1).extents for note in axes.texts if note.get_text()]
     assert len(places) == 26
     frontier = axes.transData.transform(axes.lines[0].get_xydata())
@@ -155,7 +155,7 @@ def test_pareto_marks_and_numbers_cover_nothing():
         assert not any(left < c and a < right and low < d and b < high for a, b, c, d in places[:n])
 
 
-def test_pareto_marks_are_made_of_what_the_models_are_made_of():
+def test_pareto_marks_show_what_the_models_are_made_of():
     light, dark, time = (operator_colour(name) for name in ("spectral", "attention", "temporal"))
     made = {
         "dense": ({"layer_types": ["attention"] * 4}, (dark, "full", False)),
@@ -175,7 +175,7 @@ def test_pareto_marks_are_made_of_what_the_models_are_made_of():
     assert names | {"rim: filter along time"} <= set(axes.get_legend_handles_labels()[1])
 
 
-def test_a_diagram_shows_what_the_configuration_says(tmp_path):
+def test_a_diagram_shows_the_configuration(tmp_path):
     named = {"MetaRouter", "layer 1", "layers 2–27 (×26)", "layer 28", "light: H ≤ τ", "dark: H > τ", "v3-400m"}
     assert named <= set(words(draw_model(["v3-400m"])))
     for name, changes, expected in (
@@ -184,8 +184,8 @@ def test_a_diagram_shows_what_the_configuration_says(tmp_path):
         ("v3-16m", {"router": "random"}, "hash of the token, f = 0.5"),
         ("v3-16m", {"temporal_everywhere": True}, "every token, over the last 16"),
         ("v5-400m", {"window": 1024}, "dark: the last 1,024 tokens"),
-        ("v5-16m", {"router": "space"}, "the first space behind a word"),
-        ("v5-16m", {"router": "stride", "target_fraction": 0.25}, "every so many tokens, f = 0.25"),
+        ("v5-16m", {"router": "space"}, "the first space after a word"),
+        ("v5-16m", {"router": "stride", "target_fraction": 0.25}, "every k-th token, f = 0.25"),
         ("v5-16m", {"inner_size": 512, "carry": "smoothed"}, "512 → 2048 → 512, GELU"),
     ):
         presets.get(name, **changes).save_pretrained(tmp_path)
@@ -202,7 +202,7 @@ def test_a_diagram_packs_the_stack_between_router_and_carry():
 
 
 @pytest.mark.parametrize(("light_ffn", "columns"), [(True, [0.46, 0.74]), (False, [0.74])])
-def test_light_tokens_go_past_a_network_they_skip(tmp_path, light_ffn, columns):
+def test_light_tokens_bypass_a_network_they_skip(tmp_path, light_ffn, columns):
     presets.get("v3-16m", light_ffn=light_ffn).save_pretrained(tmp_path)
     texts = draw_model([str(tmp_path)]).axes[0].texts
     (routed,) = [text for text in texts if text.get_text().startswith("feed-forward") and text.get_position()[1] == -7]
@@ -212,7 +212,7 @@ def test_light_tokens_go_past_a_network_they_skip(tmp_path, light_ffn, columns):
     assert [arrow.get_position()[0] for arrow in arrows] == pytest.approx(columns)
 
 
-def test_routing_colours_are_routes_and_tokens_are_text(lively):
+def test_routing_colours_show_routes_and_tokens_are_text(lively):
     pieces = ["</text><script>", "$x^2$", "\x00\x1b", "\n\t", "", "\udc80", "日本", "x" * 500, *["token"] * 30]
     with torch.no_grad():
         trace = lively({})(torch.arange(len(pieces))[None] % 20, output_routing=True).routing
@@ -220,15 +220,15 @@ def test_routing_colours_are_routes_and_tokens_are_text(lively):
     assert {"</text><script>", "$x^2$", "\\x00\\x1b", "⏎⇥", "日本"} <= set(words(figure))
     assert "<script" not in svg_text(figure)
     parts = [axes.images[0].get_array() for axes in figure.axes]
-    assert [part.shape for part in parts] == [(4, 19, 3)] * 2  # 38 tokens: no line is left half empty
-    for row, seen in enumerate(trace.layers):
+    assert [part.shape for part in parts] == [(4, 19, 3)] * 2  # 38 tokens: both lines are full
+    for row, layer in enumerate(trace.layers):
         for token in range(len(pieces)):
-            operator = seen.operators[int(seen.choice_BT[0, token])]
+            operator = layer.operators[int(layer.choice_BT[0, token])]
             luminance = float(parts[token // 19][row, token % 19] @ [0.2126, 0.7152, 0.0722])
             assert (luminance < 0.7) == (operator == "attention")
 
 
-def test_bytes_are_coloured_by_the_entropy_that_was_cut(lively):
+def test_bytes_are_coloured_by_the_entropy_the_router_compares(lively):
     pieces = ["</text><script>", "\x1b", *"bytes, light and dark"]
     with torch.no_grad():
         trace = lively({"preset": "v5-tiny"})(torch.arange(len(pieces))[None] % 20, output_routing=True).routing
@@ -247,7 +247,7 @@ def test_bytes_are_coloured_by_the_entropy_that_was_cut(lively):
 
 
 @pytest.mark.parametrize("cut", [-0.6, 0.0, 0.9])
-def test_a_text_beside_its_threshold_has_one_half_of_the_colours(lively, cut):
+def test_light_and_dark_colours_meet_at_any_threshold(lively, cut):
     pieces = [*"a rise has any sign"]
     with torch.no_grad():
         trace = lively({"preset": "v5-tiny"})(torch.arange(len(pieces))[None] % 20, output_routing=True).routing
@@ -270,12 +270,12 @@ def luminance(colour):
     return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), colour, strict=True))
 
 
-def test_text_is_safe_and_pictures_are_deterministic(tmp_path):
-    run_of_it = make_run(tmp_path / HOSTILE.replace("/", ""), gate={HOSTILE: 0.5})
-    text = svg_text(draw_curves([run_of_it]))
-    assert text == svg_text(draw_curves([run_of_it])) and "<script" not in text
+def test_text_is_safe_and_figures_are_deterministic(tmp_path):
+    folder = make_run(tmp_path / HOSTILE.replace("/", ""), gate={HOSTILE: 0.5})
+    text = svg_text(draw_curves([folder]))
+    assert text == svg_text(draw_curves([folder])) and "<script" not in text
     assert re.search(r'^<svg role="img" aria-label="[^"]*&lt;script', text)
-    assert any("$x^2$\\x1b: g on" in (word or "") for word in words(draw_curves([run_of_it])))
+    assert any("$x^2$\\x1b: g on" in (word or "") for word in words(draw_curves([folder])))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -289,25 +289,25 @@ def test_every_kind_is_a_command_that_overwrites_nothing(tmp_path, kind):
     assert (code, output.splitlines()[0]) == (0, f"wrote {out}")
     assert len([e for e in ElementTree.parse(out).iter(f"{SVG}text") if e.text]) > 4
     assert ("unigram entropy" in out.read_text()) == (kind == "curves")
-    for path, sentence in ((out, "exists already"), (tmp_path / "f.txt", "pictures are SVG, PNG or PDF")):
+    for path, message in ((out, "exists already"), (tmp_path / "f.txt", "figures are SVG, PNG or PDF")):
         code, output = run(*arguments, "--out", path)
-        assert code == 2 and sentence in output
+        assert code == 2 and message in output
     assert run(*arguments, "--out", out, "--overwrite")[0] == 0
     code, output = run("plot", kind, tmp_path / "missing", "--out", tmp_path / "g.svg")
     assert code == 2 and output.startswith("error: ") and len(output.splitlines()) == 1
 
 
 def test_what_the_command_cannot_draw(tmp_path, monkeypatch):
-    for arguments, sentence in (
-        (["pie", "x"], "unknown kind of picture 'pie'"),
+    for arguments, message in (
+        (["pie", "x"], "unknown kind of figure 'pie'"),
         (["curves"], "name what to draw"),
-        (["model", "v3-tiny", "v1-tiny"], "draws one thing"),
-        (["model", "v3-tiny", "--prompt", "x"], "--prompt says nothing about model"),
+        (["model", "v3-tiny", "v1-tiny"], "takes one source"),
+        (["model", "v3-tiny", "--prompt", "x"], "--prompt does not apply to model"),
         (["routing", "v3-tiny"], "give it with --prompt"),
         (["pareto", __file__], "holds no results of a study"),
     ):
         code, output = run("plot", *arguments, "--out", tmp_path / "f.svg")
-        assert code == 2 and sentence in output
+        assert code == 2 and message in output
     for kind in ("png", "pdf"):
         assert run("plot", "model", "v3-tiny", "--out", tmp_path / f"f.{kind}")[0] == 0
     monkeypatch.setitem(sys.modules, "matplotlib", None)

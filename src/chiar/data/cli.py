@@ -11,8 +11,8 @@ from typer import Option
 from chiar.console import Overwrite
 from chiar.errors import InputError, require
 
-ABOUT = "Turn corpora into token shards, and look at them."
-WHAT = "A corpus of `chiar data show` and the folder or files it is read from, or your own text files and folders."
+ABOUT = "Prepare corpora as token shards, and inspect them."
+WHAT = "A corpus name (see `chiar data show`) and the files it is read from, or your own text files and folders."
 SHOWN_LABELS = 20
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=ABOUT)
 
@@ -21,30 +21,34 @@ data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=ABOUT)
 def prepare(
     corpus: A[list[str], typer.Argument(metavar="NAME|PATH...", help=WHAT)],
     out: A[Path, Option(metavar="FOLDER", help="New folder for the corpus.")],
-    name: A[str | None, Option(help="Its name in metrics; tells several texts of your own apart.")] = None,
-    tokenizer: A[str | None, Option(help="gpt2, bpe (trained on the corpus) or bytes. [default: bpe]")] = None,
-    tokenizer_path: A[Path | None, Option(help="Folder with the tokenizer's files.")] = None,
-    vocab_size: A[int | None, Option(help="Entries of a trained bpe. [default: 8192]")] = None,
-    like: A[Path | None, Option(help="Use the tokenizer of this prepared corpus.")] = None,
-    from_hub: A[bool, Option("--from-hub", help="Fetch WikiText or the gpt2 tokenizer if no path is given.")] = False,
+    name: A[str | None, Option(help="Corpus name in metrics; corpora mixed in training need different ones.")] = None,
+    tokenizer: A[str | None, Option(help="gpt2, bpe (trained on the corpus), or bytes. [default: bpe]")] = None,
+    tokenizer_path: A[Path | None, Option(help="Folder with tokenizer files.")] = None,
+    vocab_size: A[int | None, Option(help="Vocabulary size of a trained bpe. [default: 8192]")] = None,
+    like: A[Path | None, Option(help="Prepared corpus whose tokenizer to use.")] = None,
+    from_hub: A[bool, Option("--from-hub", help="Download WikiText or gpt2's tokenizer if no path is given.")] = False,
     shard_tokens: A[int, Option(help="Tokens per shard.")] = 1 << 26,
-    split_fractions: A[str | None, Option(help="Train, valid, test if not yet split. [default: 0.9,0.05,0.05]")] = None,
-    field: A[str | None, Option(help="Field of .jsonl, column of .parquet with the text. [default: text]")] = None,
-    text_column: A[list[str] | None, Option(help="labelled: column with text; repeatable. [default: text …]")] = None,
-    label_column: A[str | None, Option(help="labelled: column with the label. [default: label, sentiment …]")] = None,
-    documents: A[str | None, Option(help="Documents of plain text: files, paragraphs, lines. [default: files]")] = None,
-    depth: A[int | None, Option(help="ListOps: levels, including the digits. [default: 20; lra 10]")] = None,
-    arguments: A[int | None, Option(help="ListOps: most arguments of an operator. [default: 5; lra 10]")] = None,
-    min_length: A[int | None, Option(help="ListOps: fewest tokens, without ( and ). [default: 1; lra 501]")] = None,
-    max_length: A[int | None, Option(help="ListOps: most tokens, without ( and ). [default: 100000; lra 1999]")] = None,
-    brackets: A[bool | None, Option("--brackets/--no-brackets", help="ListOps: with ( ). [default: not lra]")] = None,
-    examples: A[
-        str | None, Option(help="ListOps: number in each split. [default: 85000,5000,10000; lra 96000,2000,2000]")
+    split_fractions: A[
+        str | None, Option(help="Shares of train, valid, test where splits are missing. [default: 0.9,0.05,0.05]")
     ] = None,
-    seed: A[int | None, Option(help="ListOps: seed of the generator. [default: 0]")] = None,
+    field: A[str | None, Option(help="Text field of .jsonl, text column of .parquet. [default: text]")] = None,
+    text_column: A[list[str] | None, Option(help="labelled: text column; repeatable. [default: text, …]")] = None,
+    label_column: A[str | None, Option(help="labelled: label column. [default: label, sentiment, …]")] = None,
+    documents: A[str | None, Option(help="Unit of plain text: files, paragraphs or lines. [default: files]")] = None,
+    depth: A[int | None, Option(help="ListOps: maximum depth, digits included. [default: 20; lra: 10]")] = None,
+    arguments: A[int | None, Option(help="ListOps: maximum arguments per operator. [default: 5; lra: 10]")] = None,
+    min_length: A[int | None, Option(help="ListOps: minimum tokens, without ( ). [default: 1; lra: 501]")] = None,
+    max_length: A[int | None, Option(help="ListOps: maximum tokens, without ( ). [default: 100000; lra: 1999]")] = None,
+    brackets: A[
+        bool | None, Option("--brackets/--no-brackets", help="ListOps: with ( ). [default: on; lra: off; files: as is]")
+    ] = None,
+    examples: A[
+        str | None, Option(help="ListOps: examples per split. [default: 85000,5000,10000; lra: 96000,2000,2000]")
+    ] = None,
+    seed: A[int | None, Option(help="ListOps: generator seed. [default: 0]")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Turn a corpus into token shards with a manifest. If interrupted, the same command resumes where it stopped."""
+    """Turn a corpus into token shards with a manifest. If interrupted, run the same command again to resume."""
     from chiar.data import prepare as preparation
     from chiar.data.catalog import build_source
     from chiar.data.tokenizers import TokenizerChoice
@@ -80,9 +84,9 @@ def three(option: str, what: str, number: type, text: str | None) -> tuple[Any, 
 @data_app.command("show")
 def show_corpus(
     folder: A[Path | None, typer.Argument(metavar="DIR", help="A prepared corpus.")] = None,
-    verify: A[bool, Option("--verify", help="Read every file and compare its hash.")] = False,
+    verify: A[bool, Option("--verify", help="Read every file and verify its hash.")] = False,
 ) -> None:
-    """Show a prepared corpus: its splits, tokenizer and counts. Without DIR, what can be prepared by name."""
+    """Show splits, tokenizer and counts of a prepared corpus. Without DIR, list the corpora known by name."""
     from rich.table import Table
 
     from chiar.console import show

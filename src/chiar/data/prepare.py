@@ -23,7 +23,7 @@ from chiar.data.corpora import Document, Source, by_split, one_folder, open_byte
 from chiar.data.shards import COUNTED, FORMAT, Corpus, file_hash, fingerprint
 from chiar.data.tokenizers import Tokenizer, TokenizerChoice
 from chiar.errors import InputError, require
-from chiar.files import check_new, hold, put_in_place, write_whole
+from chiar.files import acquire_lock, check_new, put_in_place, write_atomic
 
 CHECKPOINT_SECONDS, MANIFEST = 2.0, "manifest.json"
 BLOCK_BYTES = 1 << 22
@@ -136,7 +136,7 @@ def prepare(
         manifest |= {"options": source.options, "remarks": [], "splits": splits}
         manifest["inputs"] = {"files": len(files), "bytes": sum(size for _, size, _ in files)}
         manifest["fingerprint"] = fingerprint(manifest)
-        write_whole(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+        write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
         for path in [*folder.glob("*.part"), *folder.glob("*.progress.json")]:
             path.unlink()
     return Corpus.open(out)
@@ -150,7 +150,7 @@ def partial_folder(out: Path, inputs: str, note: Callable[[str], None], overwrit
     folder.mkdir(parents=True, exist_ok=True)
     recorded, lock = folder / "inputs.json", folder / "lock"
     with lock.open("w") as held:
-        hold(held, f"another process is preparing {out} right now.")
+        acquire_lock(held, f"another process is preparing {out} right now.")
         before = recorded.read_text(encoding="utf-8") if recorded.is_file() else None
         if before is not None:
             other = f"an unfinished {out.name} from other inputs or options is discarded; starting over."
@@ -192,7 +192,7 @@ def write_split(
         counts += more
         display.at(split, int(counts[2]), None, f"{counts[1]:,} tokens")
         if not isinstance(source, TokensFile):  # words of ids are counted across blocks: such a split is not resumed
-            write_whole(progress, json.dumps({"counts": counts.tolist()}))
+            write_atomic(progress, json.dumps({"counts": counts.tolist()}))
     documents = np.fromfile(table, "<i8").reshape(-1, 2)
     if counts[1] > documents[-1:, 0].sum():  # ids after the last end of text are a document too
         documents = np.append(documents, [[counts[1], 0]], axis=0)
@@ -206,7 +206,7 @@ def write_split(
     if source.labels:
         entry["labels"] = write_array(folder / f"{split}.labels.npy", documents[:, 1])
         entry["label_counts"] = np.bincount(documents[:, 1], minlength=len(source.labels)).tolist()
-    write_whole(progress, json.dumps({"entry": entry}))
+    write_atomic(progress, json.dumps({"entry": entry}))
     return entry
 
 

@@ -11,7 +11,7 @@ from chiar.config import ChiarConfig
 from chiar.data.corpora import read_lines
 from chiar.errors import InputError, errors_as, require
 from chiar.files import check_file
-from chiar.visible import HALVES
+from chiar.visible import SURROGATES
 
 UNUSABLE = "the tokenizer in {} cannot be used"  # the library raises plain Exception for a damaged file
 
@@ -35,7 +35,7 @@ class TextCodec:
         return cls(None, None)
 
     def encode(self, text: str) -> list[int]:
-        require(not HALVES.search(text), "the text holds invalid UTF-8 or half of a surrogate pair: remove it.")
+        require(not SURROGATES.search(text), "the text holds invalid UTF-8 or half of a surrogate pair: remove it.")
         if self.source is None:
             return list(text.encode())
         with errors_as(UNUSABLE.format(self.source), Exception):

@@ -16,26 +16,26 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 
 
 def evaluate(
-    models: Annotated[list[str], Argument(metavar="MODEL|RUN|REPORT...", help="Also reports written by --json.")],
-    data: Annotated[Path | None, Option(metavar="CORPUS", help="A prepared corpus.")] = None,
+    models: Annotated[list[str], Argument(metavar="MODEL|RUN|REPORT...", help="Models, or reports written by --json.")],
+    data: Annotated[Path | None, Option(metavar="CORPUS", help="Prepared corpus to measure on.")] = None,
     split: SplitName = "valid",
     length: Annotated[int | None, Option(min=1, help="Tokens per row. [default: the trained length]")] = None,
-    stride: Annotated[int | None, Option(help="New tokens in each sliding window. [default: --length]")] = None,
-    rows: Annotated[int | None, Option(min=1, help="Most blocks or documents to read. [default: all]")] = None,
+    stride: Annotated[int | None, Option(help="New tokens per sliding window. [default: --length]")] = None,
+    rows: Annotated[int | None, Option(min=1, help="Maximum blocks or documents to read. [default: all]")] = None,
     batch: Annotated[int, Option(min=1, help="Rows per batch.")] = 16,
-    precision: Annotated[str, Option(metavar="fp32|bf16", help="Of the matrix products.")] = "fp32",
-    device: Annotated[str, Option(metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU.")] = "auto",
-    json: Annotated[Path | None, Option(metavar="FILE", help="Also write the report as JSON, - to print.")] = None,
+    precision: Annotated[str, Option(metavar="fp32|bf16", help="Precision of matrix products.")] = "fp32",
+    device: Annotated[str, Option(metavar="auto|cpu|cuda", help="Device; auto uses a GPU if there is one.")] = "auto",
+    json: Annotated[Path | None, Option(metavar="FILE", help="Also write the report as JSON; - prints it.")] = None,
     overwrite: Overwrite = False,
-    anyway: Annotated[bool, Option("--anyway", help="Also show what was measured differently, marked.")] = False,
-    harness: Annotated[str | None, Option(metavar="TASK,…", help="Tasks of lm-evaluation-harness instead.")] = None,
-    harness_path: Annotated[Path | None, Option(metavar="DIR", help="Use only your own task files.")] = None,
-    harness_download: Annotated[bool, Option("--harness-download", help="Let tasks download their data.")] = False,
-    few_shot: Annotated[int | None, Option(min=0, help="Examples before each question. [default: the task's]")] = None,
+    anyway: Annotated[bool, Option("--anyway", help="Compare what was measured differently, marked.")] = False,
+    harness: Annotated[str | None, Option(metavar="TASK,…", help="Run tasks of lm-evaluation-harness instead.")] = None,
+    harness_path: Annotated[Path | None, Option(metavar="DIR", help="Find tasks in this folder only.")] = None,
+    harness_download: Annotated[bool, Option("--harness-download", help="Allow tasks to download data.")] = False,
+    few_shot: Annotated[int | None, Option(min=0, help="Few-shot examples per question. [default: the task's]")] = None,
 ) -> None:
-    """Measure perplexity or accuracy, routed fractions and counted FLOPs on a prepared corpus, or scores on tasks of
-    lm-evaluation-harness. Several models and reports are compared, with the first as the baseline. Of a run the best
-    model is measured; without --data, its evaluation.json and what was measured in training are shown."""
+    """Measure perplexity or accuracy, routed fractions and counted FLOPs on a prepared corpus, or run tasks of
+    lm-evaluation-harness. Several models or reports are compared; the first is the baseline. A run stands for its best
+    model; without --data, its evaluation.json and training metrics are shown."""
     from json import dumps
 
     from chiar.console import show, write_json

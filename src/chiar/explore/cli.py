@@ -10,20 +10,24 @@ from chiar.generation.cli import Tokenizer
 
 
 def explore(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A run, a model folder or a preset.")] = None,
-    beside: Annotated[str | None, typer.Option(metavar="MODEL2", help="A second model, shown side by side.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8327,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A model folder, run or preset.")] = None,
+    beside: Annotated[str | None, typer.Option(metavar="MODEL2", help="Second model to show side by side.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8327,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
-    most_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 1024,
+    most_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a text.")] = 1024,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the view of --prompt: .html.")] = None,
-    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text to export; repeatable.")] = None,
-    evaluation: Annotated[list[Path] | None, typer.Option(help="A report of chiar eval to export; repeatable.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Instead of serving, write the view of each --prompt to .html.")
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text for --out; repeatable.")] = None,
+    evaluation: Annotated[
+        list[Path] | None, typer.Option(metavar="REPORT", help="Report of chiar eval for --out; repeatable.")
+    ] = None,
     overwrite: Overwrite = False,
     tokenizer: Tokenizer = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")] = 0,
 ) -> None:
-    """Serve a local page that routes what you type, live. Without MODEL the page says how to get one."""
+    """Serve a local page that shows live how typed text is routed. Without MODEL, the page says how to get one."""
     from chiar.errors import InputError, optional_module
 
     if model is None and (beside is not None or out is not None):

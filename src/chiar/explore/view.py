@@ -13,13 +13,13 @@ from torch import Tensor
 from chiar.colours import layer_numbers
 from chiar.errors import InputError, require
 from chiar.explore.steering import Steering, lead, steered, ways_to_steer, why_not
-from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_behind, score_prompt
+from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_after, score_prompt
 from chiar.model.load import count_parameters
 from chiar.model.trace import LayerTrace, RoutingTrace
 from chiar.plots.model import RULES
 from chiar.routing.calibration import noise_entropies
 from chiar.routing.flops import compare_flops
-from chiar.visible import HALVES, visible
+from chiar.visible import SURROGATES, visible
 
 STATIC = Path(__file__).parent / "static"
 BINS, PART = 30, "◦"  # bins of a histogram of H; and the sign for a part of a character
@@ -71,8 +71,8 @@ def route_text(
 ) -> Iterator[dict[str, Any]]:
     """All the page shows of a text; with `sampling`, then of each token that continues it. Each takes one pass."""
     model, config, codec = loaded.model, loaded.config, loaded.codec
-    most = room_behind(config, 0, most)
-    require(not HALVES.search(text), "the text holds half of a surrogate pair, which is no character: remove it.")
+    most = room_after(config, 0, most)
+    require(not SURROGATES.search(text), "the text holds half of a surrogate pair, which is no character: remove it.")
     ids = codec.encode(text)
     require(ids, "the text is empty: type something to route.")
     if len(ids) > most:

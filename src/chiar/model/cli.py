@@ -32,16 +32,17 @@ def models() -> None:
 
 
 def convert(
-    source: Annotated[str, Argument(metavar="SOURCE", help="A model folder, or the author's .pt file (never run).")],
+    source: Annotated[str, Argument(metavar="SOURCE", help="A model folder, or a .pt file of the author's code.")],
     out: Annotated[Path, Option(metavar="FOLDER", help="New model folder.")],
-    coordinates: Annotated[str | None, Option(help="For a folder: spectral or features. [default: spectral]")] = None,
-    tau: Annotated[float | None, Option(help="For a file: its threshold. [default: the published one]")] = None,
-    routing: Annotated[str | None, Option(help="For a file: soft or hard. [default: as stored in it]")] = None,
-    pool: Annotated[str | None, Option(help="For a classifier's file: pool last or mean. [default: last]")] = None,
+    coordinates: Annotated[str | None, Option(help="Model folder: spectral or features. [default: spectral]")] = None,
+    tau: Annotated[float | None, Option(help=".pt file: its threshold τ. [default: the published one]")] = None,
+    routing: Annotated[str | None, Option(help=".pt file: soft or hard. [default: as stored in the file]")] = None,
+    pool: Annotated[str | None, Option(help=".pt file of a classifier: last or mean. [default: last]")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Import a checkpoint of the author's code, or fold a model's basis into its weights and back (pre-norm RMSNorm
-    models: the same outputs without any transform)."""
+    """Import a checkpoint of the author's code (no code in it is executed), or convert a model folder between spectral
+    and feature coordinates. In spectral coordinates a pre-norm RMSNorm model gives the same outputs without any
+    transform: the basis is folded into its weights."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from chiar import presets
 from chiar.config import SHIM_MODULE, ChiarConfig
 from chiar.errors import InputError, errors_as, require, unknown_name
-from chiar.files import write_whole
+from chiar.files import write_atomic
 
 MODEL_FILE = f"{SHIM_MODULE}.py"  # in every model folder we write, and in no other
 SETTINGS = "tokenizer_config.json"
@@ -29,7 +29,7 @@ def copy_tokenizer(source: Path | None, target: Path) -> None:
             settings = json.loads(path.read_text(encoding="utf-8"))
             if settings.get("pad_token") is None and settings.get("eos_token") is not None:
                 settings |= {"pad_token": settings["eos_token"], "padding_side": "left"}
-                write_whole(path, json.dumps(settings, indent=2) + "\n")
+                write_atomic(path, json.dumps(settings, indent=2) + "\n")
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,1 +1,1 @@
-"""Pictures with matplotlib. Every `draw_…` returns a Figure."""
+"""Figures, drawn with matplotlib. Every `draw_…` function returns a Figure."""

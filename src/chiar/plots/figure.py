@@ -1,5 +1,5 @@
-"""What all pictures share: style, panels of lines, and how a figure is written. Matplotlib may be missing, and is
-imported when something is drawn."""
+"""Shared by all figures: style, panels of lines, and writing to files. Matplotlib is optional and slow, so it is
+imported only to draw."""
 
 import warnings
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 Points = list[tuple[float, float]]
-# For what is not an operator: none of the language's colours, so that blue is always attention.
+# For lines that are not operators: none of the operators' colours, so that blue is always attention.
 COLOURS = ("#d55e00", "#6a3d9a", "#111111", "#9c7a1a", "#8a1538", "#7f7f7f")
 DASHES: tuple[Any, ...] = ("-", (0, (7, 3)), (0, (2, 2)), (0, (9, 3, 2, 3)))
 UNIT = (-0.02, 1.02)
-# Text stays text and a $ in it is a dollar; a fixed salt makes equal pictures equal files.
+# Text is stored as text, with $ taken literally. A fixed salt gives equal figures equal files.
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "chiar", "text.parse_math": False, "font.family": "DejaVu Sans",
     "font.size": 9, "axes.titlesize": 9.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
@@ -38,39 +38,39 @@ STYLE: dict[Any, Any] = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    matplotlib = optional_module("matplotlib", "plots", "a picture")
+    matplotlib = optional_module("matplotlib", "plots", "a figure")
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # an SVG is shown with the reader's fonts
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # an SVG is displayed with the reader's fonts
         yield
 
 
 @style()
-def render(figure: "Figure", kind: str) -> bytes:
+def render(figure: "Figure", file_type: str) -> bytes:
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
         text.set_text(visible(text.get_text(), keep="\n"))
     out = BytesIO()
-    undated = {"svg": {"Date": None, "Creator": None}, "pdf": {"CreationDate": None}}
-    figure.savefig(out, format=kind, metadata=undated.get(kind, {}))
+    metadata = {"svg": {"Date": None, "Creator": None}, "pdf": {"CreationDate": None}}
+    figure.savefig(out, format=file_type, metadata=metadata.get(file_type, {}))
     return out.getvalue()
 
 
 def svg_text(figure: "Figure") -> str:
-    """Equal for equal pictures. A page whose policy forbids inline styles shows it as an image."""
+    """SVG, equal for equal figures. Pages whose security policy forbids inline styles must show it as an image."""
     _, tag, rest = render(figure, "svg").decode().partition("<svg ")
     return f'{tag}role="img" aria-label="{escape(visible(str(figure.get_label()), keep=""))}" {rest}'
 
 
-def check_picture(out: Path, overwrite: bool = False) -> None:
+def check_figure_path(out: Path, overwrite: bool = False) -> None:
     if out.suffix not in (".svg", ".png", ".pdf"):
-        raise InputError(f"pictures are SVG, PNG or PDF: name the file {out.with_suffix('.svg').name}.")
+        raise InputError(f"figures are SVG, PNG or PDF: name the file {out.with_suffix('.svg').name}.")
     check_new(out, overwrite)
 
 
 def save(figure: "Figure", path: Path, overwrite: bool = False) -> None:
-    check_picture(path, overwrite)
+    check_figure_path(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(svg_text(figure).encode() if path.suffix == ".svg" else render(figure, path.suffix[1:]))
 
@@ -80,7 +80,7 @@ def shorten(text: str, most: int) -> str:
 
 
 class Line:
-    """Points, and how matplotlib draws them; without a label it is not in the legend."""
+    """Points, with a `look` for matplotlib's plot(). Without a label it is not in the legend."""
 
     def __init__(self, points: Points, label: str = "", **look: Any) -> None:
         self.points, self.label, self.look = points, shorten(label, 44), look
@@ -90,17 +90,17 @@ class Line:
 class Panel:
     title: str
     lines: list[Line] = field(default_factory=list)
-    level: tuple[float, str] | None = None  # a height to mark across the panel, and its name in the legend
+    level: tuple[float, str] | None = None  # a horizontal line: its y and its label
     bounds: tuple[float, float] | None = None
     axis: str = ""
-    high: float = 1.75
+    height: float = 1.75
 
 
-def new_figure(title: str, wide: float, high: float) -> "Figure":
+def new_figure(title: str, width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure
 
-    figure = Figure((wide, high), label=title)
-    figure.suptitle(shorten(title, int(wide * 9)))
+    figure = Figure((width, height), label=title)
+    figure.suptitle(shorten(title, int(width * 9)))
     return figure
 
 
@@ -116,10 +116,10 @@ def fill(axes: "Axes", panel: Panel) -> None:
 
 @style()
 def draw_panels(title: str, panels: list[Panel]) -> "Figure":
-    """One below the other, their legends beside them."""
+    """Panels below each other, with their legends on the right."""
     from matplotlib.ticker import EngFormatter
 
-    heights = [max(panel.high, 0.18 * len([line for line in panel.lines if line.label]) + 0.3) for panel in panels]
+    heights = [max(panel.height, 0.18 * len([line for line in panel.lines if line.label]) + 0.3) for panel in panels]
     figure = new_figure(title, 9.6, sum(heights) + 0.5 * len(panels) + 0.9)
     for panel, (axes,) in zip(panels, figure.subplots(len(panels), squeeze=False, height_ratios=heights), strict=True):
         fill(axes, panel)

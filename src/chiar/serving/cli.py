@@ -12,22 +12,24 @@ from chiar.generation.cli import Device, Fast, Gate, Model, Tokenizer, note
 
 def serve(
     model: Model,
-    host: Annotated[str, typer.Option(help="Address to listen on; by default this machine alone.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="Name of the model for clients. [default: its folder's]")] = None,
-    api_key: Annotated[str, typer.Option(envvar="CHIAR_API_KEY", help="Key that clients must send.")] = "",
-    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens of a text. [default: as trained]")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Texts written at once, and most per request.")] = 16,
-    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 64,
-    max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request; more get 413.")] = 1 << 20,
-    grace: Annotated[float, typer.Option(min=0.0, help="Seconds for requests to finish when stopped.")] = 30.0,
-    access_log: Annotated[bool, typer.Option("--access-log", help="Log a line per request to stderr.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="Model name for clients. [default: the folder's name]")] = None,
+    api_key: Annotated[str, typer.Option(envvar="CHIAR_API_KEY", help="API key that clients must send.")] = "",
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Maximum tokens, prompt included. [default: the trained length]")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Maximum sequences decoded at once, and per request.")] = 16,
+    waiting: Annotated[int, typer.Option(min=1, help="Maximum queued requests; more get 429.")] = 64,
+    max_body: Annotated[int, typer.Option(min=1024, help="Maximum bytes of a request; more get 413.")] = 1 << 20,
+    grace: Annotated[float, typer.Option(min=0.0, help="Seconds for requests to finish at shutdown.")] = 30.0,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log one line per request to stderr.")] = False,
     gate: Gate = "prefill",
     fast: Fast = None,
     tokenizer: Tokenizer = None,
     device: Device = "auto",
 ) -> None:
-    """Serve a model over HTTP as OpenAI's completions, with streaming, limits, /health and /metrics."""
+    """Serve a model through OpenAI's completions API, with streaming, limits, /health and /metrics."""
     from chiar.errors import InputError, optional_module
 
     for package in ("starlette", "uvicorn"):

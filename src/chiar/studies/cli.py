@@ -10,26 +10,34 @@ import typer
 from chiar.console import Overwrite
 from chiar.files import check_new
 
-HELP = "Train a declared grid of models on equal tokens; one table and one picture of loss against cost."
+HELP = "Train a grid of models on equal tokens, and compare loss against cost in a table and a picture."
 study_app = typer.Typer(no_args_is_help=True, context_settings={"max_content_width": 120}, help=HELP)
-Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A study of ./research/studies, or a .toml file.")]
-Data = Annotated[list[str], typer.Option(metavar="CORPUS", help="Language corpus; again for each to mix into it.")]
-Vocabulary = Annotated[list[str] | None, typer.Option("--data", metavar="CORPUS", help="Take its vocabulary.")]
-Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Runs and tables; an unfinished study is continued.")]
-Only = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only such variants; repeatable. [default: all]")]
-Seeds = Annotated[str, typer.Option(metavar="0,1,2", help="Seeds of the runs. [default: the declared ones]")]
-Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time on one device; with several, speeds do not count.")]
-Limit = Annotated[float | None, typer.Option(min=0, help="Begin no run that would probably end later than this.")]
-Steps = Annotated[int, typer.Option(min=1, help="Steps to time of each variant; the median counts.")]
-Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")]
+Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A study in ./research/studies, or a .toml file.")]
+Data = Annotated[list[str], typer.Option(metavar="CORPUS", help="Prepared language corpus; repeat for mixed training.")]
+Vocabulary = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data", metavar="CORPUS", help="Corpus that sets vocabulary and steps. [default: the preset's vocabulary]"
+    ),
+]
+Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for runs and tables; an unfinished study continues.")]
+Only = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Variants to include; repeatable. [default: all]")]
+Seeds = Annotated[str, typer.Option(metavar="0,1,2", help="Seeds to run. [default: those of the study]")]
+Jobs = Annotated[int, typer.Option(min=1, help="Concurrent runs on the device; above 1, speeds do not count.")]
+Limit = Annotated[float | None, typer.Option(min=0, help="Start no run expected to end later. [default: no limit]")]
+Steps = Annotated[int, typer.Option(min=1, help="Steps to time per variant; the median is reported.")]
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Device; auto uses a GPU if there is one.")]
 Record = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a study, or of recorded results.")]
-Target = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write the tables to.")]
-Results = Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="results.json files from elsewhere.")]
+Target = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Folder to write to. [default: the study's own; none for recorded results]"),
+]
+Results = Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="results.json files to add.")]
 
 
 @study_app.command()
 def show(name: Name = "", data: Vocabulary = None, only: Only = None) -> None:
-    """Show the grid before any run: parameters, and FLOPs counted at the target f. Without a name: list the studies."""
+    """Show parameters, and FLOPs at the target f, of a study before any run. Without a name, list the studies."""
     from chiar.studies.results import show_grid
     from chiar.studies.study import declared, find, make_plan
 
@@ -44,7 +52,7 @@ def run(
     name: Name, data: Data, out: Out, only: Only = None, seeds: Seeds = "", jobs: Jobs = 1,
     limit_minutes: Limit = None, device: Device = "auto",
 ) -> None:  # fmt: skip
-    """Run what is left of a study. Each run is a process with a run folder of its own; unfinished ones are resumed."""
+    """Run what is left of a study. Each run is a process with its own run folder; unfinished runs are resumed."""
     from chiar.studies.results import read_results, write_tables
     from chiar.studies.runner import locked_study, run_study
     from chiar.studies.study import find, make_plan
@@ -67,7 +75,7 @@ def run(
 
 @study_app.command()
 def table(folder: Record, out: Target = None, overwrite: Overwrite = False) -> None:
-    """Show the table of finished runs, and write table.md, results.json, pareto.svg (of a study: to its folder)."""
+    """Show the table of finished runs, and write table.md, results.json and pareto.svg."""
     from chiar.studies.results import read_results, show_rows, write_tables
     from chiar.studies.runner import STUDY
 
@@ -83,7 +91,7 @@ def table(folder: Record, out: Target = None, overwrite: Overwrite = False) -> N
 
 @study_app.command()
 def add(folder: Record, results: Results) -> None:
-    """Add finished runs of the same study from another folder or machine: they count as done here."""
+    """Add finished runs of the same study from another folder or machine. They count as done here."""
     from chiar.studies.results import add_results
 
     for path in results:
@@ -93,7 +101,7 @@ def add(folder: Record, results: Results) -> None:
 
 @study_app.command("time")
 def measure(name: Name, data: Data, out: Out, only: Only = None, steps: Steps = 20, device: Device = "auto") -> None:
-    """Measure the training step of every variant, one after another in one process, for the table and the picture."""
+    """Time the training step of every variant, for table and picture. Variants run one after another in one process."""
     from chiar.studies.runner import locked_study, time_study
     from chiar.studies.study import find, make_plan
 

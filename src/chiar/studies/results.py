@@ -21,7 +21,7 @@ from chiar.console import show
 from chiar.errors import require
 from chiar.evaluation.harness import measured_shares
 from chiar.evaluation.report import REPORT, EvaluationReport, perplexity, read_training, shown
-from chiar.files import write_whole
+from chiar.files import write_atomic
 from chiar.model.load import count_parameters, load_config
 from chiar.plots.figure import svg_text
 from chiar.plots.study import draw_pareto
@@ -242,9 +242,9 @@ def write_tables(results: dict[str, Any], out: Path) -> None:
     text = markdown(results["title"], results["variants"], results["notes"])
     commands = "\n".join(shlex.join(run["command"]) for run in results["runs"])
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / RESULTS, json.dumps({"format": FORMAT, **results}, indent=1, ensure_ascii=False, allow_nan=False))
-    write_whole(out / "table.md", f"{text}\n```text\n{commands}\n```\n")
-    write_whole(out / "pareto.svg", picture)
+    write_atomic(out / RESULTS, json.dumps({"format": FORMAT} | results, indent=1, ensure_ascii=False, allow_nan=False))
+    write_atomic(out / "table.md", f"{text}\n```text\n{commands}\n```\n")
+    write_atomic(out / "pareto.svg", picture)
 
 
 def read_results(path: Path) -> dict[str, Any]:

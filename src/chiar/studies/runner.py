@@ -30,7 +30,7 @@ from chiar.data.tokens import batches
 from chiar.errors import InputError, errors_as, optional_module, require
 from chiar.evaluation.harness import describe_device, evaluate
 from chiar.evaluation.report import REPORT
-from chiar.files import aside_of, hold, write_whole
+from chiar.files import acquire_lock, temporary_path, write_atomic
 from chiar.model.load import choose_device, load_config, load_model
 from chiar.routing.calibration import calibrate
 from chiar.studies.study import Plan, Run
@@ -56,7 +56,7 @@ class StudyFolder:
 
     def save(self) -> None:
         record = {"format": FORMAT, **self.record, "runs": {name: asdict(run) for name, run in self.runs.items()}}
-        write_whole(self.path / STUDY, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False))
+        write_atomic(self.path / STUDY, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False))
 
     def declare(self, study: dict[str, Any], runs: list[Run]) -> None:
         """Write the study, or check that it is the one already written; new variants are added."""
@@ -82,12 +82,12 @@ def locked_study(path: Path, plan: Plan | None = None, device: str = "cpu") -> I
     choose_device(device)
     optional_module("matplotlib", "plots", "the picture of a study")  # fail now rather than after hours of training
     require(os.environ.get("WORLD_SIZE", "1") == "1", "chiar study starts processes itself: start it without torchrun.")
-    names = {entry.name for entry in path.glob("*")} - {LOCK, aside_of(path / STUDY).name}
+    names = {entry.name for entry in path.glob("*")} - {LOCK, temporary_path(path / STUDY).name}
     free = not names and (path.is_dir() or not path.exists())
     require(free or STUDY in names, f"{path} exists already and is no study: choose another folder.")
     path.mkdir(parents=True, exist_ok=True)
     with (path / LOCK).open("w") as lock:
-        hold(lock, f"another process is running the study in {path} right now.")
+        acquire_lock(lock, f"another process is running the study in {path} right now.")
         folder = StudyFolder(path)
         if plan is not None:
             study, corpus = asdict(plan.study), " + ".join(corpus.name for corpus in plan.corpora)
@@ -192,7 +192,7 @@ def work(path: Path, name: str, device: str) -> None:
         ids = valid.read(0, min(valid.tokens, CALIBRATION_ROWS * settings.length))
         calibration = calibrate(source, batches(ids, CALIBRATION_ROWS, settings.length, 8), rule="embeddings")
         config = run.model_config(thresholds=calibration.thresholds(1)[0])
-    aside_of(out / RUN).unlink(missing_ok=True)  # left by a process killed before the run began
+    temporary_path(out / RUN).unlink(missing_ok=True)  # left by a process killed before the run began
     try:
         train(config, settings, out, resume=resume, device=device)
     except checkpoint.TrainingStopped as stopped:
@@ -201,8 +201,8 @@ def work(path: Path, name: str, device: str) -> None:
     # In micro-batches, as in training, where the paper's gate pools over them. The test report marks a finished run.
     how: dict[str, Any] = {"length": settings.length, "batch_size": settings.micro_batch, "device": device}
     if run.validate:
-        write_whole(out / VALIDATION, evaluate(str(out / "best"), run.data[0], "valid", **how).to_json())
-    write_whole(out / REPORT, evaluate(str(out / "final"), run.data[0], "test", rows=run.test_rows, **how).to_json())
+        write_atomic(out / VALIDATION, evaluate(str(out / "best"), run.data[0], "valid", **how).to_json())
+    write_atomic(out / REPORT, evaluate(str(out / "final"), run.data[0], "test", rows=run.test_rows, **how).to_json())
 
 
 def time_study(plan: Plan, folder: StudyFolder, steps: int, device: str) -> None:

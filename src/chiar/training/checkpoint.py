@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from chiar.errors import InputError, errors_as, require
-from chiar.files import aside_of
+from chiar.files import temporary_path
 from chiar.training.distributed import Processes, local_rows
 
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -163,6 +163,6 @@ def retain(folder: Path, keep: int, best: dict[str, float] | None) -> None:
 
 def replace_link(link: Path, target: Path) -> None:
     """Atomically make `link` a relative symbolic link to `target`."""
-    aside_of(link).unlink(missing_ok=True)
-    aside_of(link).symlink_to(os.path.relpath(target, link.parent))
-    os.replace(aside_of(link), link)
+    temporary_path(link).unlink(missing_ok=True)
+    temporary_path(link).symlink_to(os.path.relpath(target, link.parent))
+    os.replace(temporary_path(link), link)

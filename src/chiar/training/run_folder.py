@@ -19,7 +19,7 @@ import chiar
 from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus
 from chiar.errors import errors_as, require
-from chiar.files import new_folder, write_whole
+from chiar.files import new_folder, write_atomic
 from chiar.model.heads import export_model
 from chiar.registry import plugin_names
 from chiar.training import checkpoint
@@ -78,7 +78,7 @@ class RunFolder:
         self.best, self.final = path / "best", path / "final"
 
     def write(self, record: dict[str, Any]) -> None:
-        write_whole(self.path / RUN, json.dumps(record, indent=1))
+        write_atomic(self.path / RUN, json.dumps(record, indent=1))
 
     def read(self) -> dict[str, Any]:
         require((self.path / RUN).is_file(), f"{self.path} is not a training run: it has no {RUN}.")
@@ -131,7 +131,7 @@ class RunFolder:
         lines = self.read_lines() if self.metrics_path.is_file() else []
         damaged = [str(number) for number, (_, record) in enumerate(lines, start=1) if record is None]
         kept = [line for line, record in lines if record is not None and record["step"] <= step]
-        write_whole(self.metrics_path, "".join(f"{line}\n" for line in kept))
+        write_atomic(self.metrics_path, "".join(f"{line}\n" for line in kept))
         which = f"line{'s' if damaged[1:] else ''} {', '.join(damaged[:5])}{' …' if damaged[5:] else ''}"
         return [f"{METRICS} is damaged: {which} dropped, {len(kept)} records kept."] if damaged else []
 

@@ -8,7 +8,7 @@ const ChiarMarks = (() => {
   };
   const NAMES = {
     spectral: "light: spectral filter", temporal: "light: filter along time", rbf: "between: RBF mixing", attention: "dark: attention",
-    carry: "light: what the stack said last",
+    carry: "light: last change of the stack",
   };
   const ramp = (operator) => RAMPS[operator] || RAMPS.light;
   const nameOf = (operator) => NAMES[operator] || `light: ${operator}`;
