@@ -1,18 +1,18 @@
-# Everything runs in .venv, made by `make setup` on first use with the system's Python (3.11 or newer).
+# Everything runs in .venv, which `make setup` creates on first use with the system's Python (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
 .PHONY: demo test test-all lint setup test-oldest figures clean
 
-# Trains, evaluates and draws two small models into runs/demo: see examples/demo.sh.
+# Trains and evaluates two small models and draws them, all in runs/demo: see examples/demo.sh.
 demo: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" sh examples/demo.sh
 
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
-# Also those that start many processes.
+# Includes the slow tests, which start many processes.
 test-all: lint
 	$(BIN)/pytest -n 2
 
@@ -31,14 +31,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
-# The oldest supported transformers, in an environment of its own.
+# Runs the tests with the oldest supported transformers, in a separate environment.
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	sed 's/^transformers==.*/transformers==5.17.0/' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/pip install --quiet --constraint .venv-oldest/constraints.txt --editable ".[dev]"
 	.venv-oldest/bin/pytest -n 2
 
-# docs/figures, drawn from the presets and docs/results.
+# Draws docs/figures from the presets and docs/results.
 figures: $(STAMP)
 	$(BIN)/python -m research.figures
 

@@ -1,7 +1,7 @@
 #!/bin/sh
-# A small v5 on a CPU, offline: an inner stack of four layers that one byte in five passes, where the next byte becomes
-# uncertain, beside a dense model of equal FLOPs. Trains, evaluates, compares and draws both, and lets v5 generate a
-# sentence. Needs chiar on the path. Writes to $DEMO_OUT and replaces only what an earlier demo wrote there.
+# A small v5 on a CPU, offline: its inner stack of four layers runs for one byte in five, where the next byte becomes
+# uncertain. Trains, evaluates, compares and draws it and a dense model of equal FLOPs, and generates a sentence with
+# v5. Needs chiar on the path. Writes to $DEMO_OUT and replaces only what an earlier demo wrote there.
 set -eu
 # Waiting threads sleep: spinning ones stall each other where cores are shared.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
