@@ -186,7 +186,7 @@ def test_its_own_routes_are_the_same():
 
 @pytest.mark.parametrize("changes", [{"routing": "soft"}, {"routing": "hard", "hard_estimator": "both"}])
 def test_what_needs_all_operators_is_refused_or_runs_densely(changes):
-    with pytest.raises(InputError, match="execution='sparse' cannot be"):
+    with pytest.raises(InputError, match="execution='sparse' is impossible"):
         presets.get("v3-tiny", execution="sparse", **changes)
     model = build(execution="auto", **changes)
     automatic = model(tokens()).logits
