@@ -1,13 +1,13 @@
-"""Is the FLOPs a dark stack saves time saved? Training steps and prompts of v5, beside dense byte models and BLT.
+"""Do the FLOPs saved by a dark stack save time? Training and prefill of v5, against dense byte models and BLT.
 
     python benchmarks/byte_models.py --device cuda --lengths 2048,8192 --csv bytes.csv
     python benchmarks/byte_models.py --device cpu --size tiny --lengths 256 --tokens 2048
 
-In turns, in one process: `dense`, attention in all layers; `v5`, which routes itself (in training f is exact); `equal`,
-as many plain layers as come closest to v5's counted FLOPs; `rows`, v5 packed in rows of 1.3 f T places; `blt`,
-transformers' BltForCausalLM with as many layers around and inside, its patches given, 1/f bytes each. Weights are
-random, bytes are of the standard library's sources. Layers are compiled; passes that wait for nothing are recorded as
-CUDA graphs.
+Timed in turns in one process: `dense`, attention in all layers; `v5`, which routes itself (in training f is exact);
+`equal`, the dense model closest to v5 in counted FLOPs; `rows`, v5 packed in padded rows of 1.3 f T places; `blt`,
+transformers' BltForCausalLM with the same number of layers outside and inside and given patches of 1/f bytes. Weights
+are random, the text is the source of the standard library. Layers are compiled; passes that do not synchronise with the
+host are recorded as CUDA graphs.
 """
 
 import argparse
@@ -31,14 +31,25 @@ from chiar.layers.dark import DarkStack, Layout, PackedLayout
 from chiar.model.modeling import ChiarForCausalLM
 from chiar.routing.flops import count_flops
 from chiar.training.compiling import GraphedPasses
-from jobs import autocast
-from timing import WARM_UP, interleave, no_waiting, numbers, parser, ratios, say, speedup, surroundings, synchronize
+from timing import (
+    WARM_UP,
+    echo,
+    environment,
+    forbid_sync,
+    interleave,
+    make_parser,
+    numbers,
+    ratios,
+    speedup,
+    synchronize,
+)
+from workloads import autocast
 
 NAMES = ("dense", "equal", "v5", "rows", "blt")
 
 
 def source_bytes(rows: int, length: int) -> Tensor:
-    """Real text: of random bytes none would be more certain than others."""
+    """Real text: random bytes would all be equally uncertain."""
     text, needed = bytearray(), rows * length
     for path in sorted(Path(argparse.__file__).parent.glob("*.py")):
         text += path.read_bytes()
@@ -49,21 +60,21 @@ def source_bytes(rows: int, length: int) -> Tensor:
 
 
 def dense_like(config: ChiarConfig, layers: int) -> ChiarConfig:
-    """Plain layers of the same design."""
+    """A dense model of the same design."""
     fields = {name: getattr(config, name) for name in ("hidden_size", "num_attention_heads", "vocab_size")}
     design = {name: value for name, value in presets.V5.items() if name not in ("router", "target_fraction")}
     return ChiarConfig(**{**design, **fields, "layer_types": ["attention"] * layers})
 
 
 def equal_layers(config: ChiarConfig, length: int) -> int:
-    """How many plain layers cost as much as the model."""
-    wanted = count_flops(config, length).total
+    """The number of dense layers closest to the model in FLOPs."""
+    target = count_flops(config, length).total
     costs = {n: count_flops(dense_like(config, n), length).total for n in range(1, len(config.layer_types or []) + 1)}
-    return min(costs, key=lambda n: abs(costs[n] - wanted))
+    return min(costs, key=lambda n: abs(costs[n] - target))
 
 
 def pack_in_rows(stack: DarkStack) -> None:
-    """Rows with room for 1.3 times the target share of dark bytes; further ones in a row are light."""
+    """Pack into rows with room for 1.3 times the target share of dark bytes; excess dark bytes become light."""
 
     def make_layout(x_BTD: Tensor, dark_BT: Tensor, context: TokenContext, memory: Memory) -> Layout:
         room = min(x_BTD.shape[1], -(-int(1.3 * stack.share * x_BTD.shape[1]) // 16) * 16)
@@ -74,7 +85,7 @@ def pack_in_rows(stack: DarkStack) -> None:
 
 
 class BytesModel(nn.Module):
-    """One call for training (the loss, an early head's included) and for prompts (the last byte's logits)."""
+    """A single call: in training the loss, including the early head's; in prefill the logits of the last byte."""
 
     def __init__(self, config: ChiarConfig) -> None:
         super().__init__()
@@ -89,7 +100,7 @@ class BytesModel(nn.Module):
         return loss + model.early_loss(decoded, targets_BT, head), None
 
     def compile_parts(self, trains: bool) -> None:
-        """Each part for its shape; but a prompt has any number of dark bytes."""
+        """Compile each part for its shape; only the number of dark bytes of a prompt is dynamic."""
         for kind, layer in zip(self.config.layer_types or [], self.language.model.layers, strict=True):
             layer.compile(dynamic=kind == "dark" and not trains)
         for stack in self.language.model.dark_stacks:
@@ -139,14 +150,14 @@ class BltModel(nn.Module):
 
 @dataclass
 class Timed:
-    """A model with its input, ready to be timed."""
+    """A model with its input, ready for timing."""
 
     name: str
     model: Any
     step: Callable[[], object]
     peak_gb: float | None
-    how: str
-    waits: bool
+    execution: str
+    synchronizes: bool
 
 
 def prepare(name: str, options: argparse.Namespace, ids_BT: Tensor) -> Timed:
@@ -183,12 +194,12 @@ def prepare(name: str, options: argparse.Namespace, ids_BT: Tensor) -> Timed:
         loss.backward()
         return (loss.detach(),)
 
-    def read(ids: Tensor) -> tuple[Tensor, ...]:
+    def prefill(ids: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad(), autocast(device):
             return (model(ids, None)[0],)
 
     inputs = (ids_BT, targets_BT) if trains else (ids_BT,)
-    run = train if trains else read
+    run = train if trains else prefill
 
     def plain() -> None:
         run(*inputs)
@@ -196,28 +207,28 @@ def prepare(name: str, options: argparse.Namespace, ids_BT: Tensor) -> Timed:
 
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    if not trains:  # a text with another number of dark bytes: what is compiled serves any
+    if not trains:  # another number of dark bytes, so that it is compiled as dynamic
         run((ids_BT + 1) % 256)
     for _ in range(WARM_UP):
         plain()
     synchronize(device)
     if options.profile:
-        kernels(name, plain, device)
+        profile_kernels(name, plain, device)
     peak = (torch.cuda.max_memory_allocated() - resident) / 1e9 if device == "cuda" else None
 
-    stops = False
+    synchronizes = False
     if device == "cuda":
         try:
-            with no_waiting(device):
+            with forbid_sync(device):
                 plain()
         except RuntimeError as error:
             if "synchroniz" not in str(error):
                 raise
-            stops = True
+            synchronizes = True
             model.zero_grad(set_to_none=True)
-    if not (options.graphs and device == "cuda") or stops:
-        return Timed(name, model, plain, peak, "launched from Python", stops)
-    torch.cuda.empty_cache()  # a recording has memory of its own
+    if not (options.graphs and device == "cuda") or synchronizes:
+        return Timed(name, model, plain, peak, "launched from Python", synchronizes)
+    torch.cuda.empty_cache()  # a recording has its own memory pool
     recorder = GraphedPasses(run, model.parameters() if trains else ())
 
     def recorded() -> None:
@@ -226,21 +237,21 @@ def prepare(name: str, options: argparse.Namespace, ids_BT: Tensor) -> Timed:
 
     while not recorder.records and recorder.failure is None:
         recorded()
-    how = "a CUDA graph" if recorder.failure is None else f"launched from Python ({recorder.failure})"
-    return Timed(name, model, recorded, peak, how, stops)
+    execution = "a CUDA graph" if recorder.failure is None else f"launched from Python ({recorder.failure})"
+    return Timed(name, model, recorded, peak, execution, synchronizes)
 
 
-def kernels(name: str, step: Callable[[], object], device: str) -> None:
-    """What one step launched from Python spends its time on."""
+def profile_kernels(name: str, step: Callable[[], object], device: str) -> None:
+    """Print the most expensive kernels of one step launched from Python."""
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[activity]) as seen:
+    with profile(activities=[activity]) as profiler:
         step()
         synchronize(device)
-    spent = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
-    rows = sorted(seen.key_averages(), key=lambda row: -getattr(row, spent))
-    say(f"{name}: {sum(getattr(row, spent) for row in rows) / 1e3:.2f} ms in all kernels of a step")
+    time = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    rows = sorted(profiler.key_averages(), key=lambda row: -getattr(row, time))
+    echo(f"{name}: {sum(getattr(row, time) for row in rows) / 1e3:.2f} ms in all kernels of a step")
     for row in rows[:40]:
-        say(f"  {getattr(row, spent) / 1e3:8.3f} ms, {row.count} × {row.key[:90]}")
+        echo(f"  {getattr(row, time) / 1e3:8.3f} ms, {row.count} × {row.key[:90]}")
 
 
 def measure(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> None:
@@ -251,29 +262,27 @@ def measure(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]
         for name in options.only:
             try:
                 ready.append(prepare(name, options, ids_BT))
-                say(f"{name}, T {length}: ready, {ready[-1].how}")
-            except Exception as error:  # one that breaks must not cost the others their rows
-                say(f"{name}, T {length}: FAILED, {type(error).__name__}: {str(error)[:300]}")
+                echo(f"{name}, T {length}: ready, {ready[-1].execution}")
+            except Exception as error:  # the other models still get their rows
+                echo(f"{name}, T {length}: FAILED, {type(error).__name__}: {str(error)[:300]}")
                 if options.strict:
                     raise
         times = interleave([timed.step for timed in ready], options.device, options.turns, options.steps)
-        found = {timed.name: time for timed, time in zip(ready, times, strict=True)}
-        counted = {timed.name: timed.model.flops(length) for timed in ready}
+        times_of = {timed.name: time for timed, time in zip(ready, times, strict=True)}
+        flops_of = {timed.name: timed.model.flops(length) for timed in ready}
         for timed in ready:
-            time, flops = found[timed.name], counted[timed.name]
+            time, flops = times_of[timed.name], flops_of[timed.name]
             row: dict[str, Any] = {"mode": options.mode, "model": timed.name, "size": options.size, "length": length}
-            row |= {"rows": rows, "fraction": options.fraction, "how": timed.how, "waits": timed.waits}
+            row |= {"rows": rows, "fraction": options.fraction, "how": timed.execution, "waits": timed.synchronizes}
             row |= {"layers": len(timed.model.config.layer_types) if flops else None, "flops_per_byte": flops}
             row |= {"ms": time.median, "bytes_per_second": 1e3 * rows * length / time.median, "peak_gb": timed.peak_gb}
-            for rival in ("dense", "equal"):
-                if rival in found and rival != timed.name:
-                    faster = speedup(found[rival], time)
-                    row |= {f"against_{rival}": faster, f"lowest_against_{rival}": min(ratios(found[rival], time))}
+            for other in ("dense", "equal"):
+                if other in times_of and other != timed.name:
+                    faster = speedup(times_of[other], time)
+                    row |= {f"against_{other}": faster, f"lowest_against_{other}": min(ratios(times_of[other], time))}
                     if flops:
-                        row |= {
-                            f"allowed_{rival}": counted[rival] / flops,
-                            f"realised_{rival}": faster * flops / counted[rival],
-                        }
+                        allowed = flops_of[other] / flops
+                        row |= {f"allowed_{other}": allowed, f"realised_{other}": faster / allowed}
             write(row)
         del ready, times
         gc.collect()
@@ -291,30 +300,32 @@ COLUMNS = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    made = parser(__doc__)
-    add = made.add_argument
+    parser = make_parser(__doc__)
+    add = parser.add_argument
     add("--only", nargs="+", choices=NAMES, default=["dense", "equal", "v5", "rows"])
     add("--mode", choices=("train", "prefill"), default="train")
     add("--size", choices=tuple(presets.V5_SIZES), default="400m")
     add("--lengths", type=numbers(int, 2, 1 << 20), default=[2048, 8192])
-    add("--tokens", type=int, default=32768, help="bytes in a batch: tokens / length rows")
+    add("--tokens", type=int, default=32768, help="bytes per batch: tokens / length rows")
     add("--fraction", type=float, default=0.2, help="f: share of bytes that pass the stack")
-    add("--window", type=int, help="what v5's outer layers look back on")
-    add("--profile", action="store_true", help="tell what a step of each model spends its time on")
+    add("--window", type=int, help="attention window of v5's outer layers")
+    add("--profile", action="store_true", help="print the kernels of a step of each model")
     add("--turns", type=int, default=6)
-    add("--steps", type=int, default=3, help="steps a turn")
+    add("--steps", type=int, default=3, help="steps per turn")
     add("--compile", action=argparse.BooleanOptionalAction, default=True)
     add("--graphs", action=argparse.BooleanOptionalAction, default=True)
-    add("--strict", action="store_true", help="stop at the first model that fails")
-    add("--csv", type=Path, help="a new file for the rows")
-    options = made.parse_args(arguments)
-    around = surroundings(options.device)
+    add("--strict", action="store_true", help="stop at the first failure")
+    add("--csv", type=Path, help="new file for the rows")
+    options = parser.parse_args(arguments)
+    machine = environment(options.device)
     rows: list[dict[str, Any]] = []
 
     def write(row: dict[str, Any]) -> None:
-        rows.append({**row, **around})
-        told = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()]
-        say(", ".join(told))
+        rows.append({**row, **machine})
+        cells = (
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
+        )
+        echo(", ".join(cells))
         if options.csv is not None:
             with options.csv.open("w", newline="") as file:
                 table = csv.DictWriter(file, COLUMNS)

@@ -1,4 +1,4 @@
-"""A real Chromium, as installed on this machine, driven by playwright: for browser tests, timings and pictures."""
+"""The installed Chromium, driven by playwright: for browser tests, timings and screenshots."""
 
 import os
 import shutil
@@ -12,11 +12,11 @@ QUIET = "--no-sandbox --disable-gpu --disable-background-networking --disable-co
 
 
 class NoBrowser(Exception):
-    """A sentence that says what is missing."""
+    """The message says what is missing."""
 
 
 def executable() -> str | None:
-    """The one named by $CHROMIUM, else the first on the path."""
+    """The path in $CHROMIUM, else the first Chromium on the path."""
     names = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
@@ -29,7 +29,7 @@ def chromium() -> Iterator[Any]:
         raise NoBrowser("playwright is not installed: pip install 'chiar[browser]'") from None
     path = executable()
     if path is None:
-        raise NoBrowser("there is no Chromium on the path: install one, or name it in $CHROMIUM")
+        raise NoBrowser("there is no Chromium on the path: install one, or set $CHROMIUM")
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=path, args=[*QUIET.split(), "--no-first-run"])
         yield browser
@@ -38,10 +38,10 @@ def chromium() -> Iterator[Any]:
 
 @contextmanager
 def served(names: list[str]) -> Iterator[str]:
-    """The address of `chiar explore` with these models, in a process of its own."""
-    program = [sys.executable, "-m", "chiar", "explore", *names, "--port", "0"]
+    """The URL of `chiar explore` with these models, in another process."""
+    command = [sys.executable, "-m", "chiar", "explore", *names, "--port", "0"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
             yield process.stdout.readline().split()[4]
@@ -50,7 +50,7 @@ def served(names: list[str]) -> Iterator[str]:
 
 
 class Watched:
-    """A page whose requests, errors and messages are all kept."""
+    """A page that records its requests, errors and messages."""
 
     def __init__(self, browser: Any, width: int = 1200, height: int = 900, **options: Any) -> None:
         self.context = browser.new_context(viewport={"width": width, "height": height}, **options)
@@ -64,7 +64,7 @@ class Watched:
         self.page.on("dialog", lambda dialog: (self.problems.append("a dialog opened"), dialog.dismiss()))
 
     def failed(self, request: Any) -> None:
-        """Chromium often calls a stream aborted that was read to its end; whether it was, the page itself checks."""
+        """Ignores aborted streams: Chromium often reports them after a complete read, which the page itself checks."""
         if not (request.url.endswith("/api/continue") and request.failure == "net::ERR_ABORTED"):
             self.problems.append(f"failed: {request.failure} {request.url}")
 

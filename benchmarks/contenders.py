@@ -1,4 +1,4 @@
-"""The registry: everything `speed.py` can time, by name."""
+"""The registry of everything `speed.py` can time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,33 +8,33 @@ from typing import Any
 
 from chiar import presets
 from models import Setting, TimedChiar, TimedModel
-from peers import BypassBlock, MixtureOfDepthsBlock, PeerModel, build_foreign, load_peer
+from peers import BypassBlock, MixtureOfDepthsBlock, PeerModel, build_external, load_peer
 
 MODES = ("train", "prefill", "decode")
 BASELINE = "baseline"
-# The best design of the family: the filter is an element-wise product and H a row reduction, because the residual
-# stream lives in spectral coordinates; light tokens give no keys.
+# The best design of the family: in spectral coordinates the filter is an element-wise product and H a row reduction;
+# light tokens have no keys.
 DENSE = {"norm": "rmsnorm", "norm_position": "pre"}
 BEST = {**DENSE, "basis": "identity", "gate_pool": "causal", "keys": "routed"}
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A model to time. `build(setting, execution, whole)` makes it, `whole` for compiling it as one graph; weights are
-    random, routes are forced unless asked otherwise."""
+    """A model to time, with random weights. `build(setting, execution, whole)` makes it; `whole`: to be compiled as one
+    graph."""
 
     name: str
-    what: str
+    description: str
     build: Callable[[Setting, str, bool], TimedModel]
     execution: str = "dense"
-    """How it is timed; parity compares it with "dense"."""
+    """The execution that is timed; parity compares it with "dense"."""
     modes: tuple[str, ...] = MODES
     takes_fraction: bool = True
-    """Whether f changes it; where not, it is timed once a length."""
-    capacity_is_built_in: bool = False
-    """Whether f is part of its shapes, so that each needs a model of its own."""
-    defined: bool = True
-    """Whether dense execution is its definition. Other people's models have none but themselves."""
+    """Whether it depends on f; otherwise it is timed once per length."""
+    fixed_capacity: bool = False
+    """Whether f determines its shapes, so that every f needs its own model."""
+    has_definition: bool = True
+    """Whether dense execution is its definition. Models from a folder have none."""
 
 
 def build_chiar(family: str, changes: dict[str, Any], setting: Setting, execution: str, whole: bool) -> TimedModel:
@@ -44,19 +44,20 @@ def build_chiar(family: str, changes: dict[str, Any], setting: Setting, executio
     return TimedChiar(presets.get(f"{family}-{setting.size}", **fields), whole)
 
 
-def chiar(name: str, what: str, execution: str, family: str = "v3", **changes: Any) -> Contender:
+def chiar(name: str, description: str, execution: str, family: str = "v3", **changes: Any) -> Contender:
     takes_fraction = family != "baseline" and changes.get("router") != "static"
-    return Contender(name, what, partial(build_chiar, family, changes), execution, takes_fraction=takes_fraction)
+    build = partial(build_chiar, family, changes)
+    return Contender(name, description, build, execution, takes_fraction=takes_fraction)
 
 
-def peer(name: str, what: str, kind: Any) -> Contender:
+def peer(name: str, description: str, kind: Any) -> Contender:
     def build(setting: Setting, execution: str, whole: bool) -> TimedModel:
         return PeerModel(kind, setting, execution)
 
-    return Contender(name, what, build, "sparse", modes=("train", "prefill"), capacity_is_built_in=True)
+    return Contender(name, description, build, "sparse", modes=("train", "prefill"), fixed_capacity=True)
 
 
-# The paper's gate cannot decode; frozen at the prompt it can.
+# The paper's gate cannot decode unless it is frozen after the prompt.
 PAPER = {"gate_generation": "prefill"}
 ALL = (
     chiar(BASELINE, "attention in every layer, post-norm LayerNorm", "dense", "baseline"),
@@ -69,19 +70,18 @@ ALL = (
     chiar("v3-routed-keys", "v3 as in the paper, routed keys", "sparse", **PAPER, keys="routed"),
     chiar("v3-dense", "v3 as in the paper, every operator on every token", "dense", **PAPER),
     chiar("half-layers", "best design, attention in every other layer", "sparse", **BEST, router="static"),
-    peer("mod", "Mixture-of-Depths style: others skip the block", MixtureOfDepthsBlock),
-    peer("dtrnet", "DTRNet style: others take V and O only", BypassBlock),
+    peer("mod", "Mixture-of-Depths style: other tokens skip the block", MixtureOfDepthsBlock),
+    peer("dtrnet", "DTRNet style: other tokens take V and O only", BypassBlock),
 )
 REGISTRY = {contender.name: contender for contender in ALL}
 
 
-def foreign(folder: Path) -> Contender:
-    """The model of FOLDER/peer.py; see docs/execution.md."""
+def external(folder: Path) -> Contender:
+    """The model of FOLDER/peer.py, as docs/execution.md describes it."""
     module = load_peer(folder)
 
     def build(setting: Setting, execution: str, whole: bool) -> TimedModel:
-        return build_foreign(module, setting)
+        return build_external(module, setting)
 
-    what = f"peer.py of {folder.resolve().name}"
-    modes = ("train", "prefill")
-    return Contender(folder.resolve().name, what, build, modes=modes, takes_fraction=False, defined=False)
+    name, modes = folder.resolve().name, ("train", "prefill")
+    return Contender(name, f"peer.py of {name}", build, modes=modes, takes_fraction=False, has_definition=False)

@@ -1,10 +1,9 @@
-"""How fast the routing explorer is, as a user meets it: over HTTP, and in Chromium.
+"""How fast the routing explorer is for a user: over HTTP, and in Chromium.
 
     OMP_NUM_THREADS=2 python benchmarks/explore.py [--size 16m] [--tokens 512] [--repeats 9]
 
-A model with random weights and bytes for tokens is served by `chiar explore` in a process of its own. "Interactive" is
-when the page has drawn its first text and the slider can be moved; "re-routed" when a moved slider has redrawn all
-tokens. Without Chromium or playwright the rows of the browser are left out.
+`chiar explore` serves a byte-level model with random weights in another process. The page is interactive once it has
+drawn its first text and the slider can be moved. Without Chromium or playwright the browser rows are omitted.
 """
 
 import json
@@ -26,12 +25,12 @@ from chiar import presets
 from chiar.data.tokenizers import Tokenizer
 from chiar.model.modeling import ChiarForCausalLM
 from chromium import NoBrowser, Watched, chromium, served
-from timing import elapsed, hardware, parser
+from timing import elapsed, hardware, make_parser
 
 TEXT = "Light tokens take the cheap filter and dark ones attend to everything before them. "
 MOVED = """value => new Promise(done => {
   const slider = document.querySelector('input[type=range]'), words = document.querySelector('.words');
-  const redrawn = (_, seen) => { seen.disconnect(); requestAnimationFrame(() => done()); };
+  const redrawn = (_, observer) => { observer.disconnect(); requestAnimationFrame(() => done()); };
   new MutationObserver(redrawn).observe(words, {childList: true});
   slider.value = value;
   slider.dispatchEvent(new Event('input', {bubbles: true}));
@@ -40,62 +39,63 @@ MOVED = """value => new Promise(done => {
 
 @contextmanager
 def served_model(size: str) -> Iterator[str]:
-    """The address of `chiar explore` with such a model."""
-    with tempfile.TemporaryDirectory() as place:
+    """The URL of `chiar explore` with a random model of this size."""
+    with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         logging.disable_progress_bar()
-        ChiarForCausalLM(presets.get(f"v3-{size}", gate_pool="causal")).save_pretrained(place)
-        Tokenizer.of_bytes().save(Path(place))
-        with served([place]) as url:
+        ChiarForCausalLM(presets.get(f"v3-{size}", gate_pool="causal")).save_pretrained(folder)
+        Tokenizer.of_bytes().save(Path(folder))
+        with served([folder]) as url:
             yield url
 
 
-def ask(url: str, text: str, steer: dict[str, Any] | None) -> None:
+def request_route(url: str, text: str, steer: dict[str, Any] | None) -> None:
     body = json.dumps({"model": 0, "text": text, "steer": steer}).encode()
     request = urllib.request.Request(f"{url}api/route", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as response:
         json.load(response)
 
 
-def repeated(work: Callable[[int], object], repeats: int) -> list[float]:
-    """Milliseconds of each call."""
+def time_calls(work: Callable[[int], object], repeats: int) -> list[float]:
+    """The milliseconds of each call."""
     return [1e3 * elapsed(partial(work, number)) for number in range(repeats)]
 
 
 def over_http(url: str, text: str, repeats: int) -> dict[str, list[float]]:
-    ask(url, text, None)
-    plain = repeated(lambda n: ask(url, text, None), repeats)
-    moved = repeated(lambda n: ask(url, text, {"kind": "share", "value": (n + 1) / (repeats + 1)}), repeats)
-    return {"route the text (HTTP)": plain, "route it with another share (HTTP)": moved}
+    request_route(url, text, None)
+    plain = time_calls(lambda n: request_route(url, text, None), repeats)
+    shares = [{"kind": "share", "value": (n + 1) / (repeats + 1)} for n in range(repeats)]
+    moved = time_calls(lambda n: request_route(url, text, shares[n]), repeats)
+    return {"route the text (HTTP)": plain, "route the text with another share (HTTP)": moved}
 
 
 def in_chromium(url: str, text: str, repeats: int) -> dict[str, list[float]]:
     with chromium() as browser:
-        # Each in a context of its own, so that nothing is cached; making the context is not the page's time.
+        # Each in its own context, so that nothing is cached; the context is created outside the timing.
         pages = [Watched(browser) for _ in range(repeats)]
-        loads = repeated(lambda n: pages[n].open(url).wait_for_selector("input[type=range]:not([disabled])"), repeats)
-        for watched in pages:
-            watched.context.close()
+        loads = time_calls(lambda n: pages[n].open(url).wait_for_selector("input[type=range]:not([disabled])"), repeats)
+        for page in pages:
+            page.context.close()
         page = Watched(browser).open(url)
         page.locator("select").select_option("share")
         with page.expect_response("**/api/route"):
             page.fill("#text", text)
         page.wait_for_selector(f".token[data-token='{len(text) - 1}']")
         page.wait_for_timeout(500)
-        moves = repeated(lambda n: page.evaluate(MOVED, (n + 1) / (repeats + 1)), repeats)
+        moves = time_calls(lambda n: page.evaluate(MOVED, (n + 1) / (repeats + 1)), repeats)
     return {
         "first page load to interactive (Chromium)": loads[:1],
         "later page loads": loads[1:],
-        "slider moved to tokens redrawn": moves,
+        "slider moved until tokens redrawn": moves,
     }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    made = parser(__doc__, device=False)
-    made.add_argument("--size", choices=("400m", "16m", "tiny"), default="16m")
-    made.add_argument("--tokens", type=int, default=512)
-    made.add_argument("--repeats", type=int, default=9)
-    options = made.parse_args(arguments)
+    parser = make_parser(__doc__, device=False)
+    parser.add_argument("--size", choices=("400m", "16m", "tiny"), default="16m")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args(arguments)
     text = (TEXT * (options.tokens // len(TEXT) + 1))[: options.tokens]
     with served_model(options.size) as url:
         rows = over_http(url, text, options.repeats)

@@ -1,5 +1,5 @@
-"""Is a GPU right? The author's numbers; outputs and gradients against the CPU, in fp32 with the same routes; captured
-decoding steps against the whole pass.
+"""Checks the results of a GPU: against the author's numbers; outputs and gradients against the CPU, in fp32 with the
+same routes; captured decoding steps against full passes.
 
     python benchmarks/gpu_parity.py
 
@@ -18,10 +18,10 @@ from transformers.utils import logging
 
 from chiar import ChiarForCausalLM, presets
 from chiar.model.author_checkpoint import import_checkpoint
-from timing import no_waiting, relative
+from timing import forbid_sync, relative_error
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
-# fp32 on both sides: sums in another order over four layers and a few hundred terms.
+# fp32 against fp32: sums of a few hundred terms in another order, over four layers.
 LOGITS, GRADIENTS = 2e-5, 1e-4
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("baseline-tiny", {}),
@@ -42,7 +42,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 # The largest of 1,200 decided routes lies further from its threshold than rounding.
 DECODING = 1e-4
 ROUTED = {"gate_pool": "causal", "keys": "routed", "norm": "rmsnorm", "norm_position": "pre", "basis": "identity"}
-OWN = ("v5-tiny", {"router": "rise"})  # not forced: what its router remembers decides
+OWN = ("v5-tiny", {"router": "rise"})  # routes are not forced: they depend on the router's memory
 DECODED: list[tuple[str, dict[str, Any]]] = [
     ("baseline-tiny", {}),
     ("v2-tiny", {"max_position_embeddings": 512}),
@@ -52,13 +52,13 @@ DECODED: list[tuple[str, dict[str, Any]]] = [
     OWN,
     ("v5-tiny", {"window": 16, "layer_types": ["attention", "dark", "dark", "attention", "dark", "attention"]}),
 ]
-# In bf16 packed and plain products round at other places: as far as two runs of the definition in other orders.
+# Packed products round differently in bf16, by as much as the definition itself with sums in another order.
 PACKED = 2e-2
 STACKS: list[dict[str, Any]] = [{}, {"window": 100}, {"inner_size": 512}, {"router": "space"}, {"router": "learned"}]
 
 
 def golden(name: str) -> tuple[float, int]:
-    """Largest difference in logits, and routes that differ from the author's."""
+    """The largest difference in logits, and how many routes differ from the author's."""
     with tempfile.TemporaryDirectory() as folder:
         import_checkpoint(GOLDEN / f"{name}.pt", Path(folder) / "model", tau=0.79)
         model = ChiarForCausalLM.from_pretrained(Path(folder) / "model").cuda().eval()
@@ -73,7 +73,7 @@ def golden(name: str) -> tuple[float, int]:
 
 
 def against_cpu(name: str, changes: dict[str, Any]) -> tuple[float, float, int]:
-    """Largest difference in logits and (relative) in gradients, and routes the GPU would choose otherwise."""
+    """The largest difference in logits and (relative) in gradients, and how many routes the GPU chooses differently."""
     torch.manual_seed(0)
     model = ChiarForCausalLM(presets.get(name, dropout=0.0, **changes))
     for parameter in model.parameters():
@@ -104,10 +104,10 @@ def run(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, forced: Any) -
 
 
 def packed(changes: dict[str, Any], compile: bool, training: bool = True) -> tuple[float, float]:
-    """Relative differences of a pass in bf16, dark tokens packed, from its definition, with the same routes: of logits,
-    and of the gradient that differs most."""
+    """Relative differences in bf16 between packed dark tokens and the definition, with the same routes: of logits, and
+    of the gradient that differs most."""
     torch.manual_seed(0)
-    found = {}
+    results = {}
     model = ChiarForCausalLM(presets.get("v5-16m", num_hidden_layers=6, **changes)).cuda().train(training)
     for parameter in model.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
@@ -117,20 +117,19 @@ def packed(changes: dict[str, Any], compile: bool, training: bool = True) -> tup
         if execution == "sparse" and compile:
             for layer in model.model.layers:
                 layer.compile(dynamic=False)
-        routes = None if execution == "dense" else {2: found["dense"][2].layers[2].choice_BT}
+        routes = None if execution == "dense" else {2: results["dense"][2].layers[2].choice_BT}
         with torch.autocast("cuda", torch.bfloat16):
-            found[execution] = run(model, ids, None, routes)
-    (logits, gradients, _), (others, other_gradients, _) = found["dense"], found["sparse"]
-    different = [
-        relative(other_gradients[name], gradients[name]) for name in gradients if gradients[name].norm() > 1e-6
-    ]
-    return relative(others, logits), max(different)
+            results[execution] = run(model, ids, None, routes)
+    (logits, gradients, _), (packed_logits, packed_gradients, _) = results["dense"], results["sparse"]
+    nonzero = [name for name in gradients if gradients[name].norm() > 1e-6]
+    errors = [relative_error(packed_gradients[name], gradients[name]) for name in nonzero]
+    return relative_error(packed_logits, logits), max(errors)
 
 
 def captured(name: str, changes: dict[str, Any], compile: bool) -> float:
-    """Largest difference of 200 tokens fed one by one, captured (and compiled), from the whole pass, over the largest
-    logit. Stores grow twice. A step that is ready to be replayed must not wait for the device, unless to learn
-    whether a dark stack is needed: there routes are forced (but OWN's), and every third step is light in all rows."""
+    """The largest difference between 200 tokens fed one by one, captured (and compiled), and a full pass, relative to
+    the largest logit. Stores grow twice. Replayed steps must not synchronise, except to learn whether a dark stack is
+    needed: its routes are forced (but for OWN), and every third step is light in all rows."""
     torch.manual_seed(0)
     model = ChiarForCausalLM(presets.get(name, dropout=0.0, **changes)).eval().cuda()
     for parameter in model.parameters():
@@ -152,10 +151,10 @@ def captured(name: str, changes: dict[str, Any], compile: bool) -> float:
             step = model.fast_decoder.captured
             ready = step is not None and bool(step.graphs) and not stacks
             ready = ready and all(store.most + 1 < store.capacity for store in cache.shelf.stores)
-            with no_waiting("cuda" if ready else "cpu"):
+            with forbid_sync("cuda" if ready else "cpu"):
                 forced = {i: choice[:, n : n + 1] for i, choice in routes.items()}
-                given = {"past_key_values": cache, "forced_routes": forced}
-                logits.append(model(ids[:, n : n + 1], mask[:, : n + 1], **given).logits)
+                arguments = {"past_key_values": cache, "forced_routes": forced}
+                logits.append(model(ids[:, n : n + 1], mask[:, : n + 1], **arguments).logits)
     assert model.fast_decoder.steps == 200
     return float((torch.cat(logits, 1) - expected).abs().max() / expected.abs().max())
 
@@ -178,11 +177,11 @@ def main() -> int:
         failed += logits > LOGITS or gradients > GRADIENTS
         print(f"{name} {changes}: logits {logits:.1e}, gradients {gradients:.1e}, {flips} routes flip", flush=True)
     for changes in STACKS:
-        for how, ways in (("", (False, True)), (" and compiled", (True, True)), (", evaluated", (False, False))):
-            logits, gradients = packed(changes, *ways)
+        modes = (("", (False, True)), (" and compiled", (True, True)), (", in evaluation", (False, False)))
+        for mode, (compile, training) in modes:
+            logits, gradients = packed(changes, compile, training)
             failed += logits > PACKED or gradients > PACKED
-            told = f"v5-16m {changes}, packed{how}"
-            print(f"{told}: logits {logits:.1e}, gradients {gradients:.1e}", flush=True)
+            print(f"v5-16m {changes}, packed{mode}: logits {logits:.1e}, gradients {gradients:.1e}", flush=True)
     for name, changes in DECODED:
         for compile in (False, True):
             error = captured(name, changes, compile)

@@ -1,8 +1,8 @@
-"""Kill a training run with `kill -9` at random moments, resume it, and compare it with a run left alone.
+"""Kill a training run with `kill -9` at random moments, resume it, and compare it with an uninterrupted run.
 
     python benchmarks/kill_resume.py [--kills 30] [--seed 0]
 
-Runs on the CPU on the embedded corpus. Weights, optimiser state and metrics (timings aside) must be identical.
+Runs on the CPU on the stdlib corpus. Weights, optimiser state and metrics (except timings) must be identical.
 """
 
 import os
@@ -20,7 +20,7 @@ from chiar.data.corpora import Stdlib
 from chiar.data.prepare import prepare
 from chiar.data.tokenizers import TokenizerChoice
 from chiar.training.run_folder import RunFolder
-from timing import elapsed, parser
+from timing import elapsed, make_parser
 
 STEPS = 40
 
@@ -41,26 +41,26 @@ def state(out: Path) -> tuple[dict[str, torch.Tensor], list[dict]]:
 
 
 def main() -> int:
-    made = parser(__doc__, device=False)
-    made.add_argument("--kills", type=int, default=30)
-    made.add_argument("--seed", type=int, default=0)
-    options = made.parse_args()
+    parser = make_parser(__doc__, device=False)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
     moments = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
-        corpus, alone = Path(folder) / "corpus", Path(folder) / "alone"
+        corpus, reference = Path(folder) / "corpus", Path(folder) / "alone"
         prepare(Stdlib(), corpus, TokenizerChoice(kind="bytes"))
-        alone_command = command(corpus, alone, resume=False)
-        whole = elapsed(lambda: subprocess.run(alone_command, check=True, stdout=subprocess.DEVNULL))
-        expected, kills, runs, different = state(alone), 0, 0, 0
+        uninterrupted = command(corpus, reference, resume=False)
+        seconds = elapsed(lambda: subprocess.run(uninterrupted, check=True, stdout=subprocess.DEVNULL))
+        expected, kills, runs, different = state(reference), 0, 0, 0
         while kills < options.kills:
             runs += 1
             out = Path(folder) / f"run{runs}"
             while True:
-                words = command(corpus, out, resume=(out / "run.json").exists())
-                process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+                arguments = command(corpus, out, resume=(out / "run.json").exists())
+                process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
                 try:
-                    # Long enough for each life to take a few steps, short enough that most are cut off.
-                    process.wait(timeout=moments.uniform(0.55, 1.0) * whole)
+                    # Long enough for a few steps, short enough that most processes are killed.
+                    process.wait(timeout=moments.uniform(0.55, 1.0) * seconds)
                     break
                 except subprocess.TimeoutExpired:
                     os.kill(process.pid, signal.SIGKILL)

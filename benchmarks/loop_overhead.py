@@ -1,11 +1,11 @@
-"""What the training loop costs over the bare step. The aim is at most 3%.
+"""The overhead of the training loop over the bare step. The target is at most 3%.
 
     python benchmarks/loop_overhead.py CORPUS --preset baseline-16m --batch 128 --micro-batch 128
 
-The bare step is forward, backward, clipping and the optimiser in a plain loop over one fixed batch that already is on
-the device. The loop is `train()` as it is: batches, seeds, learning rates, measurements, metrics.jsonl. Both run in one
-process on the same (compiled) model in turns of `--turn` steps, so that a change of clock or load meets both.
-Evaluations and checkpoints are not part of either.
+The bare step is forward, backward, clipping and the optimiser on a fixed batch that already is on the device. The loop
+is `train()` itself: batches, seeds, learning rates, measurements, metrics.jsonl. Both run in one process on the same
+(compiled) model in turns of `--turn` steps, so that a change of clock or load affects both. Evaluations and checkpoints
+are part of neither.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from chiar.training.cli import configuration
 from chiar.training.settings import TrainSettings
 from chiar.training.tasks import Batch
 from chiar.training.trainer import Trainer
-from timing import Times, hardware, parser, time_turn
+from timing import Times, hardware, make_parser, time_turn
 
 WARM_UP = 2
-"""Turns that are not counted: compiling, and the first use of memory."""
+"""Turns that are not counted: they compile and allocate."""
 
 
 class Done(Exception):
-    """Enough turns: what follows in a run would be an evaluation and a checkpoint."""
+    """Raised after the last turn, before a run would evaluate and save."""
 
 
 def bare_step(trainer: Trainer, batches: list[Batch]) -> None:
@@ -45,22 +45,21 @@ def bare_step(trainer: Trainer, batches: list[Batch]) -> None:
 
 
 class Turns(loop.Run):
-    """A run that hands its model to the bare loop after each record."""
+    """A run that also times the bare step after each record."""
 
     turns: list[tuple[float, float]]
-    """Seconds a step, bare and in the loop."""
+    """Seconds per step, bare and in the loop."""
     wanted: int
     turn_began = 0
 
     def go(self, interruption: loop.CtrlC) -> dict[str, Any] | None:
-        slots = range(self.schedule.slots)
-        made = [self.schedule.batches(0, slot)[0] for slot in slots]
-        self.fixed = [batch.to(self.processes.device) for batch in made]
+        batches = [self.schedule.batches(0, slot)[0] for slot in range(self.schedule.slots)]
+        self.fixed = [batch.to(self.processes.device) for batch in batches]
         return super().go(interruption)
 
     def measure(self, measured: dict[str, Any]) -> dict[str, Any]:
         steps, self.turn_began = self.step - self.turn_began, self.step
-        record = super().measure(measured)  # waits for the device
+        record = super().measure(measured)  # synchronises with the device
         in_loop = self.settings.batch * self.settings.length / record["tokens_per_second"]
         times = Times()
         time_turn(partial(bare_step, self, self.fixed), self.processes.device.type, steps, times)
@@ -72,33 +71,33 @@ class Turns(loop.Run):
 
 
 def show(arguments: argparse.Namespace, compiled: bool, turns: list[tuple[float, float]]) -> None:
-    how = f"{arguments.batch} × {arguments.length} tokens a step in micro-batches of {arguments.micro_batch}"
+    batch = f"{arguments.batch} × {arguments.length} tokens per step in micro-batches of {arguments.micro_batch}"
     where = hardware("cuda" if torch.cuda.is_available() else "cpu")
-    title = f"{arguments.preset}, {how}, {'compiled' if compiled else 'plain'}\n{where}, torch {torch.__version__}"
+    title = f"{arguments.preset}, {batch}, {'compiled' if compiled else 'plain'}\n{where}, torch {torch.__version__}"
     print(title)
     for number, name in enumerate(("bare", "in train()")):
         times = [turn[number] for turn in turns]
         low, middle, high = (f"{1e3 * value:,.3f}" for value in (min(times), median(times), max(times)))
         rate = arguments.batch * arguments.length / median(times)
         print(f"{name:10} median {middle} ms ({low} to {high}), {rate:,.0f} tokens/s")
-    over = median(ours / bare for bare, ours in turns) - 1
-    print(f"train() takes {over:+.2%} over the bare step (median of {len(turns)} turns; the aim is at most 3%)")
+    overhead = median(ours / bare for bare, ours in turns) - 1
+    print(f"train() takes {overhead:+.2%} over the bare step (median of {len(turns)} turns; the target is at most 3%)")
 
 
-def main(given: list[str] | None = None) -> None:
-    made = parser(__doc__, device=False)
-    add = made.add_argument
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser(__doc__, device=False)
+    add = parser.add_argument
     add("data", help="a prepared language corpus")
     add("--preset", default="v3-tiny")
     add("--batch", type=int, default=32)
     add("--micro-batch", type=int, default=32)
     add("--length", type=int, default=256)
-    add("--steps", type=int, default=200, help="steps of each kind that count")
-    add("--turn", type=int, default=10, help="steps of one kind at a time")
+    add("--steps", type=int, default=200, help="timed steps of each kind")
+    add("--turn", type=int, default=10, help="steps per turn")
     add("--device", default="auto")
     add("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    arguments = made.parse_args(given)
-    Turns.turns, Turns.wanted = [], WARM_UP + 1 + arguments.steps // arguments.turn  # step 1 is a turn of its own
+    arguments = parser.parse_args(argv)
+    Turns.turns, Turns.wanted = [], WARM_UP + 1 + arguments.steps // arguments.turn  # step 1 is a separate turn
     settings = TrainSettings(
         data=[arguments.data], length=arguments.length, batch=arguments.batch, micro_batch=arguments.micro_batch,
         steps=Turns.wanted * arguments.turn + 1, log_every=arguments.turn, compile=arguments.compile,

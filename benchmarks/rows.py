@@ -1,4 +1,4 @@
-"""What a measurement leaves behind: a line on the screen, a row of the CSV, a picture."""
+"""The output of a measurement: a line on the screen, a row in the CSV, a picture."""
 
 import csv
 from pathlib import Path
@@ -10,11 +10,10 @@ from chiar.errors import InputError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# `fraction` is f as forced, empty where the contender decides for itself, and `chosen` the share of attention in
-# decoding steps of a model that routes itself; `compiled` is "layers", "whole" or nothing; `graph`: replayed as a CUDA
-# graph; `peak_gb`: this model's weights, gradients and everything else at their highest; `speedup`: over the dense
-# baseline, the median over turns beside it, `bound` the same by counted FLOPs and `realised` their ratio; `recompiled`:
-# another split made the compiler work again; `cache_share`: of the baseline's cache.
+# `fraction`: the forced f, empty if the contender has none; `chosen`: the share of attention in decoding steps of a
+# model that routes itself; `compiled`: "layers", "whole" or empty; `graph`: replayed as a CUDA graph; `peak_gb`: peak
+# memory of this model alone; `speedup`: over the dense baseline, median over turns; `bound`: the same by counted FLOPs;
+# `realised`: their ratio; `recompiled`: other routes caused a recompilation; `cache_share`: relative to the baseline's.
 NAMES = (
     "contender what mode size layers length batch fraction chosen execution compiled precision graph sdpa samples "
     "p20_ms p50_ms p80_ms tokens_per_second peak_gb baseline_p50_ms speedup lowest_speedup highest_speedup bound "
@@ -22,7 +21,7 @@ NAMES = (
 )
 COLUMNS = NAMES.split()
 Row = SimpleNamespace
-"""One measurement, with these columns; None where a thing was not measured or has no meaning."""
+"""One measurement with these columns; None if a value was not measured or does not apply."""
 
 
 def sentence(row: Row) -> str:
@@ -41,20 +40,20 @@ def sentence(row: Row) -> str:
         parts.append(f"peak {row.peak_gb:.2f} GB")
     if row.cache_bytes is not None:
         parts.append(f"cache {row.cache_bytes / 1e6:,.1f} MB ({row.cache_share:.0%})")
-    parts += ["WAITS FOR THE DEVICE"] * bool(row.synchronises) + ["RECOMPILED"] * bool(row.recompiled)
+    parts += ["SYNCHRONISES WITH THE DEVICE"] * bool(row.synchronises) + ["RECOMPILED"] * bool(row.recompiled)
     return " ".join(parts)
 
 
-def new_file(path: Path | None) -> None:
-    """Refuse a file that is there already, before anything is measured."""
+def check_new_file(path: Path | None) -> None:
+    """Refuse an existing file before anything is measured."""
     if path is not None and path.exists():
-        raise InputError(f"{path} exists: name a new file, measurements are never overwritten or mixed.")
+        raise InputError(f"{path} exists: choose a new file, measurements are never overwritten or mixed.")
     if path is not None and not path.parent.is_dir():
-        raise InputError(f"{path.parent} is not a folder: make it first.")
+        raise InputError(f"{path.parent} is not a folder: create it first.")
 
 
 class Table:
-    """Rows as they come, each in the file before the next is measured."""
+    """The rows so far; each is in the file before the next one is measured."""
 
     def __init__(self, path: Path | None) -> None:
         self.rows: list[Row] = []
@@ -68,7 +67,7 @@ class Table:
     def add(self, row: Row) -> None:
         self.rows.append(row)
         if self.file is not None:
-            self.writer.writerow({name: plain(value) for name, value in vars(row).items()})
+            self.writer.writerow({name: as_cell(value) for name, value in vars(row).items()})
             self.file.flush()
 
     def close(self) -> None:
@@ -76,15 +75,14 @@ class Table:
             self.file.close()
 
 
-def plain(value: Any) -> Any:
+def as_cell(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return {None: "", True: "yes", False: "no"}[value]
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
 def draw_speedups(rows: list[Row], baseline: str) -> "Figure":
-    """Speed-up against length, a panel for each fraction, bounds as thin lines. A contender without a fraction is drawn
-    with every one."""
+    """Speed-up against length, one panel per fraction, bounds dashed. Contenders without f are in every panel."""
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row.contender != baseline]
@@ -93,20 +91,20 @@ def draw_speedups(rows: list[Row], baseline: str) -> "Figure":
     figure = Figure(figsize=(6 * len(fractions), 4.5), layout="constrained")
     for number, fraction in enumerate(fractions):
         axes = figure.add_subplot(1, len(fractions), number + 1)
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             own = [row for row in rows if row.contender == name and row.fraction in (fraction, None)]
             own.sort(key=lambda row: row.length)
-            style = {"color": f"C{place % 10}", "gid": f"line-{name}"}
+            style = {"color": f"C{index % 10}", "gid": f"line-{name}"}
             axes.plot([row.length for row in own], [row.speedup for row in own], marker="o", label=name, **style)
             bounds = [(row.length, row.bound) for row in own if row.bound is not None]
             axes.plot(*zip(*bounds, strict=True), linewidth=0.8, linestyle="--", **style) if bounds else None
         axes.axhline(1.0, color="grey", linewidth=0.8)
         axes.set_xscale("log", base=2)
         title = "speed-up" if fraction is None else f"speed-up at f = {fraction:g}"
-        axes.set(title=f"{title} (dashed: by counted FLOPs)", xlabel="length, tokens")
+        axes.set(title=f"{title} (dashed: by counted FLOPs)", xlabel="sequence length, tokens")
         axes.legend(fontsize="small")
-    some = rows[0]
-    shape = f"{some.size}, {some.layers} layers, {some.batch * some.length:,} tokens"
-    over = "compiled dense baseline" if some.compiled else "dense baseline"
-    figure.suptitle(f"{some.mode} over the {over}, {shape}, {some.precision}, {some.hardware}")
+    first = rows[0]
+    shape = f"{first.size}, {first.layers} layers, {first.batch * first.length:,} tokens"
+    baseline = "compiled dense baseline" if first.compiled else "dense baseline"
+    figure.suptitle(f"{first.mode} relative to the {baseline}, {shape}, {first.precision}, {first.hardware}")
     return figure

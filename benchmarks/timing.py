@@ -1,4 +1,4 @@
-"""The one clock of all benchmarks: warm-up, turns side by side, medians; and what the numbers were measured on."""
+"""Timing shared by all benchmarks: steps in turns, medians, and the hardware and versions they were measured on."""
 
 import argparse
 import platform
@@ -20,7 +20,7 @@ from chiar.training.run_folder import commit
 
 WARM_UP = 3
 Step = Callable[[], object]
-say = partial(print, flush=True)
+echo = partial(print, flush=True)
 
 
 def synchronize(device: str) -> None:
@@ -30,7 +30,7 @@ def synchronize(device: str) -> None:
 
 @dataclass
 class Times:
-    """Milliseconds of every step, and the median of every turn."""
+    """The milliseconds of every step, and the median of every turn."""
 
     steps: list[float] = field(default_factory=list)
     turns: list[float] = field(default_factory=list)
@@ -48,40 +48,40 @@ class Times:
 
 
 def time_turn(step: Step, device: str, steps: int, times: Times) -> None:
-    """`steps` steps without waiting for the device in between."""
+    """Time `steps` steps without synchronising in between."""
     synchronize(device)
     if device == "cuda":
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        events[0].record()
+        for event in events[1:]:
             step()
-            mark.record()
+            event.record()
         synchronize(device)
-        found = [first.elapsed_time(second) for first, second in pairwise(marks)]
+        milliseconds = [first.elapsed_time(second) for first, second in pairwise(events)]
     else:
-        found = [1e3 * elapsed(step) for _ in range(steps)]
-    times.steps += found
-    times.turns.append(statistics.median(found))
+        milliseconds = [1e3 * elapsed(step) for _ in range(steps)]
+    times.steps += milliseconds
+    times.turns.append(statistics.median(milliseconds))
 
 
 def interleave(steps: list[Step], device: str, turns: int, per_turn: int) -> list[Times]:
-    """Turns of all steps one after the other, so that a change of clock or load meets all; who begins alternates."""
+    """Time all steps in turns, so that a change of clock or load affects all of them; the order alternates."""
     times = [Times() for _ in steps]
     for turn in range(turns):
         pairs = list(zip(steps, times, strict=True))
-        for step, found in reversed(pairs) if turn % 2 else pairs:
-            time_turn(step, device, per_turn, found)
+        for step, own in reversed(pairs) if turn % 2 else pairs:
+            time_turn(step, device, per_turn, own)
     return times
 
 
 def measure(step: Step, repeats: int, device: str = "cuda", strict: bool = False) -> Times:
-    """A step alone, after a warm-up. `strict`: waiting for the device inside it is an error."""
+    """Time a step alone, after a warm-up. With `strict` it must not synchronise with the device."""
     for _ in range(WARM_UP):
         step()
     times = Times()
     if strict:
         synchronize(device)
-        with no_waiting(device):
+        with forbid_sync(device):
             step()
     time_turn(step, device, repeats, times)
     return times
@@ -92,22 +92,22 @@ def ratios(baseline: Times, contender: Times) -> list[float]:
 
 
 def speedup(baseline: Times, contender: Times) -> float:
-    """The median over turns of the ratio of neighbouring turns."""
+    """The median over turns of the ratio of adjacent turns."""
     return statistics.median(ratios(baseline, contender))
 
 
 def elapsed(work: Step, device: str = "cpu") -> float:
-    """Seconds of one call."""
+    """Seconds that one call takes."""
     synchronize(device)
-    began = time.perf_counter()
+    start = time.perf_counter()
     work()
     synchronize(device)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 @contextmanager
-def no_waiting(device: str) -> Iterator[None]:
-    """Inside, waiting for the device is a RuntimeError."""
+def forbid_sync(device: str) -> Iterator[None]:
+    """A block in which synchronising with the device is a RuntimeError."""
     if device != "cuda":
         yield
         return
@@ -121,11 +121,11 @@ def no_waiting(device: str) -> Iterator[None]:
 def hardware(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
-    described = Path("/proc/cpuinfo")
-    lines = described.read_text().splitlines() if described.is_file() else []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    named = names[0] if names else platform.processor() or platform.machine()
-    return f"{named}, {torch.get_num_threads()} threads"
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def installed(package: str) -> str:
@@ -135,7 +135,7 @@ def installed(package: str) -> str:
         return ""
 
 
-def surroundings(device: str) -> dict[str, str]:
+def environment(device: str) -> dict[str, str]:
     """Hardware and versions."""
     return {
         "hardware": hardware(device),
@@ -147,49 +147,49 @@ def surroundings(device: str) -> dict[str, str]:
     }
 
 
-def header(device: str) -> str:
-    """The same in a line, without what there is not."""
-    found = surroundings(device)
-    return ", ".join([found.pop("hardware"), *(f"{name} {value}" for name, value in found.items() if value)])
+def describe_environment(device: str) -> str:
+    """The non-empty values of `environment` in one line."""
+    values = environment(device)
+    return ", ".join([values.pop("hardware"), *(f"{name} {value}" for name, value in values.items() if value)])
 
 
-def parser(description: str | None, device: bool = True) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None, device: bool = True) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if device:
         default = "cuda" if torch.cuda.is_available() else "cpu"
-        made.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    return made
+        parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
+    return parser
 
 
 def numbers(kind: type, low: float, high: float) -> Callable[[str], list]:
-    """An argparse type: numbers with commas between, each inside the bounds."""
+    """An argparse type: numbers within the bounds, separated by commas."""
 
-    def read(text: str) -> list:
+    def parse(text: str) -> list:
         try:
-            found = [kind(part) for part in text.split(",")]
+            values = [kind(part) for part in text.split(",")]
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers with commas between") from None
-        if not all(low <= number <= high for number in found):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers separated by commas") from None
+        if not all(low <= number <= high for number in values):
             raise argparse.ArgumentTypeError(f"{text!r}: numbers must lie between {low:g} and {high:g}")
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(values))
 
-    return read
-
-
-def passed(name: str, fine: bool, more: str) -> bool:
-    """One line of a comparison."""
-    say(f"{'ok  ' if fine else 'FAIL'} {name}: {more}")
-    return fine
+    return parse
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def report(name: str, ok: bool, details: str) -> bool:
+    """Print the result of a comparison and return whether it succeeded."""
+    echo(f"{'ok  ' if ok else 'FAIL'} {name}: {details}")
+    return ok
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """‖difference‖ / ‖expected‖"""
-    found, expected = found.detach().double(), expected.detach().double()
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 def exit_code(work: Callable[[], object]) -> int:
-    """Of a benchmark: 2 with one sentence where its input is wrong."""
+    """The exit code of a benchmark: 2, with one sentence, for bad input."""
     try:
         work()
     except InputError as error:

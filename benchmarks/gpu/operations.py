@@ -24,7 +24,7 @@ from chiar.kernels.packed_attention import prefix_attention
 from chiar.kernels.temporal_filter import temporal_filter
 
 sys.path.append(str(Path(__file__).parents[1]))
-from timing import header, measure, parser, passed, relative, say
+from timing import describe_environment, echo, make_parser, measure, relative_error, report
 
 HEADS, HEAD, VOCABULARY = 16, 64, 50257
 PEAK = 4800.0  # GB/s of an H200
@@ -43,9 +43,10 @@ class Run:
 
     def check(self, name: str, found: tuple[Tensor, ...], expected: tuple[Tensor, ...], limit: float) -> None:
         errors = [
-            relative(ours[: len(true)] if true.ndim else ours, true) for ours, true in zip(found, expected, strict=True)
+            relative_error(ours[: len(true)] if true.ndim else ours, true)
+            for ours, true in zip(found, expected, strict=True)
         ]
-        self.good &= passed(name, max(errors) <= limit, ", ".join(f"{error:.1e}" for error in errors))
+        self.good &= report(name, max(errors) <= limit, ", ".join(f"{error:.1e}" for error in errors))
 
     def time(
         self, name: str, step: Callable[[], object], work: float, unit: str = "TFLOP/s", strict: bool = True
@@ -54,9 +55,9 @@ class Run:
         try:
             p50 = measure(step, self.repeats, self.device, strict).median
         except RuntimeError as error:  # out of memory, or it waited for the device
-            say(f"     {name}: FAILED, {str(error).splitlines()[0]}")
+            echo(f"     {name}: FAILED, {str(error).splitlines()[0]}")
             return float("nan")
-        say(f"     {name}: {p50:.3f} ms, {work / p50 / 1e9:.2f} {unit}")
+        echo(f"     {name}: {p50:.3f} ms, {work / p50 / 1e9:.2f} {unit}")
         return p50
 
 
@@ -163,7 +164,7 @@ def decode(run: Run) -> None:
             limit = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
             run.check(f"decode {lengths} of {L}, {share:g} take part, d {d} {dtype}", (ours,), (true,), limit)
             same = all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(tensors, copies, strict=True))
-            run.good &= passed("    stored and lengths", same, "alike" if same else "DIFFERENT")
+            run.good &= report("    stored and lengths", same, "alike" if same else "DIFFERENT")
     for rows, length, share in (
         [(2, 16, 1.0)] if run.small else [(64, 2048, 1.0), (64, 1024, 0.5), (1, 2048, 1.0), (64, 8192, 1.0)]
     ):
@@ -185,7 +186,7 @@ def decode(run: Run) -> None:
                 step()
             captured = graph.replay  # launches cost nothing, as in decoding
         p50 = run.time(name, captured, seen, "TB/s")
-        say(f"         {1e3 * p50 / copies:.1f} µs a call, {seen / p50 / 1e6 / PEAK:.0%} of {PEAK:.0f} GB/s")
+        echo(f"         {1e3 * p50 / copies:.1f} µs a call, {seen / p50 / 1e6 / PEAK:.0%} of {PEAK:.0f} GB/s")
 
 
 def unfused(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -210,7 +211,7 @@ def loss(run: Run) -> None:
             exact = [x.detach().double().requires_grad_() for x in inputs]
             true = with_gradients(lambda x, w, t=targets: F.cross_entropy(x @ w.T, t), exact, one.double())
             plain = with_gradients(lambda x, w, t=targets: unfused(x, w, t), inputs, one)
-            rounded = 1.3 * max(map(relative, plain, true)) + torch.finfo(dtype).eps / 2
+            rounded = 1.3 * max(map(relative_error, plain, true)) + torch.finfo(dtype).eps / 2
             allowed = 1e-5 if dtype == torch.float32 else rounded
             fused = partial(linear_cross_entropy, chunk_rows=chunk, implementation=run.fast)
             found = with_gradients(lambda x, w, t=targets, f=fused: f(x, w, t), inputs, one)
@@ -288,16 +289,18 @@ PARTS = {"attention": attention, "texts": texts, "decode": decode, "loss": loss,
 
 
 def main(arguments: list[str] | None = None) -> int:
-    made = parser(__doc__)
-    made.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    made.add_argument("--repeats", type=int, default=20)
-    made.add_argument("--small", action="store_true", help="small shapes, nothing compiled")
-    options = made.parse_args(arguments)
+    parser = make_parser(__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--small", action="store_true", help="small shapes, nothing compiled")
+    options = parser.parse_args(arguments)
     unknown = set(options.parts) - set(PARTS)
     if unknown or (options.device == "cuda" and not torch.cuda.is_available()):
-        say(f"error: there is no {', '.join(unknown) or 'CUDA device'}: parts are {', '.join(PARTS)}.", file=sys.stderr)
+        echo(
+            f"error: there is no {', '.join(unknown) or 'CUDA device'}: parts are {', '.join(PARTS)}.", file=sys.stderr
+        )
         return 2
-    say(header(options.device))
+    echo(describe_environment(options.device))
     run = Run(options)
     for name in options.parts or PARTS:
         torch.manual_seed(0)

@@ -27,7 +27,7 @@ from chiar.training.compiling import GraphedPasses
 from chiar.training.tasks import TaskModel, materialise, outline
 
 sys.path.append(str(Path(__file__).parents[1]))
-from timing import interleave, parser, passed, say
+from timing import echo, interleave, make_parser, report
 
 CASES: dict[str, dict[str, Any]] = {
     "baseline-tiny": {},
@@ -90,7 +90,7 @@ def parity() -> bool:
                 apart = max(float((a - b).norm() / b.norm().clamp_min(1e-9)) for a, b in pairs)
             # The same kernels in the same order: nothing should differ at all. Sums by atomic additions would.
             same = error <= LIMIT * losses[0][0] and apart <= LIMIT
-            good &= passed(f"{name}, {micro_batches} a step", same, f"losses {error:.1e}, weights {apart:.1e}")
+            good &= report(f"{name}, {micro_batches} a step", same, f"losses {error:.1e}, weights {apart:.1e}")
     return good
 
 
@@ -111,7 +111,7 @@ def trainer_parity(compile: bool) -> bool:
             losses[graphs] = [record["loss"] for record in records if "loss" in record]
     error = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
     name = f"chiar train v3-tiny, {'compiled' if compile else 'plain'}, dropout, recalibration"
-    return passed(name, error < TRAINER_LIMIT, f"losses {error:.1e} apart")
+    return report(name, error < TRAINER_LIMIT, f"losses {error:.1e} apart")
 
 
 class Unfused(torch.nn.Module):
@@ -173,7 +173,7 @@ def speed(names: list[str], turns: int) -> None:
         found = interleave(list(steps.values()), "cuda", turns, 5)
         for way, times, peak in zip(steps, found, memory, strict=True):
             shown = f"{times.median:.2f} ms, {32768e3 / times.median:,.0f} tokens/s, peak {peak:.2f} GB"
-            say(f"{name}, 128 × 256, optimiser included, {way}: {shown}")
+            echo(f"{name}, 128 × 256, optimiser included, {way}: {shown}")
 
 
 def own_bytes(run: Run) -> int:
@@ -183,14 +183,14 @@ def own_bytes(run: Run) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    made = parser(__doc__, device=False)
-    made.add_argument("--turns", type=int, default=10)
-    made.add_argument("--models", nargs="+", default=["baseline-16m", "v3-16m"])
-    options = made.parse_args(arguments)
+    parser = make_parser(__doc__, device=False)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--models", nargs="+", default=["baseline-16m", "v3-16m"])
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        say("needs a CUDA device")
+        echo("needs a CUDA device")
         return 2
-    say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    echo(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if not (parity() and trainer_parity(False) and trainer_parity(True)):
         return 1
     speed(options.models, options.turns)

@@ -33,7 +33,7 @@ def test_bytes_read_and_written_are_timed_against_the_dense_model(capsys):
     for more in ([], ["--fast"], ["--own-routes"]):
         assert byte_decoding.main([*small, "--preset", "v5-tiny", *more]) == 0
         found = capsys.readouterr().out
-        assert re.search(r"writing [\d.]+ ×, reading [\d.]+ × .*, cache [\d.]+%", found)
+        assert re.search(r"generation [\d.]+ ×, prefill [\d.]+ × .*, cache [\d.]+%", found)
         assert f"torch {torch.__version__}, " in found and ", , " not in found and ", python 3." in found
         assert ("routes forced at f = 0.2" in found) == (more != ["--own-routes"])
     assert byte_decoding.main([*small, "--preset", "v4-tiny"]) == 2
@@ -72,7 +72,7 @@ def test_writing_beside_blt_is_timed_and_on_a_gpu_its_peak_measured(capsys, monk
     assert byte_decoding.main(small) == 0
     found, held = capsys.readouterr().out, ", peak 2 MB with both models on the device" if peak else ""
     for name in ("v5-tiny", "BltForCausalLM, no cache"):
-        assert re.search(rf"^{name}: \d+ ms for 5 bytes behind 40, [\d.]+ bytes/s{held}$", found, re.MULTILINE)
+        assert re.search(rf"^{name}: \d+ ms for 5 bytes after 40, [\d.]+ bytes/s{held}$", found, re.MULTILINE)
 
 
 def test_drafts_are_timed_against_plain_writing(capsys, tmp_path):
