@@ -1,1 +1,1 @@
-"""What the documents rest on and nobody needs to run a model: tests of the idea, and their figures."""
+"""Research behind the documents, not needed to run a model: tests of the idea, studies and figures."""

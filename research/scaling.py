@@ -1,4 +1,4 @@
-"""Loss, and counted savings, against size: `python -m research.scaling loss|savings … --out FILE`."""
+"""Loss and counted savings against model size: `python -m research.scaling loss|savings … --out FILE`."""
 
 import math
 from itertools import cycle
@@ -13,7 +13,7 @@ from chiar.console import Overwrite, guarded
 from chiar.errors import InputError, unknown_name
 from chiar.evaluation.report import differences, read_entry
 from chiar.model.load import count_parameters, load_config
-from chiar.plots.figure import COLOURS, DASHES, Line, Panel, Points, check_picture, save
+from chiar.plots.figure import COLOURS, DASHES, Line, Panel, Points, check_figure_path, save
 from chiar.routing.flops import compare_flops, operator_shares
 from chiar.routing.tables import PAPER_ATTENTION, PAPER_TOTAL, describe_fraction
 from research.grid import draw_grid
@@ -21,57 +21,57 @@ from research.grid import draw_grid
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-AGAINST = {"parameters": "trainable parameters", "flops": "counted FLOPs a token, forward"}
+AGAINST = {"parameters": "trainable parameters", "flops": "counted FLOPs per token, forward"}
 MODELS = ["v3-16m", "v3-400m", "v3-1b"]
 Out = Annotated[Path, typer.Option(metavar="FILE", help="New .svg, .png or .pdf file.")]
 Reports = Annotated[
-    list[str], typer.Argument(metavar="[LINE=]PATH...", help="Reports of chiar eval, or runs with one.")
+    list[str], typer.Argument(metavar="[LINE=]PATH...", help="Reports of chiar eval, or run folders that hold one.")
 ]
 Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help="Presets or model folders.")]
 app = typer.Typer(no_args_is_help=True)
 
 
 def draw_scaling(sources: list[str], against: str = "parameters") -> "Figure":
-    """Loss against size of `[LINE=]PATH`s, reports or runs with one."""
+    """Loss against size; each source is `[LINE=]PATH`, the path a report or a run folder that holds one."""
     if against not in AGAINST:
         raise unknown_name("size", against, AGAINST)
-    reports, drawn = [], dict[str, Points]()
+    reports, points_by_line = [], dict[str, Points]()
     for source in sources:
-        series, _, path = ("", "", source) if Path(source).exists() else source.rpartition("=")
+        line, _, path = ("", "", source) if Path(source).exists() else source.rpartition("=")
         report = read_entry(Path(path), path).report
         if report is None:
-            raise InputError(f"{path} was not evaluated: chiar eval {path} --data CORPUS --json {path}/evaluation.json")
+            raise InputError(f"{path} is not evaluated: chiar eval {path} --data CORPUS --json {path}/evaluation.json")
         reports.append(report)
         other = ["kind than language"] if report.scores.kind != "language" else differences(report, reports[0])
         if other:
-            raise InputError(f"{path} does not compare with {sources[0]}: another {' and '.join(other)}.")
+            raise InputError(f"{path} is not comparable with {sources[0]}: another {' and '.join(other)}.")
         size = report.flops if against == "flops" else float(count_parameters(load_config(report.model)))
         dense = not report.routing.layers and math.isclose(report.flops, report.baseline_flops)
-        drawn.setdefault(series or ("dense" if dense else "CHIAR"), []).append((size, report.scores.loss))
-    looks = zip(drawn.items(), cycle(COLOURS), strict=False)
-    dark = {"dense": operator_colour("attention")}
-    lines = [Line(sorted(points), name, color=dark.get(name, c), marker="o") for (name, points), c in looks]
-    title = f"{reports[0].corpus} {reports[0].split}, T = {reports[0].length}: {', '.join(drawn)}"
+        points_by_line.setdefault(line or ("dense" if dense else "CHIAR"), []).append((size, report.scores.loss))
+    styled = zip(points_by_line.items(), cycle(COLOURS), strict=False)
+    own_colour = {"dense": operator_colour("attention")}
+    lines = [Line(sorted(points), name, color=own_colour.get(name, c), marker="o") for (name, points), c in styled]
+    title = f"{reports[0].corpus} {reports[0].split}, T = {reports[0].length}: {', '.join(points_by_line)}"
     return draw_grid(title, [Panel("loss, nats per token", lines)], AGAINST[against], 1, 3.0)
 
 
 def draw_savings(
     names: list[str], length: int = 256, fraction: float | None = None, keys: str = "", light_ffn: bool | None = None
 ) -> "Figure":
-    """Counted FLOPs saved against size, in all, in the layers and in attention; the paper's claims are marked."""
-    costs = {"free": "with a free DCT", "even_odd": "with the DCT by halves", "gemm": "with the DCT as a matrix"}
+    """Counted FLOPs saved against size: in total, in the layers, in attention; the paper's claims are marked."""
+    costs = {"free": "DCT for free", "even_odd": "DCT split by parity", "gemm": "DCT as one matrix product"}
     parts = {"all FLOPs": PAPER_TOTAL, "FLOPs of the layers": "", "attention of routed layers": PAPER_ATTENTION}
     panels = []
     for title, paper in parts.items():
         level = (float(paper.rstrip("%").split("–")[0]), f"the paper, {title}: {paper}") if paper else None
-        looks = zip(costs.values(), COLOURS, DASHES, strict=False)
-        lines = [Line([], name, color=colour, linestyle=dash, marker="o") for name, colour, dash in looks]
+        styles = zip(costs.values(), COLOURS, DASHES, strict=False)
+        lines = [Line([], name, color=colour, linestyle=dash, marker="o") for name, colour, dash in styles]
         panels.append(Panel(f"{title} saved, %", lines, level))
     for config in sorted((load_config(name) for name in names), key=count_parameters):
         config.keys, config.light_ffn = keys or config.keys, config.light_ffn if light_ffn is None else light_ffn
         check(config)
         if not config.routed_layers:
-            raise InputError("a model that routes nothing has nothing to save: name CHIAR models.")
+            raise InputError("a model without routed layers saves nothing: name CHIAR models.")
         for number, cost in enumerate(costs):
             saved = compare_flops(config, length, operator_shares(config, fraction), cost)
             chiar, baseline = (count.total - count.part("logits") for count in (saved.chiar, saved.baseline))
@@ -87,11 +87,11 @@ def draw_savings(
 def loss(
     reports: Reports,
     out: Out,
-    against: Annotated[str, typer.Option(metavar="|".join(AGAINST), help="The size.")] = "parameters",
+    against: Annotated[str, typer.Option(metavar="|".join(AGAINST), help="What size means.")] = "parameters",
     overwrite: Overwrite = False,
 ) -> None:
-    """Draw the loss of evaluated models against their size; reports with the same LINE are joined."""
-    check_picture(out, overwrite)
+    """Draw the loss of evaluated models against their size; reports with the same LINE share a line."""
+    check_figure_path(out, overwrite)
     save(draw_scaling(reports, against), out, overwrite)
     typer.echo(f"wrote {out}")
 
@@ -101,13 +101,13 @@ def savings(
     out: Out,
     models: Models = MODELS,
     length: Annotated[int, typer.Option(min=1, help="Sequence length T.")] = 256,
-    fraction: Annotated[float | None, typer.Option(help="f; the model's own, or ½.")] = None,
-    keys: Annotated[str, typer.Option(metavar="all|routed", help="Which tokens are keys; as the model.")] = "",
+    fraction: Annotated[float | None, typer.Option(help="f; default: the model's own, else ½.")] = None,
+    keys: Annotated[str, typer.Option(metavar="all|routed", help="Which tokens are keys; default: the model's.")] = "",
     light_ffn: Annotated[bool | None, typer.Option(help="Whether light tokens run the FFN.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Draw the counted FLOPs that models save against their size, beside the paper's claims."""
-    check_picture(out, overwrite)
+    """Draw the counted FLOPs that models save against their size, with the paper's claims."""
+    check_figure_path(out, overwrite)
     save(draw_savings(models, length, fraction, keys, light_ffn), out, overwrite)
     typer.echo(f"wrote {out}")
 

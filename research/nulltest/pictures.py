@@ -1,4 +1,4 @@
-"""A null test, measured now or read back, as pictures."""
+"""Pictures of a null test."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,10 +10,10 @@ from research.nulltest.report import NullTest, Worth
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOUR = dict(zip(("dct", "identity", "random"), COLOURS, strict=False))
+COLOUR_OF = dict(zip(("dct", "identity", "random"), COLOURS, strict=False))
 
 
-def called(report: NullTest, what: str) -> str:
+def titled(report: NullTest, what: str) -> str:
     return f"{Path(report.run or report.model).name}: {what}"
 
 
@@ -23,9 +23,9 @@ def pictures(report: NullTest) -> "dict[str, Figure]":
 
 @style()
 def draw_entropy(report: NullTest) -> "Figure":
-    """For each layer and basis a bar from the 25th to the 75th percentile, a line from the 5th to the 95th, and a dot
-    at the median; grey are the same percentiles of the noise, dashes the thresholds."""
-    title = called(report, f"H of each layer's input, D = {report.width}, {report.corpus} {report.split}")
+    """A box plot for each layer and basis: a bar from the 25th to the 75th percentile, a line from the 5th to the 95th,
+    a dot at the median. Grey: the same percentiles of white noise. Dashed: the thresholds."""
+    title = titled(report, f"H of each layer's input, D = {report.width}, {report.corpus} {report.split}")
     figure = new_figure(title, max(7.5, 0.9 + 0.45 * len(report.layers)), 4.6)
     axes = figure.add_subplot(xlabel="layer", ylabel="H, spectral entropy")
     noise = {int(name): value for name, value in report.null_percentiles.items()}
@@ -37,11 +37,11 @@ def draw_entropy(report: NullTest) -> "Figure":
         for number, row in enumerate(layer.whiteness):
             x, at = layer.layer + 1 + (number - (len(bases) - 1) / 2) * 0.8 / len(bases), row.percentiles
             name = row.basis + (" (the model's)" if number == 0 else "")
-            axes.vlines(x, at["5"], at["95"], color=COLOUR[row.basis], linewidth=1)
-            axes.vlines(x, at["25"], at["75"], color=COLOUR[row.basis], linewidth=5, label=name)
-            axes.plot(x, at["50"], "o", color=COLOUR[row.basis], markerfacecolor="#ffffff", markersize=4)
-        for cut in layer.thresholds or []:
-            axes.hlines(cut, layer.layer + 0.55, layer.layer + 1.45, "#111111", (0, (5, 2)), label="τ", linewidth=1.2)
+            axes.vlines(x, at["5"], at["95"], color=COLOUR_OF[row.basis], linewidth=1)
+            axes.vlines(x, at["25"], at["75"], color=COLOUR_OF[row.basis], linewidth=5, label=name)
+            axes.plot(x, at["50"], "o", color=COLOUR_OF[row.basis], markerfacecolor="#ffffff", markersize=4)
+        for tau in layer.thresholds or []:
+            axes.hlines(tau, layer.layer + 0.55, layer.layer + 1.45, "#111111", (0, (5, 2)), label="τ", linewidth=1.2)
     axes.set_xticks([layer.layer + 1 for layer in report.layers])
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
@@ -57,18 +57,17 @@ def draw_flips(report: NullTest) -> "Figure":
     for title, worth in worths:
         line = Line(benefit_points(worth), "mean ± standard error", color=COLOURS[0], marker="o")
         panels.append(Panel(title, [line], (0.0, "")))
-    title, up = called(report, "what attention adds to a token, by its H"), "loss with filter − attention, nats"
-    figure = draw_grid(
-        title, panels, "bin of rising H", 2 if len(panels) in (2, 4) else min(len(panels), 3), sizes=False
-    )
-    figure.supylabel(up, fontsize=9)
+    title = titled(report, "benefit of attention for a token, by its H")
+    columns = 2 if len(panels) in (2, 4) else min(len(panels), 3)
+    figure = draw_grid(title, panels, "bin of rising H", columns, log_x=False)
+    figure.supylabel("loss with filter − with attention, nats", fontsize=9)
     for axes, (_, worth) in zip(figure.axes, worths, strict=True):
         axes.set_xticks(range(1, report.bins + 1))
-        errors = [found.error or 0.0 for found in worth.benefit if found.mean is not None]
+        errors = [mean.error or 0.0 for mean in worth.benefit if mean.mean is not None]
         axes.errorbar(*zip(*benefit_points(worth), strict=True), errors, fmt="none", ecolor=COLOURS[0], capsize=3)
-        axes.autoscale(axis="y")  # to the ends of the errors
+        axes.autoscale(axis="y")  # to include the error bars
     return figure
 
 
 def benefit_points(worth: Worth) -> list[tuple[float, float]]:
-    return [(bin + 1.0, found.mean) for bin, found in enumerate(worth.benefit) if found.mean is not None]
+    return [(bin + 1.0, mean.mean) for bin, mean in enumerate(worth.benefit) if mean.mean is not None]

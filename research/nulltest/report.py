@@ -1,4 +1,4 @@
-"""A null test as data: saved as JSON, and read back for pictures."""
+"""The results of a null test, written as JSON and read back for pictures."""
 
 import json
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -16,18 +16,18 @@ from research.nulltest.sample import Flip
 
 FORMAT, NAME = "chiar-nulltest/1", "nulltest.json"
 BINS = 4
-"""Of H, each with as many tokens of the layer."""
+"""Bins of H, with equal numbers of the layer's tokens."""
 
 
 @dataclass(frozen=True)
 class Signal:
-    """One way to split the tokens of a layer in two (or three), and what it says about them."""
+    """A split of a layer's tokens in two (or three), and its mutual information with three labels."""
 
     name: str
-    """"route": what the model did; a basis: its H, cut to the same share of dark tokens; "hash": a random route that
-    knows the token only, with that share too."""
+    """"route": the model's choice; a basis: its H, thresholded to the same share of dark tokens; "hash": a random
+    function of the token with that share."""
     dark: float
-    """Share of tokens above the cut."""
+    """Share of dark tokens."""
     token: Information
     word_class: Information
     position: Information
@@ -46,12 +46,12 @@ class ClassMean:
     error: float | None
     """Its standard error; equal tokens count as one sample."""
     light: float
-    """Share of the class that is light: as routed, or with H at most the median where there is no route."""
+    """Share of light tokens: as routed, or H at most the median if the layer does not route."""
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """Function words against content words; `words`: all, or those without a capital."""
+    """Function words against content words: `words` is "all" or "without a capital"."""
 
     words: str
     function_tokens: int
@@ -61,7 +61,7 @@ class Contrast:
     error: float | None
     """Its standard error; equal tokens count as one sample."""
     separation: float
-    """P(H of a function word < H of a content word): ½ if H does not tell them apart, 1 if the claim is right."""
+    """P(H of a function word < H of a content word): ½ if H does not separate them, 1 if the claim holds."""
 
 
 @dataclass(frozen=True)
@@ -82,26 +82,26 @@ class Mean:
 
 @dataclass(frozen=True)
 class Worth:
-    """What the flips of one layer, or of all, say; nats summed over the token's and later predictions."""
+    """The effect of flips in one layer or in all: nats, summed over the predictions of the token and of later ones."""
 
     to_attention: Mean
-    """Change of the loss when a light token is sent to attention."""
+    """Change of the loss if a light token is sent to attention."""
     to_filter: Mean
-    """Change of the loss when a dark token is sent to the filter."""
+    """Change of the loss if a dark token is sent to the filter."""
     own_to_attention: Mean
-    """The part of it in the token's own prediction."""
+    """The part in the token's own prediction."""
     own_to_filter: Mean
     benefit: list[Mean]
     """Of attention over the filter, by bins of rising H."""
     pearson: float | None
-    """Correlation of H (over all layers: its rank in its layer) with attention's benefit."""
+    """Correlation of H (over all layers: its rank within the layer) with the benefit of attention."""
     spearman: float | None
     correlation_error: float | None
-    """Standard error of either, were they 0."""
+    """Standard error of either under no correlation."""
 
     @classmethod
     def of(cls, flips: list[Flip], bins: list[int], signal: list[float]) -> "Worth":
-        """`bins` and `signal` give each flip's entropy bin and the H (or rank) it is correlated by."""
+        """`bins` holds the entropy bin of each flip, `signal` its H or rank, to correlate with its benefit."""
         light, dark = ([flip for flip in flips if flip.was_dark == was] for was in (False, True))
         groups = [[flip for flip, bin in zip(flips, bins, strict=True) if bin == wanted] for wanted in range(BINS)]
         benefit = [flip.benefit for flip in flips]
@@ -119,7 +119,7 @@ class Worth:
 @dataclass(frozen=True)
 class LayerNull:
     layer: int
-    """From 0."""
+    """Counted from 0."""
     kind: str
     operators: list[str]
     thresholds: list[float] | None
@@ -152,12 +152,12 @@ class NullTest:
     null_mean: float
     null_deviation: float
     null_exact: bool
-    """Whether mean and deviation are exact; else they are the sample's."""
+    """Whether mean and deviation are exact or those of a sample."""
     null_percentiles: dict[str, float]
     bins: int
     layers: list[LayerNull]
     worth: Worth | None
-    """Of all layers' flips together; H is its rank in its layer there."""
+    """Of the flips of all layers together, with the rank within the layer for H."""
     flips: list[Flip]
     remarks: list[str]
 
@@ -166,7 +166,7 @@ class NullTest:
 
 
 def build(kind: Any, record: Any) -> Any:
-    """What asdict made plain, by the types of the fields."""
+    """The inverse of `asdict`, guided by the types of the fields."""
     if get_origin(kind) is list:
         return [build(get_args(kind)[0], item) for item in record]
     if isinstance(kind, UnionType):
@@ -178,7 +178,7 @@ def build(kind: Any, record: Any) -> Any:
 
 
 def read_report(path: Path) -> NullTest:
-    """From the file or the folder the null test wrote."""
+    """Read a report from its file or folder."""
     path = path / NAME if path.is_dir() else path
     check_file(path)
     try:

@@ -1,4 +1,4 @@
-"""What is read from the model: the states every layer sees of some text, and the loss when a route is flipped."""
+"""Samples from a model: the input states of every layer on some text, and the loss after a route is flipped."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from chiar.model.modeling import ChiarForCausalLM
 
 DARK = "attention"
 LIGHT = 0
-"""Index of the light operator: it comes first."""
+"""Index of the light operator, always the first."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of text spread evenly over a split. One id more than is fed belongs to each, as the last one's target."""
+    """Rows of text spread evenly over a split; each is read with one more id, the last target."""
 
     split: Split
     starts: np.ndarray
@@ -31,7 +31,7 @@ class Rows:
         rows = min(tokens // length, available)
         if rows < 2:
             few = f"--tokens {tokens}" if available >= 2 else f"split {split.name!r}, which has {split.tokens} tokens,"
-            raise InputError(f"{few} gives fewer than two rows of {length}: give more tokens or a smaller --length.")
+            raise InputError(f"{few} gives fewer than two rows of {length}: raise --tokens or lower --length.")
         return cls(split, np.arange(rows) * available // rows * length, length)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
@@ -44,20 +44,20 @@ class Rows:
 
 @dataclass(frozen=True)
 class LayerSample:
-    """What one layer saw of N tokens, row after row."""
+    """The input and the routes of one layer for N tokens, row by row."""
 
     layer: int
     kind: str
     operators: list[str]
     states_ND: Tensor
-    """Its input, fp32, on the CPU."""
+    """The layer's input, fp32, on the CPU."""
     choice_N: np.ndarray
     """Index into `operators`."""
     thresholds: list[float] | None
 
     @property
     def dark_N(self) -> np.ndarray | None:
-        """Which tokens took attention; None where the layer has no choice."""
+        """Which tokens took attention; None if the layer does not choose."""
         if self.kind != "routed" or DARK not in self.operators:
             return None
         return self.choice_N == self.operators.index(DARK)
@@ -65,7 +65,7 @@ class LayerSample:
 
 @torch.no_grad()
 def collect(model: ChiarForCausalLM, rows: Rows, batch: int) -> list[LayerSample]:
-    """Run the model over the rows. Takes 4 bytes × tokens × width × layers of memory."""
+    """Run the model on the rows. Takes 4 bytes × tokens × width × layers of memory."""
     states: list[list[Tensor]] = [[] for _ in model.model.layers]
     choices: list[list[Tensor]] = [[] for _ in states]
     for part in np.split(np.arange(len(rows.starts)), np.arange(batch, len(rows.starts), batch)):
@@ -79,7 +79,7 @@ def collect(model: ChiarForCausalLM, rows: Rows, batch: int) -> list[LayerSample
         states_ND = torch.cat(states[layer])
         states[layer].clear()
         if not bool(states_ND.isfinite().all()):
-            raise InputError(f"layer {layer + 1} sees states that are not finite: the model's weights are damaged.")
+            raise InputError(f"the input of layer {layer + 1} is not finite: the weights of the model are damaged.")
         choice_N = torch.cat(choices[layer]).numpy()
         samples.append(LayerSample(layer, trace.kind, trace.operators, states_ND, choice_N, trace.thresholds))
     return samples
@@ -87,8 +87,8 @@ def collect(model: ChiarForCausalLM, rows: Rows, batch: int) -> list[LayerSample
 
 @dataclass(frozen=True)
 class Flip:
-    """One token of one layer takes the other operator. All other routes stay as they were, so that nothing but this
-    choice changes; as a key of later layers the token also changes the predictions of later ones."""
+    """One token in one layer takes the other operator, all other routes fixed. As a key in later layers the token also
+    changes the predictions of later tokens."""
 
     layer: int
     row: int
@@ -96,9 +96,9 @@ class Flip:
     entropy: float
     was_dark: bool
     own: float
-    """Change of the loss of this token's own prediction, nats: flipped − as routed."""
+    """Change of the loss of this token's own prediction in nats: flipped − as routed."""
     later: float
-    """Change summed over the predictions of later tokens of the row."""
+    """Change summed over the predictions of later tokens in the row."""
 
     @property
     def change(self) -> float:
@@ -106,12 +106,12 @@ class Flip:
 
     @property
     def benefit(self) -> float:
-        """Loss with the filter − loss with attention, whichever of them was flipped to."""
+        """Loss with the filter − loss with attention, for flips in either direction."""
         return self.change if self.was_dark else -self.change
 
 
 def token_losses(model: ChiarForCausalLM, states_BTD: Tensor, targets_BT: Tensor, first_B: Tensor) -> list[Tensor]:
-    """The losses of each row from position `first` on, in float64."""
+    """The losses of each row from position `first_B` on, in float64."""
     losses = []
     for states_TD, targets_T, first in zip(states_BTD, targets_BT, first_B.tolist(), strict=True):
         logits = model.lm_head(states_TD[first:]).float()
@@ -123,14 +123,14 @@ def token_losses(model: ChiarForCausalLM, states_BTD: Tensor, targets_BT: Tensor
 def flip_routes(
     model: ChiarForCausalLM, read: Callable[[np.ndarray], np.ndarray], rows: int, flips: int, batch: int, seed: int
 ) -> list[Flip]:
-    """`flips` flips a routed layer, light and dark tokens by turns. `read` gives the ids of rows, one more than is fed.
+    """`flips` flips per routed layer, alternately of light and dark tokens. `read` returns rows of ids, one more each.
 
-    One token a row is flipped in a pass; rows are gone through in a random order, again where there are few.
+    A pass flips one token per row. Rows come in random order, repeatedly if there are fewer than `flips`.
     """
     config, generator = model.config, torch.Generator().manual_seed(seed)
     dark = config.operators.index(DARK)
     order = torch.cat([torch.randperm(rows, generator=generator) for _ in range(-(-flips // rows))])[:flips]
-    found: list[Flip] = []
+    done: list[Flip] = []
     for number, chosen_B in enumerate(order.split(batch)):
         ids = torch.from_numpy(read(chosen_B.numpy())).to(model.device)
         inputs_BT, targets_BT = ids[:, :-1], ids[:, 1:]
@@ -140,7 +140,7 @@ def flip_routes(
         each_B = torch.arange(len(chosen_B))
         plain = token_losses(model, as_routed, targets_BT, torch.zeros_like(each_B))
         for nth, (layer, choice_BT) in enumerate(routes.items()):
-            # One random token of each row on the wanted path, or on the other where the row has none.
+            # A random token of each row on the wanted path, or on the other if the row has none there.
             wanted_BT = (choice_BT != dark).cpu() == ((each_B + number + nth) % 2 == 0)[:, None]
             wanted_BT |= ~wanted_BT.any(1, keepdim=True)
             position_B = torch.multinomial(wanted_BT.double(), 1, generator=generator)[:, 0]
@@ -154,5 +154,5 @@ def flip_routes(
             for b, (position, was_dark) in enumerate(zip(position_B.tolist(), was_dark_B.tolist(), strict=True)):
                 change = losses[b] - plain[b][position:]
                 own, later = float(change[0]), float(change[1:].sum())
-                found.append(Flip(layer, int(chosen_B[b]), position, entropies[b], was_dark, own, later))
-    return found
+                done.append(Flip(layer, int(chosen_B[b]), position, entropies[b], was_dark, own, later))
+    return done

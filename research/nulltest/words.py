@@ -1,7 +1,7 @@
 """The word class of every token: closed classes from a small lexicon of our own, the rest by spelling.
 
-Words are put together from the tokenizer's pieces, and every piece has the class of its word. This is no tagger: it
-tells function words from content words, which is what the claim under test is about.
+Words are assembled from the tokenizer's pieces, and every piece has the class of its word. This is not a tagger: it
+separates function words from content words, as the claim under test needs.
 """
 
 import re
@@ -19,7 +19,7 @@ FUNCTION = ("determiner", "preposition", "conjunction", "pronoun", "auxiliary", 
 CONTENT = ("open class", "capitalised word")
 CLASSES = (*FUNCTION, *CONTENT, "number", "punctuation", "unknown word", "space", "end of text")
 NUMBER_OF = {name: number for number, name in enumerate(CLASSES)}
-# Letters of any script as UTF-8; the leading bytes c2 and e2 hold mostly punctuation and signs, f0 emoji.
+# Letters of any script in UTF-8; the leading bytes c2 and e2 mostly encode punctuation and symbols, f0 emoji.
 LETTER = rb"(?:[A-Za-z]|[\xc3-\xe1\xe3-\xef][\x80-\xbf]{1,2})"
 APOSTROPHE = rb"(?:'|\xe2\x80\x99)"
 PIECES = re.compile(
@@ -32,11 +32,11 @@ PIECES = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 CONTEXT = 16
-"""Tokens read on both sides of a row, so that words cut by its ends are still known."""
+"""Tokens read on both sides of a row, to know the words that its ends cut."""
 
 
 class WordClasses(NamedTuple):
-    """For N tokens: an index into CLASSES, and whether the token's word starts with a capital letter."""
+    """For N tokens: an index into CLASSES, and whether the word of the token starts with a capital letter."""
 
     class_N: np.ndarray
     capital_N: np.ndarray
@@ -50,7 +50,7 @@ def lexicon() -> dict[str, str]:
 
 
 def word_class(word: str) -> str:
-    """The class of one word as it is written in the text."""
+    """The class of a word as spelled in the text."""
     plain = word.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'").lower()
     known = lexicon()
     if plain in known:
@@ -64,9 +64,9 @@ def word_class(word: str) -> str:
 
 
 def classify(ids: np.ndarray, tokenizer: Tokenizer) -> WordClasses:
-    """Classes of the tokens of running text. A token belongs to the word its first byte that is no space lies in."""
+    """Classes of the tokens of running text. A token belongs to the word that its first non-space byte lies in."""
     parts = [tokenizer.token_bytes[number] for number in ids.tolist()]
-    # An end of text is empty: a newline in its place keeps the words on both sides apart.
+    # End of text has no bytes: a newline in its place separates the words on both sides.
     ends = ids == tokenizer.end_of_text
     parts = [b"\n" if end else part for part, end in zip(parts, ends.tolist(), strict=True)]
     text = b"".join(parts)
@@ -87,11 +87,11 @@ def classify(ids: np.ndarray, tokenizer: Tokenizer) -> WordClasses:
 
 
 def classify_rows(split: Split, starts: np.ndarray, length: int, tokenizer: Tokenizer) -> WordClasses:
-    """Classes of the tokens of the rows that begin at `starts`, one row after the other."""
+    """Classes of the tokens of the rows that begin at `starts`, row by row."""
     parts = []
     for start in starts.tolist():
         before = min(start, CONTEXT)
         read = split.read(start - before, min(before + length + CONTEXT, split.tokens - start + before))
-        found = classify(read, tokenizer)
-        parts.append((found.class_N[before : before + length], found.capital_N[before : before + length]))
+        classes = classify(read, tokenizer)
+        parts.append((classes.class_N[before : before + length], classes.capital_N[before : before + length]))
     return WordClasses(np.concatenate([a for a, _ in parts]), np.concatenate([b for _, b in parts]))

@@ -1,4 +1,4 @@
-"""Each measure of the null test where the truth is known."""
+"""Each measure of the null test on data with a known answer."""
 
 import math
 
@@ -29,7 +29,7 @@ def measure(states_ND, null, token_N=None):
     return {name: measures.whiteness(name, entropy, null, each, 0.0) for name, entropy in bases.items()}
 
 
-def test_white_noise_looks_white_and_a_smooth_signal_does_not_in_the_dct_alone():
+def test_white_noise_is_white_and_a_smooth_signal_is_not_in_the_dct():
     null, weighted = measures.make_null(WIDTH, N, 0), measures.make_null(WIDTH, N, 0, dc_weight=2.0)
     assert null.exact and not weighted.exact and weighted.mean == pytest.approx(float(weighted.sample_N.mean()))
     for found in measure(gaussian(1) * 7, null).values():
@@ -48,7 +48,7 @@ def test_white_noise_looks_white_and_a_smooth_signal_does_not_in_the_dct_alone()
     assert repeated.effect_error == pytest.approx(50**-0.5, rel=0.35)  # 50 samples, not 4,000
 
 
-def test_planted_independent_and_deciding_labels():
+def test_planted_independent_and_determining_labels():
     """A binary channel that errs with probability 0.11 carries 1 − h(0.11) = 0.50 bits; the bias of counting is
     (R − 1)(L − 1) / (2 N ln 2) bits to first order."""
     labels = integers(2, 0)
@@ -62,7 +62,7 @@ def test_planted_independent_and_deciding_labels():
     labels = integers(3000, 4)
     found = measures.mutual_information(labels % 2, labels, 20, 0)
     assert found.adjusted == pytest.approx(1.0) and found.bits == pytest.approx(found.route_bits)
-    assert found.chance > 0.05  # many labels: shuffled ones still seem to say something
+    assert found.chance > 0.05  # with many labels even shuffled ones seem informative
 
 
 def shares(states_ND):
@@ -71,9 +71,9 @@ def shares(states_ND):
     return {(row.basis, row.k): row for row in found if not row.centred}
 
 
-def test_the_dct_is_nearly_the_klt_of_a_stationary_signal_and_nowhere_else():
-    """A first-order autoregression along the features, whose covariance 0.95^|i − j| is Toeplitz, and variances along
-    axes without any order."""
+def test_the_dct_is_close_to_the_klt_for_stationary_signals_only():
+    """A first-order autoregression along the features, with the Toeplitz covariance 0.95^|i − j|, and a signal with
+    different variances along randomly rotated axes."""
     i, drawn = torch.arange(WIDTH, dtype=torch.float64), gaussian(count=8000)
     stationary = drawn.double() @ torch.linalg.cholesky(0.95 ** (i[:, None] - i).abs()).T
     rotated = (drawn.double() * (-4 * i / (WIDTH - 1)).exp()) @ random_orthogonal(WIDTH, 5)
@@ -89,18 +89,18 @@ def test_the_dct_is_nearly_the_klt_of_a_stationary_signal_and_nowhere_else():
             assert white[name, k].largest[0] == pytest.approx(white[measures.NOISE, k].largest[0], abs=0.01)
 
 
-def test_a_planted_difference_of_words_and_its_error():
-    """60 tokens of each sort, each with an H of its own and 40 times in the text; 0.01 is σ of the noise."""
+def test_a_planted_difference_between_words_and_its_error():
+    """60 tokens of each kind, each with its own H and 40 times in the text; the σ of the noise is 0.01."""
     of_token = 0.87 + 0.01 * np.random.default_rng(0).normal(size=120)
     of_token[:60] -= 0.02
     token_N = np.arange(120).repeat(40)
     found = contrast("all", of_token[token_N], token_N < 60, token_N >= 60, token_N, 0.01)
     assert found.difference == pytest.approx(-2, abs=4 * found.error)
-    assert found.error == pytest.approx((2 / 60) ** 0.5, rel=0.3)  # of tokens, however often they are repeated
+    assert found.error == pytest.approx((2 / 60) ** 0.5, rel=0.3)  # counts distinct tokens
     assert found.separation == pytest.approx(0.921, abs=0.07)  # Φ(2 / √2)
 
 
-def test_a_planted_benefit_is_found_by_bin_and_layers_are_joined_by_rank():
+def test_a_planted_benefit_is_found_in_its_bins_and_layers_are_joined_by_rank():
     """Attention's benefit is 0 below H = 0.5 and 1 above, with noise."""
     generator, flips = np.random.default_rng(0), []
     for number in range(400):

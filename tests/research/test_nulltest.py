@@ -1,4 +1,4 @@
-"""The null test of tiny models: its numbers computed again from the model's own trace, flips from whole passes."""
+"""The null test of tiny models, against numbers from the model's own trace and flips by full passes."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from chiar.model.modeling import ChiarForCausalLM
 from helpers import random_model, randomise, small_config, token_ids
 from research.figures import FIGURES, RESULTS
 from research.nulltest import nulltest
-from research.nulltest.__main__ import app, verdict
+from research.nulltest.__main__ import app, verdict_on
 from research.nulltest.pictures import draw_entropy, draw_flips
 from research.nulltest.report import read_report
 from research.nulltest.sample import flip_routes
@@ -59,7 +59,7 @@ def command(*arguments):
     return result.exit_code, str(result.exception) if isinstance(result.exception, InputError) else result.output
 
 
-def test_the_command_writes_numbers_and_pictures_that_read_back(tmp_path, save, corpus):
+def test_the_command_writes_numbers_and_pictures_that_can_be_read_back(tmp_path, save, corpus):
     save().rename(tmp_path / "best")
     arguments = (tmp_path, "--data", corpus.folder, "--tokens", 320, "--flips", 8, "--shuffles", 3)
     code, output = command(*arguments, "--json", tmp_path / "null.json", "--out", tmp_path / "out")
@@ -76,7 +76,7 @@ def test_the_command_writes_numbers_and_pictures_that_read_back(tmp_path, save, 
     assert json.loads(again.to_json()) == report
     drawn = draw_flips(again).axes
     assert len(drawn) == 3
-    for axes in drawn:  # errors are seen to their ends
+    for axes in drawn:  # error bars are fully visible
         ends = [y for bars in axes.collections for segment in bars.get_segments() for y in segment[:, 1]]
         assert ends and axes.get_ylim()[0] <= min(ends) and max(ends) <= axes.get_ylim()[1]
     for option, path in (("--json", "null.json"), ("--out", "out")):
@@ -87,7 +87,7 @@ def test_the_command_writes_numbers_and_pictures_that_read_back(tmp_path, save, 
             read_report(tmp_path / "damaged.json")
 
 
-def test_numbers_are_those_of_the_trace(save, corpus):
+def test_numbers_agree_with_the_trace(save, corpus):
     folder = save()
     report = measured(folder, corpus, flips=0)
     model, split = ChiarForCausalLM.from_pretrained(folder).eval(), corpus.split("valid")
@@ -99,7 +99,7 @@ def test_numbers_are_those_of_the_trace(save, corpus):
     assert (report["null_mean"], report["null_deviation"]) == pytest.approx((mean, deviation))
     for layer, seen in zip(report["layers"], trace.layers, strict=True):
         entropy, own = float(seen.entropy_BT.double().mean()), layer["whiteness"][0]
-        # Entropies in fp32 from batches of another size.
+        # Entropies are fp32, from batches of another size.
         assert own["basis"] == "dct" and own["mean"] == pytest.approx(entropy, abs=1e-6)
         assert own["effect"] == pytest.approx((entropy - mean) / deviation, abs=1e-3)
         assert sum(row["tokens"] for row in layer["classes"]) == 320
@@ -130,7 +130,7 @@ def test_every_kind_of_model(save, corpus, preset, changes):
         assert all(layer["dark"] == 1 and layer["signals"][0]["token"]["bits"] == 0 for layer in routed)
 
 
-def test_the_same_seed_gives_the_same_numbers_and_what_cannot_be_tested_is_said(tmp_path, save, corpus):
+def test_a_seed_fixes_the_numbers_and_untestable_input_gets_one_sentence(tmp_path, save, corpus):
     model, source = save(), build_source(["listops"], depth=3, arguments=3, examples=(9, 3, 3))
     first, again, other = (measured(model, corpus, seed=seed) for seed in (1, 1, 2))
     assert first == again and first["flips"] != other["flips"]
@@ -163,10 +163,10 @@ def flipped(flips=12, **option):
 
 
 @pytest.mark.parametrize("option", FLIPPED.values(), ids=FLIPPED.keys())
-def test_changes_are_those_of_whole_passes(option):
+def test_flips_agree_with_full_passes(option):
     model, ids, found = flipped(**option)
     routed, dark = model.config.routed_layers, model.config.operators.index("attention")
-    # The gate of pool "batch" sees all rows of a pass, so the same three rows must be run together.
+    # With gate_pool "batch" the gate sees all rows of a pass, so the same three rows must share a pass.
     rows_of = [flip.row for flip in found if flip.layer == routed[0]]
     for number, flip in enumerate(found):
         first, b = 3 * (number // (3 * len(routed))), number % 3
@@ -181,27 +181,27 @@ def test_changes_are_those_of_whole_passes(option):
         changed = model(rows[:, :-1], forced_routes=routes).logits[b]
         losses = [F.cross_entropy(logits, rows[b, 1:], reduction="none") for logits in (plain, changed)]
         difference = (losses[1] - losses[0]).detach()
-        # The tool's losses pass through fp32 logits.
+        # The null test computes losses from fp32 logits.
         assert flip.own == pytest.approx(float(difference[flip.position]), abs=2e-5)
         assert flip.later == pytest.approx(float(difference[flip.position + 1 :].sum()), abs=1e-4)
         assert float(difference[: flip.position].abs().sum()) == pytest.approx(0, abs=1e-9)
 
 
-def test_the_verdict_says_what_was_found():
+def test_the_verdict():
     report = read_report(RESULTS / "reproduction-16m" / "threshold")
     noise = "H is no more than noise (farthest in layer 3: -0.16 ± 0.09 σ)"
-    assert verdict(report) == f"{noise}; what attention adds to a token does not depend on it (rank r +0.02 ± 0.06)."
-    assert verdict(replace(report, worth=None)) == f"{noise}; what a route is worth was not measured."
-    told = replace(report.worth, spearman=-0.3, correlation_error=0.1)
-    assert "falls with it (rank r -0.30 ± 0.10)" in verdict(replace(report, worth=told))
+    assert verdict_on(report) == f"{noise}; what attention adds to a token does not depend on it (rank r +0.02 ± 0.06)."
+    assert verdict_on(replace(report, worth=None)) == f"{noise}; what a route is worth was not measured."
+    falling = replace(report.worth, spearman=-0.3, correlation_error=0.1)
+    assert "falls with it (rank r -0.30 ± 0.10)" in verdict_on(replace(report, worth=falling))
     first = report.layers[0]
     apart = replace(first, whiteness=[replace(first.whiteness[0], effect=-4.0), *first.whiteness[1:]])
-    assert verdict(replace(report, layers=[apart])).startswith(
+    assert verdict_on(replace(report, layers=[apart])).startswith(
         "H is not that of white noise (farthest in layer 1: -4.00"
     )
 
 
-def test_recorded_tests_and_routes_are_drawn(tmp_path):
+def test_recorded_results_are_drawn(tmp_path):
     assert len(draw_entropy(read_report(RESULTS / "reproduction-16m" / "sandwich")).axes[0].get_xticks()) == 4
     # Four contenders, a bound for each, and the baseline.
     assert [len(axes.lines) for axes in FIGURES["speed"]().axes] == [9, 9]

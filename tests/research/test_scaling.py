@@ -1,4 +1,4 @@
-"""Loss and counted savings against size."""
+"""Loss and counted savings against model size."""
 
 import pytest
 from typer.testing import CliRunner
@@ -24,7 +24,7 @@ def lines_of(figure):
     return [[(line.get_label(), line.get_xydata().tolist()) for line in axes.lines] for axes in figure.axes]
 
 
-def test_scaling_draws_comparable_reports(tmp_path):
+def test_comparable_reports_are_drawn(tmp_path):
     dense, large = save_report(tmp_path / "small.json", 4.0), save_report(tmp_path / "large.json", 3.0, 1000.0, 1000.0)
     routed = save_report(tmp_path / "routed.json", 3.125, 800.0, 1000.0, True)
     (losses,) = lines_of(draw_scaling([large, dense, routed, "ours=" + routed], "flops"))
@@ -44,11 +44,11 @@ def test_scaling_draws_comparable_reports(tmp_path):
     assert drawn.output == f"wrote {tmp_path / 'savings.svg'}\n"
 
 
-def test_savings_are_those_of_the_counter():
+def test_savings_match_the_documents():
     total, layers, attention = lines_of(draw_savings(["v3-400m"], 256, 0.5, "routed"))
-    # As the documents say of 400M, T 256, f = ½, routed keys; the last line marks the paper's claim.
+    # docs/execution.md: 400M, T 256, f = ½, routed keys. The last line marks the paper's claim.
     assert [round(points[0][1], 1) for _, points in total[:-1]] == [15.6, 8.7, 1.8]
     assert attention[0][1][0][1] == pytest.approx(51.5, abs=0.05) and len(layers) == 3
     assert attention[-1][0].endswith("62.5%")
-    with pytest.raises(InputError, match="routes nothing"):
+    with pytest.raises(InputError, match="without routed layers"):
         draw_savings(["baseline-tiny"])

@@ -1,4 +1,4 @@
-"""The text of a prepared corpus, as it was before."""
+"""The text of a prepared corpus, written back to files."""
 
 import typer
 from typer.testing import CliRunner
@@ -7,7 +7,7 @@ from research.text_of import main
 from small_corpora import SPLITS, measured_corpus
 
 
-def test_the_text_comes_back(tmp_path):
+def test_the_text_is_the_original_one(tmp_path):
     corpus, script = measured_corpus(tmp_path / "text").folder, typer.Typer()
     script.command()(main)
     for code in (0, 2):  # nothing is overwritten

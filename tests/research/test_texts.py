@@ -1,4 +1,4 @@
-"""Texts on which no rule for spaces helps."""
+"""Texts on which a whitespace rule has no advantage."""
 
 from typer.testing import CliRunner
 
@@ -9,7 +9,7 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_white_space_goes_and_everything_else_stays(tmp_path):
+def test_only_whitespace_is_removed(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "train.txt").write_bytes("Ein  Köder,\n\tzwei\r\n".encode())
     assert run("without-spaces", tmp_path / "text", "--out", tmp_path / "joined").exit_code == 0
@@ -19,7 +19,7 @@ def test_white_space_goes_and_everything_else_stays(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_every_source_file_is_in_one_split_once(tmp_path):
+def test_every_source_file_is_in_exactly_one_split(tmp_path):
     texts = [f"x = {number}\n" for number in range(400)]
     (tmp_path / "package").mkdir()
     for number, text in enumerate([*texts, texts[0]]):

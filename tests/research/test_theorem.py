@@ -17,18 +17,18 @@ def checks_of(width, rho):
 
 
 @pytest.mark.parametrize(("width", "rho"), [(2, 0.5), (33, -0.7)])
-def test_the_klt_has_the_gain_its_determinant_gives(width, rho):
+def test_the_gain_of_the_klt_follows_from_the_determinant(width, rho):
     """det R = (1 − ρ²)^(D−1), and the eigenvalues' arithmetic mean is 1."""
     exact, found = -10 * (width - 1) / width * math.log10(1 - rho**2), checks_of(width, rho)
     assert found[KLT].gain_db == pytest.approx(exact, abs=1e-9)
     assert found[DCT].gain_db <= exact + 1e-9 and found[IDENTITY].gain_db == pytest.approx(0, abs=1e-9)
 
 
-def test_the_dct_at_the_textbook_point_and_with_width():
-    """D = 8, ρ = 0.95: 8.826 dB against the KLT's 8.846, as books on transform coding print."""
+def test_the_dct_at_the_textbook_point_and_as_width_grows():
+    """D = 8, ρ = 0.95: 8.826 dB against the KLT's 8.846, as textbooks on transform coding print."""
     found = checks_of(8, 0.95)
     assert (found[DCT].gain_db, found[KLT].gain_db) == pytest.approx((8.8259, 8.8462), abs=5e-5)
-    ordered, shuffled = [], []  # the DCT approaches the KLT with width, and shuffling ends it
+    ordered, shuffled = [], []  # the DCT approaches the KLT as width grows, unless features are shuffled
     for width in (16, 64, 256):
         found = checks_of(width, 0.9)
         ordered.append(found[KLT].gain_db - found[DCT].gain_db)
@@ -60,7 +60,7 @@ def test_the_command(tmp_path):
     for arguments, sentence in (
         (("--out", tmp_path / "t.svg"), "exists already"),
         (("--width", "8,x"), "--width takes whole numbers"),
-        (("--width", "5000"), "widths go from 2 to 4096"),
+        (("--width", "5000"), "widths must be from 2 to 4096"),
         (("--rho", "1"), "between −1 and 1"),
         (("--rho", ""), "--rho takes numbers"),
     ):

@@ -1,4 +1,4 @@
-"""Word classes: the lexicon, the spelling, and words put together from pieces."""
+"""Word classes: the lexicon, spelling, and words assembled from pieces."""
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def test_the_lexicon_names_every_word_once():
 
 
 def test_pieces_have_the_class_of_their_word():
-    """A tokenizer of few merges cuts words up; a leading space belongs to the word behind it."""
+    """A tokenizer with few merges splits words; a leading space belongs to the word that follows."""
     tokenizer = Tokenizer.train([TEXT] * 3 + ["the things in the believable"] * 5, 300)
     ids = np.append(tokenizer.encode_batch([TEXT])[0], tokenizer.end_of_text)
     found = [CLASSES[number] for number in classify(ids, tokenizer).class_N]
@@ -39,7 +39,7 @@ def test_pieces_have_the_class_of_their_word():
     assert place == len(of_byte) > len(ids) and found[-1] == "end of text"
 
 
-def test_rows_know_the_words_their_ends_cut(tmp_path):
+def test_words_cut_by_the_ends_of_a_row_keep_their_class(tmp_path):
     (tmp_path / "train.txt").write_text("\n\n".join([TEXT] * 5), encoding="utf-8")
     (tmp_path / "valid.txt").write_text(TEXT, encoding="utf-8")
     corpus = prepare(Text([tmp_path]), tmp_path / "corpus", TokenizerChoice("bytes"))

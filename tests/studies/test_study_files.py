@@ -114,7 +114,7 @@ PLANS = [
     ("seeds = [1]", "settings = { ratee = 2 }", "variant learned: unknown training setting 'ratee'"),
     ("tokens = 390", "tokens = 39", "39 tokens is less than one step of 4 × 16 tokens"),
     ('router = "learned"', 'own_ffn = true, router = "learned"', "commit bde4d4f runs it"),
-    ('router = "learned"', "operators = ['skip', 'attention']", "variant learned: the operator 'skip' is gone"),
+    ('router = "learned"', "operators = ['skip', 'attention']", "variant learned: the operator 'skip' was removed"),
     ("micro_batch = 2", "micro_batch = 3", "does not divide into micro-batches of 3"),
 ]
 
