@@ -79,7 +79,8 @@ def test_a_run_goes_on_with_another_number_of_processes(start, parallel, count, 
 
 def test_sharded_processes_with_unequal_batches_wait_for_each_other(corpus, labelled, tmp_path):
     """Added corpora give one process two batches where another has one."""
-    mixed = ("--data", str(labelled), *sets("mixing=added", "added_share=0.5", "sample="), "--steps", "3", "--length", "32")
+    more = ("--data", str(labelled), "--steps", "3", "--length", "32")
+    mixed = (*more, *sets("mixing=added", "added_share=0.5", "sample="))
     for parallel in ("fsdp", "ddp"):
         run(arguments(corpus, tmp_path / parallel, parallel, *mixed), tmp_path / "log", 2)
     assert_close(tmp_path / "fsdp", tmp_path / "ddp")
@@ -158,8 +159,9 @@ def test_a_stack_without_tokens_leaves_no_parameter_out(parallel, corpus, labell
     """Whether for want of dark tokens or, in a batch of labelled documents, of a next token to learn from. Evaluation
     needs every process too."""
     light = ("routing=threshold", "router=random", "random_fraction=0.0", "execution=sparse", "sample=")
-    mixed = ("--data", str(labelled), *sets("mixing=added", "added_share=0.5"), "--steps", "2", "--length", "32")
-    run(of_dark_layers(arguments(corpus, tmp_path / "run", parallel, *mixed, *sets(*light))), tmp_path / "log", 2)
+    more = ("--data", str(labelled), "--steps", "2", "--length", "32")
+    mixed = (*more, *sets("mixing=added", "added_share=0.5", *light))
+    run(of_dark_layers(arguments(corpus, tmp_path / "run", parallel, *mixed)), tmp_path / "log", 2)
     assert [record["use"] for record in metrics(tmp_path / "run")] == [[[1.0, 0.0]]] * 2
 
 
