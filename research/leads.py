@@ -1,4 +1,4 @@
-"""Routers of a dark stack, and a stack, that are on trial: `chiar --plugin research/leads.py study run leads …`."""
+"""Experimental routers and an experimental stack: `chiar --plugin research/leads.py study run leads …`."""
 
 import math
 from dataclasses import replace
@@ -23,7 +23,7 @@ GAP = 8
 
 
 class Part(EntropyRouter):
-    """Dark is where H_t − λ · H_{t−1} is high; with λ = 1 the router `rise`."""
+    """Dark where H_t − λ · H_{t−1} > τ; with λ = 1 this is the router `rise`."""
 
     def __init__(self, config: ChiarConfig, layer: int, before: float) -> None:
         super().__init__(config, layer)
@@ -34,8 +34,8 @@ class Part(EntropyRouter):
 
 
 class Dial(Part):
-    """Every pass in training has another f. Evaluation cuts at the τ of the configuration's f, or a calibrated one. The
-    configuration's f must be 0.2, of which `room` is a multiple; training costs what the mean f of 0.325 does."""
+    """In training every pass draws another f. Evaluation uses the τ of the configuration's f, or a calibrated one. The
+    configuration's f must be 0.2, of which `room` is a multiple; training costs as much as at the mean f, 0.325."""
 
     def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
         assert entropy_BT is not None
@@ -49,12 +49,12 @@ class Dial(Part):
 
 
 class OrGap(Part):
-    """Where the score is high, and every GAP bytes behind the last dark one: no stretch of text is without a key. The
-    configuration's f is that of the score, gaps come on top. Without a cache."""
+    """Dark where the score exceeds τ, and every GAP bytes after the last such byte, so that no long stretch of text is
+    without a key. The configuration's f is that of the score; the others come on top. Without a cache."""
 
     def forward(self, x_BTD: Tensor, entropy_BT: Maybe, context: TokenContext, forced_BT: Maybe) -> Route:
         assert entropy_BT is not None
-        require(context.memory is None, "rise_or_gap is on trial, and has no cache: use_cache=False.")
+        require(context.memory is None, "rise_or_gap is experimental and has no cache: use_cache=False.")
         if forced_BT is None:
             score_BT = self.scores(x_BTD, entropy_BT, context)
             dark_BT, place_BT = score_BT > context.cut(score_BT), context.positions_BT
@@ -64,7 +64,7 @@ class OrGap(Part):
 
 
 class SpaceOrEntropy(EntropyRouter):
-    """Dark are the ends of words by the rule for spaces, and then where H is high."""
+    """Dark at the word ends of the whitespace rule, then where H is high."""
 
     def __init__(self, config: ChiarConfig, layer: int, _: float) -> None:
         super().__init__(config, layer)
@@ -74,20 +74,21 @@ class SpaceOrEntropy(EntropyRouter):
         return entropy_BT + self.rule.choose(x_BTD, None, context)
 
 
-class StackOnTrial(DarkStack):
-    """With routers called pooled_…, and then without a cache, the stack's input at a dark byte also has the mean of all
-    bytes since the previous dark one, itself included: a word without a dark byte is not lost to the stack. The routers
-    `benefit` and `forecast_rise` learn another target than `forecast`."""
+class ExperimentalStack(DarkStack):
+    """With routers named pooled_…, which have no cache, the stack's input at a dark byte gets the mean of all bytes since the
+    previous dark one added, itself included, so that a word without a dark byte is not lost to the stack. The routers `benefit` and `forecast_rise` learn other targets than `forecast`."""
 
     def __init__(self, config: ChiarConfig, first: int) -> None:
         super().__init__(config, first)
         self.name = config.router or ""
         pools = self.name.startswith("pooled_")
-        require(self.gap > 0 or not pools, "a pooled stack reads the gaps behind rows: set temporal_everywhere.")
+        require(self.gap > 0 or not pools, "a pooled stack reads the gaps after rows: set temporal_everywhere.")
         self.pool = Carry(config.hidden_size, config.hidden_size, bias=False) if pools else None
 
     def forward(self, x_BTD: Tensor, context: TokenContext, memory: Memory, *rest: Any) -> tuple[Tensor, StackOutput]:
-        require(self.pool is None or memory is None, "a pooled stack is on trial, and has no cache: use_cache=False.")
+        require(
+            self.pool is None or memory is None, "a pooled stack is experimental, without a cache: use_cache=False."
+        )
         return super().forward(x_BTD, context, memory, *rest)
 
     def forecast_target(self, done: StackOutput, final_BTV: Tensor) -> Tensor:
@@ -112,14 +113,14 @@ class StackOnTrial(DarkStack):
         return z_in if self.widen is None else self.widen(z_in)
 
     def since_last(self, layout: Layout, up_to_BTC: Tensor) -> Tensor:
-        """Of sums from the first token on, those from behind the last dark token on."""
+        """Turn sums over all tokens so far into sums since the previous dark token."""
         now = layout.gather(up_to_BTC)
         if isinstance(layout, DenseLayout):
             return now - F.pad(last_marked(up_to_BTC, layout.dark_BT), (0, 0, 1, 0))[:, :-1]
-        return now - F.pad(now, (0, 0, 1, 0))[:, :-1]  # behind each row lies a gap that holds zeros
+        return now - F.pad(now, (0, 0, 1, 0))[:, :-1]  # the gap after each row holds zeros
 
 
-decoder.DarkStack = StackOnTrial  # type: ignore[misc]  # there is no registry of stacks, and leads make none worth it
+decoder.DarkStack = ExperimentalStack  # type: ignore[misc]  # there is no registry of stacks: one user is too few
 
 
 def add(name: str, kind: type[Part] | type[SpaceOrEntropy], before: float, room: float = 1.0) -> None:
@@ -139,7 +140,7 @@ add("rise_or_gap", OrGap, 1.0, room=1.5)
 add("pooled_predictive", Part, 0.0)
 add("pooled_rise", Part, 1.0)
 add("space_or_entropy", SpaceOrEntropy, 0.0)
-# Small regressions on the detached state, as `forecast`: of KL(final ‖ early prediction) / log V, what the layers after
-# the router change, and of H_t − H_{t−1} of the final prediction.
+# Like `forecast`, small regressions on the detached state: of KL(final ‖ early prediction) / log V, the change by the
+# layers after the router, and of H_t − H_{t−1} of the final prediction.
 for name, score in (("benefit", "forecast benefit"), ("forecast_rise", "forecast rise of the entropy")):
     ROUTERS[name] = replace(ROUTERS["forecast"], score=score)

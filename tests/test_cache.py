@@ -267,7 +267,7 @@ def ragged_routes(config, tokens=LONG):
 
 
 def exact_routes(config, fraction, rows, tokens):
-    """Just this fraction of every row's tokens goes to attention, at random places."""
+    """Just this fraction of every row's tokens goes to attention, chosen at random."""
     generator = torch.Generator().manual_seed(7)
     rank = {i: torch.rand(rows, tokens, generator=generator).argsort(1).argsort(1) for i in config.routed_layers}
     return {i: (rank_BT < round(fraction * tokens)).long() for i, rank_BT in rank.items()}

@@ -1,4 +1,4 @@
-"""Routers on trial, and one set of weights at many f."""
+"""Experimental routers, and one set of weights at many f."""
 
 import json
 
