@@ -75,8 +75,9 @@ class SpaceOrEntropy(EntropyRouter):
 
 
 class ExperimentalStack(DarkStack):
-    """With routers named pooled_…, which have no cache, the stack's input at a dark byte gets the mean of all bytes since the
-    previous dark one added, itself included, so that a word without a dark byte is not lost to the stack. The routers `benefit` and `forecast_rise` learn other targets than `forecast`."""
+    """With routers named pooled_…, which have no cache, the mean of all bytes since the previous dark one, itself
+    included, is added to a dark byte's input, so that a word without a dark byte is not lost to the stack. The routers
+    `benefit` and `forecast_rise` learn other targets than `forecast`."""
 
     def __init__(self, config: ChiarConfig, first: int) -> None:
         super().__init__(config, first)

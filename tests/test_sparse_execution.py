@@ -139,7 +139,7 @@ PADDED |= {name: router_options(name) for name in ROUTER_OPTIONS}
 
 @pytest.mark.parametrize("case", PADDED.values(), ids=PADDED.keys())
 def test_padding(case):
-    """Left, right and between: it is never sent to attention, and filters along time never look at it."""
+    """Left, right and between: it is never sent to attention, and temporal filters never look at it."""
     model = build(**case).eval()  # in training thresholds that follow would move
     mask = torch.ones(B, T, dtype=torch.long)
     mask[0, 10:], mask[1, :4], mask[2, 3:5], mask[2, 9:] = 0, 0, 0, 0

@@ -73,7 +73,7 @@ def test_layers_are_described(model, ids):
         assert layer.entropy_name == (config.router_kind.score if layer.thresholds else "spectral entropy")
         if layer.thresholds and config.target_fraction is None:
             assert layer.thresholds == list(thresholds[layer.index])
-        if not config.temporal_everywhere:  # operators and H then read what the filter along time makes of the states
+        if not config.temporal_everywhere:  # operators and H then read what the temporal filter makes of the states
             eps, dc_weight = config.entropy_eps, config.entropy_dc_weight
             entropy = spectral_entropy(states, model.model.basis.transform(), eps, dc_weight)
             # H of the states as they came out, computed once more: rounding in fp32.

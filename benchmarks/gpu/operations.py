@@ -67,7 +67,7 @@ def with_gradients(call: Callable[..., Tensor], inputs: list[Tensor], grad: Tens
 
 
 class Packed:
-    """Packed inputs at full capacity; what lies behind the last query (and routed key) is NaN."""
+    """Packed inputs at full capacity; everything after the last query (and routed key) is NaN."""
 
     def __init__(
         self, run: Run, lengths: list[int], fraction: float, keys: str, H: int, d: int, dtype: torch.dtype
@@ -242,7 +242,7 @@ def loss_step(way: Callable[..., Tensor], inputs: list[Tensor], targets: Tensor)
 
 
 def shifts(x: Tensor, taps: Tensor) -> Tensor:
-    """The filter along time as torch's own operators, for the compiler to fuse."""
+    """The temporal filter as torch's own operators, for the compiler to fuse."""
     y = taps[0] * x
     for j in range(1, len(taps)):
         y = y + taps[j] * F.pad(x[:, : x.shape[1] - j], (0, 0, j, 0))
@@ -269,7 +269,7 @@ def filter_along_time(run: Run) -> None:
 
 
 def texts(run: Run) -> None:
-    """Many short texts one behind the other, as a dark stack sees them."""
+    """Many short concatenated texts, as in a dark stack."""
     for rows, mean in ((3, 20),) if run.small else ((64, 410), (16, 1640)):
         lengths = (mean * (1 + 0.12 * torch.randn(rows))).long().clamp_min(1).tolist()
         example = Packed(run, lengths, 1.0, "all", HEADS, HEAD, torch.bfloat16)

@@ -1,11 +1,11 @@
-"""Are recorded passes the passes they record, and what do they save?
+"""Do training passes recorded as CUDA graphs give the results of ordinary ones, and how much time do they save?
 
     python benchmarks/gpu/training_step.py
 
-Models are trained twice from the same weights, plainly and with CUDA graphs, with one, two and three micro-batches a
-step: losses and weights must agree; so must the losses of `chiar train` with dropout, averages, evaluations and new
-thresholds in between. Then steps of 16M models are timed: with all logits in memory, with
-the fused loss, and recorded. Needs a CUDA device; exit code 1 where anything differs.
+Models are trained twice from the same weights, with and without CUDA graphs, with one, two and three micro-batches per
+step: losses and weights must agree. So must the losses of `chiar train` with dropout, averaged weights, evaluations and
+new thresholds in between. Then steps of 16M models are timed: with all logits in memory, with the fused loss, and
+recorded. Needs a CUDA device; exit code 1 if anything differs.
 """
 
 import json

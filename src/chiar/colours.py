@@ -11,7 +11,7 @@ RAMPS: dict[str, tuple[Colour, Colour]] = {
     "rbf": ((221, 160, 195), (204, 121, 167)),
     "attention": ((120, 170, 215), (8, 40, 100)),
 }
-NAMES = {"spectral": "light: spectral filter", "temporal": "light: filter along time", "rbf": "between: RBF mixing"}
+NAMES = {"spectral": "light: spectral filter", "temporal": "light: temporal filter", "rbf": "between: RBF mixing"}
 NAMES |= {"attention": "dark: attention", "carry": "light: last change of the stack"}
 
 

@@ -54,7 +54,8 @@ class ChiarConfig(PreTrainedConfig):
     """How the router decides: hard or soft (the learned router), threshold (all others)."""
     thresholds: float | list | None = None
     """Threshold τ: one number, or one for each routed layer (pairs [τ_low, τ_high] with three operators). Default: the
-    mean entropy of white noise of this width. Change those of a built model with `set_thresholds`."""
+    mean entropy of white noise of this width, or its 33rd and 67th percentiles. Change those of a built model with
+    `set_thresholds`."""
     hard_estimator: str = "both"
     """Gradient of hard routing: both (the paper's straight-through estimator) or selected (chosen operator only)."""
     target_fraction: float | list[float] | None = None

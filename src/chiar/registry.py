@@ -222,7 +222,8 @@ def register_operator(
 
 def check_name(kind: str, name: str, taken: Iterable[str]) -> None:
     if not isinstance(name, str) or not name.isidentifier():
-        raise InputError(f"a {kind}'s name must consist of letters, digits and underscores, got {name!r}.")
+        allowed = "letters, digits and underscores, not starting with a digit"
+        raise InputError(f"the name of the {kind} must consist of {allowed}, got {name!r}.")
     require(name not in taken, f"{name!r} is a built-in name: choose another one for your {kind}.")
 
 

@@ -82,6 +82,10 @@ def json_response(record: Mapping[str, Any], status: int = 200, headers: Mapping
     return Response(to_json(record), status, headers, "application/json")
 
 
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number.")
+
+
 async def read_json(request: Request, most: int, too_long: str) -> dict[str, Any]:
     """The body as an object. Bytes beyond `most` are read and discarded, so that the client gets to see the error."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -94,7 +98,7 @@ async def read_json(request: Request, most: int, too_long: str) -> dict[str, Any
                 body += chunk if size <= most else b""
                 if size > READ_ON * most:
                     break
-        record = json.loads(bytes(body), parse_constant=int) if size <= most else None  # int("NaN") raises
+        record = json.loads(bytes(body), parse_constant=refuse_constant) if size <= most else None
     except TimeoutError:
         raise Refused(408, f"the request did not arrive within {BODY_SECONDS:g} seconds.") from None
     except (ValueError, RecursionError) as error:
@@ -107,7 +111,7 @@ async def read_json(request: Request, most: int, too_long: str) -> dict[str, Any
 
 # Of a request field: the default (also for null), a check, and what the check allows, in words.
 Field = tuple[Any, Callable[[Any], bool], str]
-TEXT: Field = ("", lambda text: isinstance(text, str) and not SURROGATES.search(text), "text without lone surrogates")
+TEXT: Field = ("", lambda text: isinstance(text, str) and not SURROGATES.search(text), "text, without lone surrogates")
 UNKNOWN: Field = (None, lambda value: False, "left out: it is not supported")
 
 
@@ -209,7 +213,7 @@ class Site(uvicorn.Server):
     def check(self, request: Request) -> None:
         """Refuse requests of foreign pages, and those above the limit of connections."""
         if len(self.server_state.connections) > self.most:
-            raise Refused(503, "the server is full: come back later.", kind="server_error", retry_after=1)
+            raise Refused(503, "the server is full: try again later.", kind="server_error", retry_after=1)
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self.named and not re.fullmatch(OWN_NAME.format(re.escape(self.host)), host, re.IGNORECASE | re.ASCII):
             raise Refused(421, "this server answers to localhost and to IP addresses only.", code="wrong_host")

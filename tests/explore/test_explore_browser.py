@@ -206,9 +206,9 @@ def test_messages_call_fields_what_the_screen_does(page, watched):
 
 def test_a_long_text_leaves_the_summary_in_sight_and_its_limit_is_told_beyond_it(page):
     type_text(page, "x" * 64)  # as many as it was trained on
-    assert "guesses" not in page.inner_text("main")
+    assert "unreliable" not in page.inner_text("main")
     type_text(page, "a longer text " * 18)
-    assert "Trained on texts of 64 tokens: beyond that it guesses." in panel(page).inner_text()
+    assert "Trained on texts of 64 tokens: predictions beyond that are unreliable." in panel(page).inner_text()
     for name in ("Sent to attention", "Loss", "Counted FLOPs"):
         assert panel(page).locator(".figures div", has_text=name).bounding_box()["y"] < 600
     tokens, split, routes = (panel(page).get_by_role("heading", name=n) for n in ("Tokens", "Split", "Routes"))

@@ -49,7 +49,7 @@ def test_files_come_with_strict_headers_and_name_no_outside_host(served):
 def test_models_are_described_and_a_view_is_what_trace_says_and_its_loss_the_models(served, folders):
     first, second = served.get("/api/models").json()["models"]
     assert [first["name"], second["name"]] == folders and first["steer"] == ["shift", "share"]
-    assert first["trained"] == 64 and not any("guesses" in note for note in first["notes"])
+    assert first["trained"] == 64 and not any("unreliable" in note for note in first["notes"])
     assert second["steer"] == [] and "No layer" in second["unsteerable"]
     view = served.post("/api/route", {"model": 0, "text": TEXT}).json()
     trace = route_text(folders[0], TEXT, None, 0).trace
@@ -132,6 +132,7 @@ def test_limits(served):
 
 def test_wrong_fields(served):
     steers = [5, {"kind": "up", "value": 1}, {"kind": "share", "value": "x"}, {"kind": "share", "value": 2}]
+    steers += [{"kind": "shift", "value": value} for value in (-1e300, 1e300)]
     wrong = {"text": [5, None], "model": [2, -1, "0", True], "steer": steers, "tokens": [0, 1000], "seed": [-1]}
     for name, values in {**wrong, "temperature": [-1, 10**400], "more": [1]}.items():
         for value in values:

@@ -136,7 +136,7 @@ def test_gate_that_sees_the_future_is_frozen_with_a_note(tmp_path, monkeypatch):
 def test_text_longer_than_in_training_is_noted_once(folder):
     for tokens, times in ((4, 0), (5, 1), (9, 1)):
         _, _, notes = generate(folder, "--prompt", "x" * 60, "--max-new-tokens", tokens)
-        assert notes.count("longer than the 64 tokens the model was trained on") == times
+        assert notes.count("longer than the 64 tokens of training") == times
 
 
 def test_learned_positions_limit_the_text(tmp_path):

@@ -19,7 +19,7 @@ def implementations(*plain: str) -> pytest.MarkDecorator:
 
 
 def agree(found, expected, allowed: float = ALLOWED, least: float = 1e-3) -> None:
-    """Up to the rows that `expected` has; what lies behind them in `found` is nobody's. `least`: the size of the terms
+    """Up to the rows that `expected` has; further rows of `found` are not compared. `least`: the size of the terms
     of a sum, where they may cancel."""
     for ours, true in zip(found, expected, strict=True):
         ours, true = ours.detach().double(), true.detach().double()

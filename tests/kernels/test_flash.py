@@ -1,4 +1,4 @@
-"""Attention of texts one behind the other, and attention with a window, against masks over everything."""
+"""Attention of concatenated texts, and attention with a window, against masks over everything."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_a_window(tokens):
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
 def test_texts(lengths):
-    """Each by itself: some are empty, and several of these may stand behind the last."""
+    """Each by itself: some are empty, and several empty ones may follow the last."""
     q, k, v = inputs = drawn(2, sum(lengths), 4)
     rows = torch.tensor([0, *torch.tensor(lengths).cumsum(0), sum(lengths)], dtype=torch.int32)
     parts = [

@@ -1,4 +1,4 @@
-"""Packed rows, operators that touch only those in use (what lies behind is NaN here), and the filter along time."""
+"""Packed rows, operators that touch only those in use (what lies behind is NaN here), and the temporal filter."""
 
 import pytest
 import torch

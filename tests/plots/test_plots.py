@@ -172,7 +172,7 @@ def test_pareto_marks_show_what_the_models_are_made_of():
     assert marks == [look for _, look in made.values()]
     names = {"dark: attention alone", "light or dark by token", "light and dark layers", "light layers only"}
     names |= {"light or dark by token, light along time"}
-    assert names | {"rim: filter along time"} <= set(axes.get_legend_handles_labels()[1])
+    assert names | {"rim: temporal filter"} <= set(axes.get_legend_handles_labels()[1])
 
 
 def test_a_diagram_shows_the_configuration(tmp_path):
@@ -300,7 +300,7 @@ def test_every_kind_is_a_command_that_overwrites_nothing(tmp_path, kind):
 def test_what_the_command_cannot_draw(tmp_path, monkeypatch):
     for arguments, message in (
         (["pie", "x"], "unknown kind of figure 'pie'"),
-        (["curves"], "name what to draw"),
+        (["curves"], "name a source. curves is drawn from training runs"),
         (["model", "v3-tiny", "v1-tiny"], "takes one source"),
         (["model", "v3-tiny", "--prompt", "x"], "--prompt does not apply to model"),
         (["routing", "v3-tiny"], "give it with --prompt"),

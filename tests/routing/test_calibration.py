@@ -118,7 +118,10 @@ def test_stacks_default_to_their_own_share_and_routers_without_threshold_are_rej
     found = calibrate(model, stream(), tolerance=0.001)
     assert [layer.split[-1] for layer in found.layers] == pytest.approx([0.1, 0.6], abs=0.005)
     assert found.score == "rise of the predictive entropy"
-    for router, message in (("space", "'space' has no threshold: only"), ("random", "its share is random_fraction")):
+    for router, message in (
+        ("space", "'space' has no threshold to calibrate. Those that have: learned, rise"),
+        ("random", "its share is random_fraction"),
+    ):
         with pytest.raises(InputError, match=message):
             calibrate(make("v5-tiny", router=router), stream(), fraction=0.3)
     with pytest.raises(InputError, match="use rule 'layers'"):

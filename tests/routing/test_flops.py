@@ -187,7 +187,7 @@ def test_light_and_dark_routes_weighted_by_share_add_up_to_the_stack(changes):
 
 @pytest.mark.parametrize(("preset", "window"), [("baseline-tiny", 0), ("v2-tiny", 0), ("v4-tiny", 16), ("v5-tiny", 4)])
 def test_attention_layers_alone_are_their_own_baseline(preset, window):
-    """Also with a filter along time, and with an odd head size, which needs learned positions."""
+    """Also with a temporal filter, and with an odd head size, which needs learned positions."""
     changes = {"hidden_size": 33, "num_attention_heads": 1} if preset == "v2-tiny" else {}
     config = presets.get(preset, layer_types=["attention"] * 3, **changes)
     savings = compare_flops(config, 48)

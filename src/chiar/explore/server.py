@@ -13,7 +13,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from chiar import web
-from chiar.explore.steering import KINDS, Steering
+from chiar.explore.steering import FAR, KINDS, Steering
 from chiar.explore.view import STATIC, LoadedModel, open_models, route_text
 from chiar.generation.writer import Sampling
 from chiar.web import TEXT, Field, Refused, Result, Site, require
@@ -24,7 +24,7 @@ MOST_BYTES, MOST_BODY = 20_000, 122_000  # of a text in UTF-8, and of a request:
 TOO_LONG = f"the text is longer than {MOST_BYTES:,} bytes, the most allowed here: shorten it."
 # Limits of concurrent requests, and of texts continued at once; each with the Retry-After of further ones, in seconds.
 SEATS, STREAMS = (16, 1), (4, 3)
-NUMBER = web.between(-1e300, 1e300, None, int | float)
+NUMBER = web.between(*FAR, None, int | float)
 
 
 def is_steering(value: Any) -> bool:

@@ -20,7 +20,7 @@ FAR = (-1e4, 1e4)  # below and above any difference of logits
 
 
 def ways_to_steer(config: ChiarConfig) -> list[str]:
-    """None for a static router, which decides by layer, and for a user's own, whose parameters are unknown."""
+    """Empty for a static router, which decides by layer, and for a custom one, whose parameters are unknown."""
     if not config.routed_layers:
         return []
     if config.router_kind.can_follow:

@@ -39,7 +39,7 @@ class LoadedModel:
         config, width = self.config, self.config.hidden_size
         if config.routing == "soft":
             notes.append("soft routing: both paths run for every token and are blended; the darker one is marked.")
-        rule = RULES.get(str(config.router), "{router}, a router of your own").format(**config.to_dict())
+        rule = RULES.get(str(config.router), "{router}, a custom router").format(**config.to_dict())
         self.about: dict[str, Any] = {"name": self.name, "parameters": count_parameters(config), "width": width}
         self.about["trained"] = None if folder is None else config.max_position_embeddings
         self.about |= {"router": f"routed by {rule}" if config.routed_layers else "no routing"}

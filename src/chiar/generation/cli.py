@@ -53,7 +53,7 @@ def generate(
     ids, config = codec.encode(prompt), opened.config
     require(ids, "the prompt is empty: give at least a word to continue.")
     require(config.routed_layers or not routes, f"{model} has no routed layers: leave --routes out.")
-    require(not (routes and speculate), "drafts have no routes to show: leave out --routes or --speculate.")
+    require(not (routes and speculate), "routes cannot be shown while drafting: leave out --routes or --speculate.")
     if speculate:
         check_can_draft(config)
     room = room_after(config, len(ids), max_new_tokens)
@@ -107,4 +107,4 @@ def generate(
     if writer.passes:
         note(f"{writer.kept} of {writer.drafted} drafted tokens were accepted, in {writer.passes} passes of the model.")
     if len(ids) + len(row.tokens) > (trained := config.max_position_embeddings):
-        note(f"the text is longer than the {trained} tokens the model was trained on: expect errors beyond them.")
+        note(f"the text is longer than the {trained} tokens of training: predictions beyond them are unreliable.")

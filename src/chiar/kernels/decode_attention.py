@@ -1,5 +1,6 @@
-"""Attention of one new token per row: it is appended to its row's entries and sees them all, itself included. Lengths
-stay on the device, and tensors keep their address and shape, so that the same call serves every step."""
+"""Attention of one new token per row: it is appended to its row's entries and attends to all of them, itself included,
+or to the last `window`. Lengths stay on the device, and tensors keep their address and shape, so that the same call
+serves every step."""
 
 import math
 
@@ -21,7 +22,7 @@ def decode_attention(
 ) -> Tensor:  # fmt: skip
     """softmax(q Kᵀ/√d) V, (B, H, d), over the first `length_B` entries of each row and the new one, or the last
     `window` of these. Rows that take part store k and v at entry `length_B`, which rises by one and must stay below L;
-    the others give 0. What lies behind a row's entries is arbitrary, on a CPU finite. Scores and sums are fp32 (float64
+    the others give 0. Entries beyond a row's length are arbitrary, on a CPU finite. Scores and sums are fp32 (float64
     for float64)."""
     tensors = q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B
     B, H, L, d = key_BHLd.shape
@@ -53,14 +54,14 @@ def torch_forward(*tensors: Tensor, window: int = 0) -> Tensor:
     if window:
         visible_BL = visible_BL & (entry_L >= seen_B1 - window)
     visible_B11L = visible_BL[:, None, None]
-    # What lies behind a row's entries may be anything, NaN too.
+    # Entries beyond a row's length may be anything, NaN too.
     key, value = (torch.where(visible_B11L.mT, part, 0.0).to(dtype) for part in (key_BHLd, value_BHLd))
     out_BH1d = F.scaled_dot_product_attention(q_BHd[:, :, None].to(dtype), key, value, attn_mask=visible_B11L)
     return torch.where(takes_part_B[:, None, None], out_BH1d[:, :, 0], 0.0).to(q_BHd.dtype)
 
 
 def cpu_forward(*tensors: Tensor, window: int = 0) -> Tensor:
-    """By torch's own attention over the longest row that takes part: the host is the device, so it may look."""
+    """torch's own attention over the longest row that takes part. On a CPU reading its length costs nothing."""
     q_BHd, k_BHd, v_BHd, key_BHLd, value_BHLd, length_B, takes_part_B = tensors
     if len(length_B) == 1 and bool(takes_part_B):  # as below, by a third of the calls
         last, end = int(length_B), int(length_B.add_(1))

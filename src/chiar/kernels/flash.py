@@ -9,7 +9,7 @@ from chiar.kernels.packing import product_dtype
 
 
 def has_flash(x: Tensor) -> bool:
-    """Whether torch's flash attention supports matrix products of x."""
+    """Whether torch's flash attention supports x in the dtype of its matrix products: bf16 or fp16 on a GPU."""
     return x.is_cuda and product_dtype(x) in (torch.bfloat16, torch.float16)
 
 

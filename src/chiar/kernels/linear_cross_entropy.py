@@ -1,7 +1,7 @@
 """Cross-entropy of a linear map, computed from the last states without keeping an N×V tensor of logits.
 
 L = Σ_n logsumexp(W x_n) − (W x_n)[t_n], ∂L/∂X = G W and ∂L/∂W = Gᵀ X with G = softmax(X Wᵀ) − onehot(t). The forward
-pass goes over chunks of rows, turns each chunk's logits into its G where they lie, takes both products at once and
+pass goes over chunks of rows, turns each chunk's logits into its G in place, takes both products at once and
 reuses the memory; the backward pass only scales what is stored.
 """
 

@@ -70,7 +70,8 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Any]:  # fmt: skip
     """Registers a function as the custom operator chiar::`name`, which compilers do not look into. `fake` returns
     outputs of the right shapes. `gradient(*grads, *saved(inputs, outputs))` returns the gradients of the first inputs,
-    where `grads` belong to the first `differentiable` outputs. `flops` is an upper bound from shapes."""
+    where `grads` belong to the first `differentiable` outputs; there are no second derivatives. `flops` is an upper
+    bound from shapes."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
@@ -131,7 +132,7 @@ def make_packing(chosen_BT: Tensor, exact: bool = False) -> Packing:
         token_P = chosen_N.nonzero()[:, 0]
     else:
         numbers_N = torch.arange(tokens, device=chosen_N.device)
-        # Tokens that are not chosen all write to one place behind the end.
+        # Tokens that are not chosen all write to one extra place at the end.
         place_or_end_N = torch.where(chosen_N, place_N, tokens)
         token_P = numbers_N.new_zeros(tokens + 1).scatter_(0, place_or_end_N, numbers_N)[:tokens]
         token_P = torch.where(numbers_N < rows[-1:], token_P, 0)

@@ -71,7 +71,7 @@ class CausalAttention(Operator):
         return self.out(mixed_BTD), weights
 
     def begin(self, memory: LayerMemory, rows: int) -> None:
-        """On a CPU a prompt without dark tokens leaves no store."""
+        """Create an empty store if there is none, as after a prompt without dark tokens."""
         weight = self.qkv.weight
         none_BH0d = weight.new_zeros(rows, self.heads, 0, weight.shape[1] // self.heads)
         memory.ragged("attention", self.window).begin({"key": none_BH0d, "value": none_BH0d})

@@ -46,7 +46,7 @@ class Decision:
     """Which tokens pass a stack."""
 
     route: Route
-    entropy_BT: Maybe  # H, where the router reads one
+    entropy_BT: Maybe  # H, where the router reads it or a trace asks for it
     router_input_BTD: Tensor  # what the early head and the router read
     dark_BT: Tensor  # real tokens the router chose
 
@@ -133,7 +133,7 @@ class DarkStack(nn.Module):
         process must run its layers, or the others would wait for their gradients."""
         inner = replace(context, keep_entropy=False, threshold=None, share=None)
         looks = not (context.room_is_made or torch.compiler.is_compiling()) and host_looks(x_BTD, self.training)
-        texts = has_flash(x_BTD) and memory is None  # one behind the other
+        texts = has_flash(x_BTD) and memory is None  # rows concatenated, for flash attention
         if looks and (context.sparse or memory is not None):
             count_B = dark_BT.sum(1)
             total, longest = torch.stack([count_B.sum(), count_B.max()]).tolist()
@@ -147,7 +147,7 @@ class DarkStack(nn.Module):
         return DenseLayout(dark_BT, inner)
 
     def run(self, layout: "Layout", x_BTD: Tensor, route: Route, run_layers: RunLayers) -> Tensor:
-        """δ, in the layout's shape."""
+        """δ times the router's weight, in the layout's shape."""
         z_in = self.stack_input(layout, x_BTD)
         return self.stack_change(layout, z_in, run_layers(z_in, layout.context), route)
 
@@ -157,7 +157,7 @@ class DarkStack(nn.Module):
         return z_in if self.widen is None else self.widen(z_in)
 
     def stack_change(self, layout: "Layout", z_in: Tensor, z_out: Tensor, route: Route) -> Tensor:
-        """δ, in the layout's shape; 0 in places without a dark token."""
+        """δ times the router's weight, in the layout's shape; 0 in places without a dark token."""
         change = z_out - z_in
         if self.narrow is not None:
             change = self.narrow(change)
@@ -205,7 +205,7 @@ class DarkStack(nn.Module):
         return total
 
     def forecast_target(self, done: StackOutput, final_BTV: Tensor) -> Tensor:
-        """What the forecast router learns to predict: the entropy of the final logits."""
+        """What the forecast router learns to predict: the entropy of the final logits. Subclasses may use `done`."""
         return predictive_entropy(final_BTV)
 
     def ratio_loss(self, done: StackOutput, real_BT: Maybe) -> Maybe:
@@ -238,7 +238,7 @@ class Layout:
         raise NotImplementedError
 
     def latest(self, change: Tensor, before_B1D: Maybe) -> Tensor:
-        """The change of the latest dark token at or before each token, (B, T, D)."""
+        """The change of the latest dark token at or before each token, (B, T, D): at first `before_B1D`, or 0."""
         raise NotImplementedError
 
 
@@ -263,9 +263,9 @@ class DenseLayout(Layout):
 
 
 class PackedLayout(Layout):
-    """Dark tokens packed in order: each row padded to `room` places, or all rows concatenated in `room` places, with a
-    gap after each row for filters along time to look back on. If the `longest` row is known there is room for all.
-    Otherwise some dark tokens, evenly spread, may have to be light in this pass; `dropped` counts them."""
+    """Dark tokens packed in order: with `in_rows` each row padded to `room` places, else all rows concatenated, in
+    `room` places and a gap after each row for temporal filters to look back on. If the `longest` row is known, all have
+    room. Otherwise some dark tokens, evenly spread, may have to be light in this pass; `dropped` counts them."""
 
     def __init__(
         self, dark_BT: Tensor, context: TokenContext, stack: DarkStack, room: int, longest: int | None = None,

@@ -30,8 +30,8 @@ class Shelf:
 
     def look(self, writing: "RaggedStore | None" = None) -> None:
         """Read every store's longest row from the device. When one store must grow, those nearly full grow too, because
-        a step must then be captured again. The store that is being `writing` has rows longer than what it holds, so it
-        cannot slide."""
+        a step must then be captured again. `writing` is the store being appended to: its lengths already count tokens
+        it does not hold yet, so it cannot slide."""
         known = [(store, store.length_B) for store in self.stores if store.length_B is not None]
         for device in {length_B.device for _, length_B in known}:
             here = {store: length_B.max() for store, length_B in known if length_B.device == device}
@@ -46,9 +46,9 @@ class Shelf:
 class RaggedStore:
     """Named tensors (B, H, L, d). The first `length_B` of the L entries of each row are valid, in the order of tokens.
     Lengths live on the device. The host keeps `most`, an upper bound on the longest row, and reads the true lengths
-    when that reaches the capacity; in between everything is written in place. The last entry is a dump: tokens that are
-    no keys are written there, so that no values have to be read. With a `window` only the last entries of a row are
-    needed again; when there is no more room they slide to the beginning."""
+    when that reaches the capacity; in between everything is written in place. The last entry is never valid: `append`
+    writes tokens that are no keys there, so that no values have to be read. With a `window` only the last entries of a
+    row are needed again; when there is no more room they slide to the beginning."""
 
     def __init__(self, shelf: Shelf, window: int | None = None) -> None:
         self.shelf, self.window = shelf, window
@@ -62,7 +62,7 @@ class RaggedStore:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever stored."""
+        """Whether it has no tensors yet: neither `begin` nor `append` was called."""
         return self.length_B is None
 
     def begin(self, new: dict[str, Tensor]) -> Tensor:
@@ -153,7 +153,7 @@ class RaggedStore:
             self.most -= tokens
 
     def used(self, name: str) -> Tensor:
-        """The entries up to the longest row, (B, H, ≤ L, d)."""
+        """The first `most` entries, (B, H, ≤ L, d); `visible` masks those that are not valid."""
         return self.parts[name][:, :, : self.most]
 
     def visible(self, count_BT: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class RaggedStore:
             self.shelf.moves += 1
 
     def joined(self, other: "RaggedStore", rows: int, more: int) -> "RaggedStore":
-        """These `rows`, then the `more` rows of another store. A store that never held anything counts as empty
+        """These `rows`, then the `more` rows of another store. A store without tensors counts as empty
         rows."""
         made = RaggedStore(self.shelf, self.window)
         if self.is_empty and other.is_empty:

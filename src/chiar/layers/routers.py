@@ -1,8 +1,8 @@
 """Routers, which choose the operator of each token of a routed layer, and thresholds that follow the scores in
 training.
 
-A router is called once per pass with x, which is what attention would read, and the layer's H, if its kind declares
-that it reads them. A forced choice is used as given."""
+A router is called once per pass with x (under pre-norm as attention would read it, if its kind has `reads_state`) and
+with H, if its kind has `reads_entropy`. A forced choice is used as given."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,7 +58,9 @@ def check_route(router: nn.Module, route: object, x_BTD: Tensor, operators: int,
         raise InputError(f"{name} returned {type(route).__name__}, expected a Route (chiar.layers.routers).")
     check_choice(router, route.choice_BT, x_BTD, operators, context)
     if tuple(route.weights_BTK.shape) != expected:
-        raise InputError(f"{name} gave weights {tuple(route.weights_BTK.shape)}, expected {expected}: one an operator.")
+        raise InputError(
+            f"{name} gave weights {tuple(route.weights_BTK.shape)}, expected {expected}: one per operator."
+        )
 
 
 class ChoiceRouter(nn.Module):

@@ -1,6 +1,6 @@
 """Sparse execution of a routed layer: each token's chosen operator only. block.py has the formula.
 
-Attention and feed-forward products run on packed rows (kernels/packing.py). Norms of light tokens, filters along time
+Attention and feed-forward products run on packed rows (kernels/packing.py). Norms of light tokens, temporal filters
 or in the identity basis and additions run on all tokens, which costs memory traffic but no matrix products. RBF mixing
 runs on every token. On a CPU, outside compiled graphs, the host reads the routes: packings are then exact, and light
 operators too run only on their own tokens."""

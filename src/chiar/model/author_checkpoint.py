@@ -78,7 +78,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], str | None]:
     for name, value in tensors.items():
         # Messages print names of the file only if they are short.
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,200}", name):
-            raise InputError(f"a tensor in {path} has an invalid name (a {type(name).__name__}).")
+            allowed = "up to 200 letters, digits, '_', '.' or '-'"
+            raise InputError(f"a tensor in {path} has an invalid name, a {type(name).__name__}: expected {allowed}.")
         if not isinstance(value, Tensor):
             raise InputError(f"the checkpoint's entry {name!r} is a {type(value).__name__}, expected a tensor.")
         # Only ordinary dense tensors: a stride of 0 can claim terabytes, a sparse tensor anything.

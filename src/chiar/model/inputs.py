@@ -20,7 +20,7 @@ Routes = dict[int, Tensor]  # by layer, (B, T): the number of each token's opera
 
 
 def check_tokens(input_ids: Maybe, inputs_embeds: Maybe, vocabulary: int) -> Tensor:
-    """Whichever of the two is given. InputError unless that is one of them, in rows, and inside the vocabulary."""
+    """Return the one that is given. InputError unless exactly one is, as rows of tokens inside the vocabulary."""
     given = input_ids if inputs_embeds is None else inputs_embeds
     if given is None or (input_ids is not None and inputs_embeds is not None):
         raise InputError("give exactly one of input_ids and inputs_embeds.")

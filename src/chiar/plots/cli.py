@@ -17,16 +17,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# By kind of figure: what it shows, the function that draws it, and the options this accepts.
+# By kind of figure: what it is drawn from and shows, the function that draws it, and the options this accepts.
 KINDS: "dict[str, tuple[str, Callable[..., Figure], tuple[str, ...]]]" = {
     "curves": (
-        "losses, learning rate, operators by layer, g and its histogram, of training runs",
+        "training runs: losses, learning rate, operators by layer, the gate g and its histogram",
         draw_curves,
         ("data", "over"),
     ),
-    "pareto": ("loss against FLOPs and step time, of a study's folder or results.json", draw_study, ()),
-    "model": ("the architecture of a preset, model folder or run", draw_model, ()),
-    "routing": ("the route of each token of a text, by a model", draw_routes, ("prompt", "tokenizer", "seed")),
+    "pareto": ("a study's folder or results.json: loss against FLOPs and step time", draw_study, ()),
+    "model": ("a preset, model folder or run: its architecture", draw_model, ()),
+    "routing": (
+        "a preset, model folder or run: the route of each token of a text",
+        draw_routes,
+        ("prompt", "tokenizer", "seed"),
+    ),
 }
 
 
@@ -49,13 +53,13 @@ def plot(
     for name in given.keys() - set(accepted):
         raise InputError(f"--{name.replace('_', '-')} does not apply to {kind}: leave it out.")
     if not sources or (kind != "curves" and len(sources) > 1):
-        wrong = f"{kind} takes one source, got {len(sources)}" if sources else "name what to draw"
-        raise InputError(f"{wrong}: {kind} shows {what}.")
+        problem = f"{kind} takes one source, got {len(sources)}" if sources else "name a source"
+        raise InputError(f"{problem}. {kind} is drawn from {what}.")
     check_figure_path(out, overwrite)
     save(draw(sources, **given), out, overwrite)
     typer.echo(f"wrote {out}")
 
 
 plot.__doc__ = "\n\n".join(
-    ["Draw recorded runs, studies and models.", *(f"{name}: {what}." for name, (what, *_) in KINDS.items())]
+    ["Draw recorded runs, studies and models.", *(f"{name}, from {what}." for name, (what, *_) in KINDS.items())]
 )

@@ -90,7 +90,7 @@ def layer_rows(config: "ChiarConfig", kind: str, gated: bool) -> list[list[Box]]
     rows: list[list[Box]] = []
     if config.temporal_everywhere:
         note = f"every token, over the last {config.temporal_window}"
-        rows.append([("filter along time", note, operator_colour("temporal"))])
+        rows.append([("temporal filter", note, operator_colour("temporal"))])
     if routed:
         rule = RULES.get(config.router or "", "custom router").format(**config.to_dict())
         rows.append([(f"{config.router} router", rule, ROUTER)])
@@ -125,7 +125,7 @@ def stack_rows(config: "ChiarConfig") -> list[list[Box]]:
     boxes.append(("feed-forward", f"{width} → {wider} → {width}, GELU", PLAIN))
     if config.temporal_everywhere:
         note = f"the last {config.temporal_window} dark tokens"
-        boxes.insert(0, ("filter along time", note, operator_colour("temporal")))
+        boxes.insert(0, ("temporal filter", note, operator_colour("temporal")))
     return [[BYPASS, box] for box in boxes]
 
 

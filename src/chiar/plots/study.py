@@ -26,7 +26,7 @@ HOLLOW = MARK | {"markerfacecolor": "none"}
 
 def variant_look(declared: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Legend entry and mark of a variant by its layers: half light and half dark if tokens or layers are divided,
-    with a rim if every token passes a filter along time."""
+    with a rim if every token passes a temporal filter."""
     from chiar import presets
     from chiar.config_checks import LIGHT_LAYERS
     from chiar.registry import ROUTERS
@@ -53,6 +53,12 @@ def outlier_limit(values: Iterable[float]) -> float:
     return limit if len(ascending) >= 9 and limit > ascending[0] else math.inf
 
 
+def padded(values: list[float]) -> tuple[float, float]:
+    """Limits of an axis with a margin around the values."""
+    margin = (max(values) - min(values)) * 0.06 or 0.1
+    return min(values) - margin, max(values) + margin
+
+
 @style()
 def draw_pareto(results: dict[str, Any]) -> "Figure":
     """Loss of a study's variants against counted FLOPs, and against step time if `chiar study time` measured it or all
@@ -73,8 +79,7 @@ def draw_pareto(results: dict[str, Any]) -> "Figure":
         points = [(x, row, str(n)) for n, (x, row) in enumerate(zip(values, rows, strict=True), 1) if x is not None]
         most_x, most_y = outlier_limit(x for x, *_ in points), outlier_limit(row[loss] for _, row, _ in points)
         shown_y = [y for _, row, _ in points for y in (row[loss], *row[seeds]) if y <= most_y]
-        spans = shown_y, [x for x, *_ in points if x <= most_x]
-        (low, top), (left, right) = ((min(s) - p, max(s) + p) for s in spans for p in [(max(s) - min(s)) * 0.06 or 0.1])
+        (low, top), (left, right) = padded(shown_y), padded([x for x, *_ in points if x <= most_x])
         marks = [(min(x, right), min(row[loss], top), number) for x, row, number in points]
         best = [(x, y) for x, y, _ in sorted(marks) if y == min(b for a, b, _ in marks if a <= x)]
         lines = [Line(best, "" if panels else "frontier", color="#999999", linewidth=1)]
@@ -89,7 +94,7 @@ def draw_pareto(results: dict[str, Any]) -> "Figure":
         numbers.append([number for *_, number in points])
     key = [Line([], name, **look | {"markeredgecolor": "none"}) for name, look in dict(looks.values()).items()]
     if any(RIM.items() <= look.items() for _, look in looks.values()):
-        key.append(Line([], "rim: filter along time", **HOLLOW | RIM))
+        key.append(Line([], "rim: temporal filter", **HOLLOW | RIM))
     if {row["role"] for row in rows} == {"control", "candidate"}:
         key += [Line([], "candidate", **HOLLOW), Line([], "control", **HOLLOW | {"marker": "s"})]
     if any(len(row[seeds]) > 1 for row in rows):

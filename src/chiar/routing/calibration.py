@@ -165,7 +165,8 @@ def check_stacks(config: ChiarConfig, rule: str) -> None:
     if not config.router_kind.can_follow:
         known = [name for name, kind in ROUTERS.items() if kind.of_stacks and kind.can_follow]
         own = " (its share is random_fraction)" if config.router_kind.fraction else ""
-        raise InputError(f"router={config.router!r} has no threshold{own}: only {', '.join(known)} have.")
+        others = f"Those that have: {', '.join(known)}."
+        raise InputError(f"router={config.router!r} has no threshold to calibrate{own}. {others}")
     require(rule == "layers", "the router of a dark stack does not read embeddings: use rule 'layers'.")
 
 

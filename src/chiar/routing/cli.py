@@ -18,7 +18,9 @@ def flops(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a model folder or a run.")],
     length: Annotated[str, typer.Option(help="Sequence length T, or several, separated by commas.")] = "256",
     fraction: Annotated[float | None, typer.Option(help="f, the dark share. [default: the model's, or ½]")] = None,
-    keys: Annotated[str | None, typer.Option(metavar="all|routed", help="Key tokens. [default: the model's]")] = None,
+    keys: Annotated[
+        str | None, typer.Option(metavar="all|routed", help="Tokens that are keys. [default: the model's]")
+    ] = None,
     light_ffn: Annotated[bool | None, typer.Option(help="Light tokens run the FFN too. [default: the model's]")] = None,
     json: Json = None,
     overwrite: Overwrite = False,

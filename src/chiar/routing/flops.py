@@ -137,7 +137,7 @@ def route_costs(config: ChiarConfig, length: int, shares: Shares) -> dict[str, f
 
 
 def count_dense_execution(config: ChiarConfig, length: int) -> FlopCount:
-    """FLOPs of dense execution: every operator on every token, full T×T score matrices. Except for filters along time,
+    """FLOPs of dense execution: every operator on every token, full T×T score matrices. Except for temporal filters,
     the count agrees exactly with `torch.utils.flop_counter`."""
     assert config.layer_types is not None and config.operators is not None
     costs, basis_flops = model_costs(config), transform_cost(config)
@@ -160,7 +160,7 @@ def visible_pairs(length: int, queries: float, keys: float, window: int | None =
 
 
 def layer_costs(config: ChiarConfig, layer: int, works: Mapping[str, Work], basis_flops: float, length: int) -> Costs:
-    """Costs of a layer's operators, router, carry, FFN and filter along time. A dark layer runs on dark tokens only."""
+    """Costs of a layer's operators, router, carry, FFN and temporal filter. A dark layer runs on dark tokens only."""
     assert config.layer_types is not None
     kind, own = config.layer_types[layer], config.of_layer(layer)
     assert own.intermediate_size is not None
@@ -218,7 +218,7 @@ DESIGN = ("norm", "norm_position", "embedding_norm", "positions", *FILTER)
 
 
 def baseline_of(config: ChiarConfig) -> ChiarConfig:
-    """The dense baseline: same sizes, design and filters along time, with attention to all earlier tokens in every
+    """The dense baseline: same sizes, design and temporal filters, with attention to all earlier tokens in every
     layer. A model of such layers alone is its own baseline."""
     layer_types = ["attention"] * len(config.layer_types or [])
     return ChiarConfig(layer_types=layer_types, **{name: getattr(config, name) for name in (*SIZES, *DESIGN)})

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # `chiar flops` starts fast because it does not import the mo
     from chiar.routing.calibration import Calibration
 
 PAPER_TOTAL, PAPER_ATTENTION, TOKENS_PER_LINE = "35–40%", "62.5%", 68
-MARKS = {"rbf": "▒", "attention": "█"}  # readable without colour; "░" marks the other light operators
+MARKS = {"rbf": "▒", "attention": "█"}  # readable without colour; ░ marks light operators
 TOKEN = ("position", "token_id", "piece", "layer", "kind")
 COLUMNS = (*TOKEN, "operator", "attention_weight", "entropy", "thresholds", "gate")
 
@@ -40,7 +40,7 @@ def describe_fraction(config: ChiarConfig, fraction: float | None) -> str:
 
 
 def has_fixed_shares(config: ChiarConfig) -> bool:
-    """Whether f is no choice: routing is soft, a router assigns whole layers, or no layer is routed."""
+    """Whether f cannot be chosen: routing is soft, a router assigns whole layers, or no layer is routed."""
     return config.routing == "soft" or config.router_kind.decides_by_layer or not config.routed_layers
 
 

@@ -168,7 +168,7 @@ def unsupported(neutral: Any) -> Field:
 FLAG: Field = (False, lambda value: isinstance(value, bool), "true or false")
 FIELDS: dict[str, Field] = {
     "model": TEXT,
-    "prompt": ("", is_prompt, "text, token ids, or a list of either"),
+    "prompt": ("", is_prompt, "text without lone surrogates, token ids, or a list of either"),
     "n": web.between(1, 2**31, 1),
     "max_tokens": web.between(0, 2**31, None),
     "temperature": web.between(0, 2, 1.0, int | float),
@@ -199,7 +199,7 @@ def parse_request(body: dict[str, Any], model: str, codec: TextCodec, vocabulary
     longest = max(lengths)
     room = limits.length - longest
     tokens, stops = min(16, room) if wanted is None else wanted, [stop] if isinstance(stop, str) else stop
-    require(min(lengths) > 0, 400, "the prompt is empty: give it at least a word to continue.", "prompt")
+    require(min(lengths) > 0, 400, "the prompt is empty: give at least a word to continue.", "prompt")
     too_long = f"the prompt has {longest} tokens; with its continuation at most {limits.length} fit: shorten it."
     require(room > 0, 413, too_long, "prompt", "context_length_exceeded")
     require(tokens > 0 or echo, 400, "max_tokens must be above 0, unless the prompt is echoed.", "max_tokens")

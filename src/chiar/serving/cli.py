@@ -44,7 +44,7 @@ def serve(
             raise InputError(f"the model has {trained} learned positions: --max-length can be {trained} at most.")
         note(f"texts of up to {max_length} tokens are longer than the {trained} the model was trained on.")
     local = not api_key and re.fullmatch(r"localhost|::1|127\.[\d.]+", host) is not None
-    if not api_key and not local:
+    if host and not api_key and not local:
         note(f"anybody who reaches {host} can use the model: set --api-key.")
     engine = Engine(opened, codec, Limits(max_length or trained, rows, waiting, max_body, grace))
     service = Service(name or Path(model).resolve().name, engine, api_key, host, local)

@@ -7,7 +7,7 @@ const ChiarMarks = (() => {
     rbf: [[221, 160, 195], [204, 121, 167]], attention: [[120, 170, 215], [8, 40, 100]],
   };
   const NAMES = {
-    spectral: "light: spectral filter", temporal: "light: filter along time", rbf: "between: RBF mixing", attention: "dark: attention",
+    spectral: "light: spectral filter", temporal: "light: temporal filter", rbf: "between: RBF mixing", attention: "dark: attention",
     carry: "light: last change of the stack",
   };
   const ramp = (operator) => RAMPS[operator] || RAMPS.light;

@@ -126,7 +126,7 @@ const ChiarView = (() => {
       if (this.view && this.colouring === "loss") this.drawWords();
     }
 
-    // Each token's loss minus the rival's; null after the first token that differs, and where one has no loss.
+    // Each token's loss minus the rival's; null from the first differing token on, and where one has no loss.
     gaps() {
       const theirs = this.rival?.view?.tokens ?? [];
       let alike = true;
@@ -167,7 +167,7 @@ const ChiarView = (() => {
       this.figures.replaceChildren(...rows);
       const { trained } = view.model;
       this.beyond.hidden = trained === null || view.tokens.length <= trained;
-      this.beyond.textContent = `Trained on texts of ${trained?.toLocaleString("en")} tokens: beyond that it guesses.`;
+      this.beyond.textContent = `Trained on texts of ${trained?.toLocaleString("en")} tokens: predictions beyond that are unreliable.`;
     }
 
     drawWords() {
