@@ -96,7 +96,7 @@ def byte_routers() -> "Figure":
 
 FIGURES: "dict[str, Callable[[], Figure]]" = {
     **{name: lambda name=name: draw_model([name]) for name in MODELS},  # type: ignore[misc]
-    "choosers": byte_routers,
+    "byte-routers": byte_routers,
     "demo-routing": lambda: recorded_routes(RESULTS / "demo" / "routing.json", "runs/demo/v5"),
     "entropy-null": lambda: draw_entropy(read_report(RESULTS / "reproduction-16m" / "threshold")),
     "routers40m_long": lambda: draw_study([str(RESULTS / "routers40m_long" / "results.json")]),
