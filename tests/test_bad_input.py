@@ -79,6 +79,10 @@ CASES = {
         [*TRAIN, "--data", "corpus", "--out", "new", "--set", "steps=3"],
         "--steps and --set steps set the same thing",
     ),
+    "set twice": (
+        [*TRAIN, "--data", "corpus", "--out", "new", "--set", "warmup=3", "--set", "warmup=4"],
+        "--set warmup is given twice",
+    ),
     "no value": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "warmup"], "--set takes NAME=VALUE"),
     "a value of another type": ([*TRAIN, "--data", "corpus", "--out", "new", "--set", "warmup=x"], "must be int"),
     "a batch that does not divide": ([*TRAIN, "--data", "corpus", "--out", "new", "--batch", "5"], "does not divide"),

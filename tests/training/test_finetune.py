@@ -163,7 +163,7 @@ def test_truncated_documents_are_counted(sentiment, tmp_path):
     lengths = [len(line.split("\t")[0]) for line in (sentiment.parent / "train.tsv").read_text().splitlines()[1:]]
     options = ["--data", sentiment, "--out", tmp_path / "run", "--length", 16, "--steps", 1, *SMALL, *CAUSAL]
     code, output = run("finetune", "v3-tiny", *options)
-    note = f"{sum(length > 16 for length in lengths)} of 96 training documents of sst-2 are longer than 16 tokens"
+    note = f"{sum(length > 16 for length in lengths)} of 96 training documents of sst-2 are truncated to 16 tokens"
     assert code == 0 and note in output, output
 
 

@@ -27,7 +27,7 @@ from chiar.files import acquire_lock, check_new, put_in_place, write_atomic
 
 CHECKPOINT_SECONDS, MANIFEST = 2.0, "manifest.json"
 BLOCK_BYTES = 1 << 22
-# Concatenated ids of some documents, the end of each among them and its label, (documents, 2), and their counts.
+# Ids of some documents, concatenated; each document's end among them and its label, (documents, 2); their counts.
 Encoded = tuple[np.ndarray, np.ndarray, list[int]]
 
 

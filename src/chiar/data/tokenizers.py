@@ -228,7 +228,7 @@ def check_tokenizer(folder: str, config: "ChiarConfig", corpus: Any) -> list[str
         return [f"{folder} is a preset with random weights."]
     folders = [path for path in (Path(folder), Path(folder) / "tokenizer") if (path / "tokenizer.json").is_file()]
     if not folders:
-        return [f"{folder} has no tokenizer: it is not checked that {corpus.name} has the ids it was trained on."]
+        return [f"{folder} has no tokenizer: whether {corpus.name} was prepared with the model's was not checked."]
     try:
         own = Tokenizer.open(folders[0]).fingerprint
     except InputError as error:

@@ -16,7 +16,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 
 
 def evaluate(
-    models: Annotated[list[str], Argument(metavar="MODEL|RUN|REPORT...", help="Models, or reports written by --json.")],
+    models: Annotated[list[str], Argument(metavar="MODEL|RUN|REPORT...", help="Models, runs, or reports of --json.")],
     data: Annotated[Path | None, Option(metavar="CORPUS", help="Prepared corpus to measure on.")] = None,
     split: SplitName = "valid",
     length: Annotated[int | None, Option(min=1, help="Tokens per row. [default: the trained length]")] = None,

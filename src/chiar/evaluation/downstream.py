@@ -111,7 +111,7 @@ def run_tasks(
     pool = config.gate_pool if config.meta_router else "causal"
     remarks = {
         f"gate_pool {pool!r}: g is a mean over the whole row, later tokens too: not causal.": pool != "causal",
-        f"{lm.cut} did not fit {reading.length} tokens: contexts lost their start or new text its end.": lm.cut,
+        f"{lm.cut} requests did not fit {reading.length} tokens: contexts or new texts were shortened.": lm.cut,
         f"only the first {reading.rows} documents of each task were read.": reading.rows,
     }
     head: dict[str, Any] = {"format": FORMAT, "model": resolved, "run": run, "tasks": tasks}

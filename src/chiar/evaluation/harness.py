@@ -84,7 +84,7 @@ def evaluate(
 
 
 def measured_shares(config: ChiarConfig, routing: RoutingUse) -> Shares:
-    """The share of tokens each operator ran on. Under soft routing all run, and `routing` has the largest weights."""
+    """The share of tokens each operator ran on: all under soft routing, where `routing` counts largest weights."""
     return operator_shares(config) if config.routing == "soft" else [layer.use for layer in routing.layers]
 
 
@@ -97,7 +97,7 @@ def explain(config: ChiarConfig, corpus: Corpus, reading: Reading) -> list[str]:
     others = corpus.kind == ClassScores.kind and names not in (numbers, corpus.labels)
     remarks = {
         f"gate_pool {pool!r}: g is a mean over {over}, later tokens too: not causal.": pool != "causal",
-        "soft routing runs every operator; f counts tokens with attention as largest weight.": config.routing == "soft",
+        "soft routing runs every operator; f counts the tokens that weigh attention most.": config.routing == "soft",
         f"longer than the {trained} tokens the model was trained on.": reading.length > trained,
         f"FLOPs are per token of a window; sliding windows compute each {times:.3g} times.": times > 1,
         f"only {reading.rows} rows of the split were read.": reading.rows is not None,

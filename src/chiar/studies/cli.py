@@ -24,7 +24,7 @@ Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for runs and t
 Only = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Variants to include; repeatable. [default: all]")]
 Seeds = Annotated[str, typer.Option(metavar="0,1,2", help="Seeds to run. [default: those of the study]")]
 Jobs = Annotated[int, typer.Option(min=1, help="Concurrent runs on the device; above 1, speeds do not count.")]
-Limit = Annotated[float | None, typer.Option(min=0, help="Start no run expected to end later. [default: no limit]")]
+Limit = Annotated[float | None, typer.Option(min=0, help="Start no run expected to end after so many minutes.")]
 Steps = Annotated[int, typer.Option(min=1, help="Steps to time per variant; the median is reported.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Device; auto uses a GPU if there is one.")]
 Record = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a study, or of recorded results.")]

@@ -77,30 +77,30 @@ def count_costs(config: ChiarConfig, length: int, shares: Shares) -> dict[str, f
     return {**costs, "training": training_flops(trained, length, shares)}
 
 
-def read_run(folder: StudyFolder, told: Run) -> Row:
-    """One finished run. `step_ms` is measured in training, and only where no other run shared the device."""
-    run, jobs = folder.run(told.name), max(attempt["jobs"] for attempt in told.attempts)
-    report, config, stored = EvaluationReport.read(run / REPORT), load_config(str(run / "final")), RunFolder(run).read()
-    settings = replace(told.train_settings(), initial=stored["settings"].get("initial", ""))
-    tau = {"thresholds": config.thresholds} if "thresholds" in told.after else {}
-    speed, step = read_training(run).tokens_per_second, settings.batch * settings.length
-    peaks = [record["peak_memory_gb"] for record in RunFolder(run).read_metrics() if "peak_memory_gb" in record]
+def read_run(folder: StudyFolder, run: Run) -> Row:
+    """The record of a finished run. `step_ms` is that of training, if no other run shared the device."""
+    out, jobs = folder.run(run.name), max(attempt["jobs"] for attempt in run.attempts)
+    report, config, stored = EvaluationReport.read(out / REPORT), load_config(str(out / "final")), RunFolder(out).read()
+    settings = replace(run.train_settings(), initial=stored["settings"].get("initial", ""))
+    tau = {"thresholds": config.thresholds} if "thresholds" in run.after else {}
+    speed, step = read_training(out).tokens_per_second, settings.batch * settings.length
+    peaks = [record["peak_memory_gb"] for record in RunFolder(out).read_metrics() if "peak_memory_gb" in record]
     return {
-        **{"name": told.name, "variant": told.variant, "seed": told.seed, "test_loss": report.scores.loss},
+        **{"name": run.name, "variant": run.variant, "seed": run.seed, "test_loss": report.scores.loss},
         **{"bits_per_byte": report.scores.derived()["bits_per_byte"], "peak_memory_gb": max(peaks, default=None)},
-        "validation_loss": EvaluationReport.read(run / VALIDATION).scores.loss if told.validate else None,
+        "validation_loss": EvaluationReport.read(out / VALIDATION).scores.loss if run.validate else None,
         **{"fraction": report.routing.fraction, "threshold": tau.get("thresholds"), "gate": report.routing.gate},
         "flops_per_token": count_costs(config, settings.length, measured_shares(config, report.routing)),
         **{"step_ms": 1e3 * step / speed if speed and jobs == 1 else None, "parameters": count_parameters(config)},
-        **{"wall_seconds": told.attempts[-1].get("seconds"), "attempts": len(told.attempts), "jobs": jobs},
+        **{"wall_seconds": run.attempts[-1].get("seconds"), "attempts": len(run.attempts), "jobs": jobs},
         **{"device": report.device, "versions": stored["versions"], "commit": stored["commit"]},
-        **{"tokens": settings.steps * step, "remarks": report.remarks, "declaration": told.declaration()},
-        "command": ["chiar", *train_arguments(told.preset, {**told.config, **tau}, settings, run)],
+        **{"tokens": settings.steps * step, "remarks": report.remarks, "declaration": run.declaration()},
+        "command": ["chiar", *train_arguments(run.preset, {**run.config, **tau}, settings, out)],
     }
 
 
 def collect(folder: StudyFolder) -> dict[str, Any]:
-    """All of results.json. The notes say what a reader must know before comparing."""
+    """The contents of results.json. The notes say what a reader must know before comparing."""
     study, common, times = folder.record, folder.record["common"], folder.record["times"]
     order = [variant["name"] for variant in study["variants"]]
     own = [read_run(folder, run) for run in folder.runs.values() if folder.finished(run.name)]
@@ -145,8 +145,8 @@ def mean(values: Iterable[Any]) -> Any:
 
 
 def summarise(study: dict[str, Any], runs: list[Row]) -> list[Row]:
-    """One record a variant with finished runs, by rising FLOPs. Differences are to the baseline of the same seed, and
-    `paired_loss` is its mean loss plus the mean difference: mean losses of different seeds do not compare."""
+    """One record per variant with finished runs, by rising FLOPs. Differences are to the baseline of the same seed.
+    `paired_loss` is the baseline's mean loss plus the mean difference, as losses of different seeds do not compare."""
     rows, baseline, times = [], study["common"]["baseline"], (study["times"] or {"variants": {}})["variants"]
     base = {run["seed"]: run for run in runs if run["variant"] == baseline}
     base_mean = mean(run["test_loss"] for run in base.values())
@@ -178,13 +178,13 @@ def summarise(study: dict[str, Any], runs: list[Row]) -> list[Row]:
         rows.append(row)
     loss = "paired_loss" if all(row["paired_loss"] is not None for row in rows) else "test_loss"
     rows.sort(key=lambda row: (row["flops_per_token"]["forward"], row[loss]))
-    for number, row in enumerate(rows):  # no other is as cheap and as good
+    for number, row in enumerate(rows):  # nothing cheaper is as good
         row["frontier"] = all(other[loss] > row[loss] for other in rows[:number])
     return rows
 
 
 def is_dense(run: Row, common: dict[str, Any]) -> bool:
-    """All its layers are attention, and it was trained as the study says."""
+    """Whether all its layers are attention, and it was trained with the study's settings."""
     told, free = run["declaration"], dict.fromkeys(MAY_CHANGE["settings"] | {"seed"})
     kinds = {**presets.get(told["preset"]).to_dict(), **told["config"]}["layer_types"]
     plain = {*kinds} == {"attention"} and not told.get("after")
@@ -192,7 +192,7 @@ def is_dense(run: Row, common: dict[str, Any]) -> bool:
 
 
 def dense_curve(points: Iterable[Point]) -> list[Point]:
-    """Those that none betters at the same cost or less, by rising cost."""
+    """The points with the lowest loss at their cost or less, by rising cost."""
     curve = list[Point]()
     for point in sorted(points):
         curve += [point] if not curve or point[1] < curve[-1][1] else []
@@ -200,7 +200,7 @@ def dense_curve(points: Iterable[Point]) -> list[Point]:
 
 
 def above(curve: list[Point], own: list[tuple[float, float]]) -> list[float]:
-    """The Δ of each (cost, Δ) less the curve's; nothing where there is no curve, or one of them lies outside."""
+    """Each Δ minus that of the curve at the same cost; empty without a curve, or if a cost lies outside it."""
     costs, gaps = [point[0] for point in curve], [point[1] for point in curve]
     if len(curve) < 2 or not all(costs[0] <= cost <= costs[-1] for cost, _ in own):
         return []
@@ -208,7 +208,7 @@ def above(curve: list[Point], own: list[tuple[float, float]]) -> list[float]:
 
 
 def derive(results: dict[str, Any]) -> list[Row]:
-    """The rows with what follows from rows and runs, of earlier records too."""
+    """The rows with everything that can be derived from rows and runs, so that old records have it too."""
     rows, runs, common = results["variants"], results["runs"], results["common"]
     base = {run["seed"]: run["test_loss"] for run in runs if run["variant"] == common["baseline"]}
     plain = {run["variant"] for run in runs if is_dense(run, common)}
@@ -238,7 +238,7 @@ def needs_removed(run: Row) -> bool:
 
 
 def write_tables(results: dict[str, Any], out: Path) -> None:
-    picture = svg_text(draw_pareto(results))  # first: where it cannot be drawn, nothing is written
+    picture = svg_text(draw_pareto(results))  # first: if drawing fails, nothing is written
     text = markdown(results["title"], results["variants"], results["notes"])
     commands = "\n".join(shlex.join(run["command"]) for run in results["runs"])
     out.mkdir(parents=True, exist_ok=True)
@@ -248,14 +248,14 @@ def write_tables(results: dict[str, Any], out: Path) -> None:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Of a study's folder, from its runs; of a results.json, or a folder with nothing else, as recorded."""
+    """Results collected from the runs of a study's folder, or read from a results.json or a folder that holds one."""
     begun = (path / STUDY).is_file()
     results = collect(StudyFolder(path)) if begun else read_json(path / RESULTS if path.is_dir() else path, FORMAT)
     return {**results, "variants": derive(results)}
 
 
 def cells_of(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the columns for which a row has a value."""
+    """Headings and cells of the columns in which some row has a value."""
     flat = []
     for row in rows:
         known = {part: count / 1e6 for part, count in row.get("flops_per_token", {}).items()}
@@ -281,7 +281,7 @@ def markdown(title: str, rows: list[Row], notes: list[str]) -> str:
 
 
 def show_rows(title: str, rows: list[Row], notes: list[str]) -> None:
-    """The same in a terminal."""
+    """Show the table and its notes in a terminal."""
     headings, cells = cells_of(rows)
     table = Table(*headings, title=title)
     for row in cells:
@@ -300,7 +300,7 @@ def costs_of(run: Run) -> Row:
 
 
 def show_grid(plan: Plan) -> None:
-    """The variants before any run, their FLOPs counted at the f each aims at."""
+    """Show the variants before any run, with FLOPs counted at their target f."""
     study, settings, steps, rows = plan.study, plan.runs[0].train_settings(), plan.steps, []
     whole = costs_of(make_plan(study, plan.runs[0].data[:1], [study.baseline]).runs[0])["flops_per_token"]["forward"]
     for name in dict.fromkeys(run.variant for run in plan.runs):
@@ -315,18 +315,18 @@ def show_grid(plan: Plan) -> None:
 
 
 def add_results(path: Path, source: Path) -> None:
-    """Take the runs of a results.json from elsewhere into a folder: they count as done, and no weights are needed."""
+    """Add the runs of another results.json to a study's folder. They count as done; no weights are needed."""
     results = read_results(source)
     with locked_study(path) as folder:
         known, runs = folder.record["added"], {run["name"]: run for run in results["runs"]}
         for name, run in runs.items():
             same = known.get(name, run)["test_loss"] == run["test_loss"] and not folder.finished(name)
-            require(same, f"run {name} of {source} is finished in {path} too: say yourself which counts.")
+            require(same, f"run {name} of {source} is in {path} too: delete one of them.")
         echo(f"added {', '.join(name for name in runs if name not in known) or 'nothing new'}")
         theirs = results["times"]
         ours = folder.record["times"] = folder.record["times"] or theirs
         if theirs and any(ours[part] != theirs[part] for part in ("device", "batch", "length", "versions")):
-            echo(f"its step times are left out: they are of another machine ({theirs['device']})")
+            echo(f"step times of another machine ({theirs['device']}) are left out")
         elif theirs:
             ours["variants"] = theirs["variants"] | ours["variants"]
         folder.record["added"] = runs | known

@@ -211,7 +211,7 @@ def time_study(plan: Plan, folder: StudyFolder, steps: int, device: str) -> None
     setup = {"device": describe_device(choose_device(device)), "batch": settings.batch, "length": settings.length}
     setup |= {"versions": {name: versions().get(name) for name in ("chiar", "torch", "gpu")}}
     stored = folder.record["times"] = folder.record["times"] or {**setup, "variants": {}}
-    require({**stored, **setup} == stored, f"step times in {folder.path} are of another machine: choose another one.")
+    require({**stored, **setup} == stored, f"step times in {folder.path} are of another machine: choose another --out.")
     every, total = max(1, steps // 4), WARM_UP + steps
     schedule = {"evaluate_every": total, "save_every": total, "evaluate_rows": 1, "log_every": every, "steps": total}
     for name, run in first.items():

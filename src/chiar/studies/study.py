@@ -1,4 +1,4 @@
-"""A study as data: a TOML file says what all runs share and which variants are compared; a plan makes every choice."""
+"""Studies as data: a TOML file gives what all runs share and the variants to compare; a plan fixes every run."""
 
 import tomllib
 from collections.abc import Iterable
@@ -23,23 +23,26 @@ SHARED = {"data", "seed", "length", "batch", "steps", "mixing", "weights", "adde
 
 @dataclass(frozen=True)
 class Variant:
-    """One model of a study: how it differs from what all share."""
+    """One model of a study: how it differs from the others."""
 
     name: str
     role: str = ""  # control or candidate
     title: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # configuration fields, on top of the study's
-    settings: dict[str, Any] = field(default_factory=dict)  # training settings, likewise
-    preset: str = ""  # the study's when not given
-    seeds: list[int] | None = None  # alike
-    # From an earlier variant's run: its final `weights` to start from, or the paper's `thresholds` by its best ones.
+    settings: dict[str, Any] = field(default_factory=dict)  # training settings, on top of the study's
+    preset: str = ""  # empty: the study's
+    seeds: list[int] | None = None  # None: the study's
+    # Names an earlier variant whose final `weights` to start from, or on whose best weights to calibrate the paper's
+    # `thresholds`.
     after: dict[str, str] = field(default_factory=dict)
-    paper: dict[str, float] = field(default_factory=dict)  # its perplexities, validation (best weights) and test
+    paper: dict[str, float] = field(
+        default_factory=dict
+    )  # perplexities in the paper: validation (best weights) and test
 
 
 @dataclass(frozen=True)
 class Study:
-    """What all variants share, and the variants. Differences are to `baseline`, a dense control, with the same seed."""
+    """What all variants share, and the variants. Differences are to `baseline`, a control, with the same seed."""
 
     name: str = ""
     title: str = ""
@@ -48,11 +51,11 @@ class Study:
     variants: dict[str, Variant] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    epochs: float | None = None  # passes over the train split, rounded down to whole steps …
-    tokens: int | None = None  # … or training tokens of a run, alike
+    epochs: float | None = None  # passes over the train split, rounded down to whole steps, or
+    tokens: int | None = None  # training tokens of a run, rounded down to whole steps
     seeds: list[int] = field(default_factory=lambda: [0])
     test_rows: int | None = None  # limit on the rows of the test split
-    notes: list[str] = field(default_factory=list)  # what a reader of the table must know
+    notes: list[str] = field(default_factory=list)  # printed below the table
 
     @property
     def duration(self) -> str:
@@ -66,14 +69,14 @@ def one_of(kind: str, received: str, allowed: Iterable[str]) -> str:
 
 
 def declared() -> list[Path]:
-    """The files of ./research/studies; InputError where there are none."""
+    """The files of ./research/studies. InputError if there are none."""
     found = sorted(STUDIES.glob("*.toml"))
     require(found, f"there is no ./{STUDIES} here: go to a checkout of the project, or name a .toml file.")
     return found
 
 
 def find(name: str, beside: Path = STUDIES) -> Study:
-    """The study of a TOML file, or of this name beside another file or in ./research/studies."""
+    """The study of a TOML file, or of this name in the folder `beside` or in ./research/studies."""
     path = next((file for folder in (beside, STUDIES) if (file := folder / f"{name}.toml").is_file()), Path(name))
     if path.suffix != ".toml":
         known = [found.stem for found in declared()]
@@ -95,7 +98,7 @@ def find(name: str, beside: Path = STUDIES) -> Study:
 
 
 def typed(where: str, data: dict[str, Any], kind: type) -> dict[str, Any]:
-    """The fields a table gives, checked by name and type."""
+    """The table itself, with the names and types of its fields checked."""
     require(isinstance(data, dict), f"{where} must be a table, got {data!r}.")
     hints: dict[str, Any] = {part.name: dict if get_origin(part.type) is dict else part.type for part in fields(kind)}
     for name, value in data.items():
@@ -105,7 +108,7 @@ def typed(where: str, data: dict[str, Any], kind: type) -> dict[str, Any]:
 
 
 def check(study: Study) -> Study:
-    """The study itself; InputError where it contradicts itself. Configurations are checked when runs are planned."""
+    """The study itself. InputError if it is inconsistent. Configurations are checked when runs are planned."""
     names, same = list(study.variants), "all runs of a study read the same tokens in the same order"
     one_of("control as baseline", study.baseline, [name for name in names if study.variants[name].role == "control"])
     require((study.epochs is None) != (study.tokens is None), "a study says how long runs train: epochs or tokens.")
@@ -130,20 +133,21 @@ def check(study: Study) -> Study:
 
 @dataclass(frozen=True)
 class Run:
-    """One variant with one seed: an ordinary training run, and what its record says."""
+    """One variant with one seed: an ordinary training run, as stored in the record."""
 
     name: str
     variant: str
     seed: int
     preset: str
-    config: dict[str, Any]  # fields changed in the preset
-    settings: dict[str, Any]  # those not left at their defaults
-    fingerprint: str  # of the corpora, wherever they lie
+    config: dict[str, Any]  # fields that differ from the preset's
+    settings: dict[str, Any]  # those that differ from the defaults
+    fingerprint: str  # of the corpora
     test_rows: int | None
-    data: list[str]  # empty where nothing is to be trained
+    data: list[str]  # empty if nothing is trained
     after: dict[str, str] = field(default_factory=dict)  # names of runs
     validate: bool = False  # measure the best weights on the whole validation split too
-    attempts: list[dict[str, Any]] = field(default_factory=list)  # jobs (so many at once), then seconds or failed
+    # Each with jobs, the number of concurrent runs, and then seconds or failed.
+    attempts: list[dict[str, Any]] = field(default_factory=list)
 
     def train_settings(self) -> TrainSettings:
         return TrainSettings.from_dict({**self.settings, "data": self.data or ["-"]})
@@ -156,21 +160,21 @@ class Run:
         return presets.get(self.preset, **{**taken, **self.config, **more})
 
     def declaration(self) -> dict[str, Any]:
-        """What makes the run what it is."""
+        """Everything that determines the run."""
         given = {name: value for name, value in asdict(self).items() if name not in ("data", "attempts")}
         return {name: value for name, value in given.items() if value or name not in ("after", "validate")}
 
 
 @dataclass(frozen=True)
 class Plan:
-    study: Study  # with what the command changed
+    study: Study  # with the changes of the command
     corpora: list[Corpus]
-    runs: list[Run]  # in the order they are begun: by seed, then as declared
+    runs: list[Run]  # in order of start: by seed, then as declared
     steps: int
 
 
 def make_plan(study: Study, data: list[str], only: list[str] | None = None, seeds: str = "") -> Plan:
-    """Every run with its settings. With data, InputError if one of them could not be trained or evaluated."""
+    """Every run with its settings. With data, InputError if a run could not be trained or evaluated."""
     require(not seeds or seeds.replace(",", "").isdigit(), f"--seeds takes numbers like 0,1,2, got {seeds!r}.")
     wanted, numbers = set[str](), [int(part) for part in seeds.split(",") if part]
     for pattern in only or ["*"]:

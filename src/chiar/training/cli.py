@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Settings with an option of their own, besides the fields of Launch; --set takes all settings.
 OPTIONS = ("data", "steps", "batch", "micro_batch", "length", "learning_rate", "seed", "compile", "deterministic")
+NOT_IN_FINETUNE = ("initial", "sample")  # the model is its argument, and labelled documents are not continued
 METAVARS = {"data": "CORPUS", "out": "RUN", "set": "NAME=VALUE", "device": "auto|cpu|cuda"}
 SETTINGS = {field.name: field for field in fields(TrainSettings)}
 # Defaults as help shows them, where they are not simply those of the settings.
@@ -81,13 +82,13 @@ def list_settings(context: typer.Context, wanted: bool) -> None:
     defaults = {"precision": "auto"} | (FINETUNE if finetunes else {})
     tiny = ", ".join(f"{name}={json.dumps(value)}" for name, value in TINY.items())
     typer.echo("training settings" + f" (tiny presets on a CPU: {tiny})" * (not finetunes))
-    for field in SETTINGS.values():
+    for field in (field for name, field in SETTINGS.items() if not (finetunes and name in NOT_IN_FINETUNE)):
         (kind,), (text,) = field.type.__args__, field.type.__metadata__  # type: ignore[union-attr]
         least, most = RANGES.get(field.name, (0, MANY))
         if kind in (int, float) and (least, most) != (0, MANY):
             text += f" At least {least}." if most == MANY else f" Between {least} and {most:,}."
-        default = json.dumps(defaults.get(field.name, field.default)) if field.name not in notes else ""
-        list_one(field.name, kind, f"= {default}" if default else f"[{notes[field.name]}]", text)
+        own = defaults.get(field.name, field.default)
+        list_one(field.name, kind, f"[{notes[field.name]}]" if field.name in notes else f"= {json.dumps(own)}", text)
     typer.echo("\nconfiguration fields, with the defaults of v3-16m (other presets differ)")
     statements = pairwise(ast.parse(inspect.getsource(ChiarConfig)).body[0].body)  # type: ignore[attr-defined]
     pairs = [(a.target, b.value) for a, b in statements if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)]
@@ -111,7 +112,7 @@ def train(
     *,
     thresholds: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Thresholds from chiar calibrate --json. [default: mean H of white noise]"),
+        typer.Option(metavar="FILE", help="Thresholds from chiar calibrate --json. [default: the configuration's]"),
     ] = None,
     **given: Any,
 ) -> None:
@@ -192,7 +193,10 @@ def sort_options(given: dict[str, Any]) -> tuple[Launch, dict[str, Any], dict[st
     launch = Launch(**{field.name: given.pop(field.name) for field in fields(Launch)})
     del given["settings"]  # with --settings the command has ended before
     require(launch.resume or not launch.extend, "--extend is for a resumed run: add --resume, or leave it out.")
-    assigned = dict(parse(item) for item in launch.set or [])
+    assigned: dict[str, Any] = {}
+    for name, value in map(parse, launch.set or []):
+        require(name not in assigned, f"--set {name} is given twice: give it once.")
+        assigned[name] = value
     chosen = {name: value for name, value in given.items() if value is not None}
     for name in chosen.keys() & assigned.keys():
         raise InputError(f"--{name.replace('_', '-')} and --set {name} set the same thing: give one of them.")

@@ -102,8 +102,8 @@ def check_run(config: ChiarConfig, settings: TrainSettings, corpora: list[Corpus
             require(split in corpus.splits, f"{corpus.folder} has no {split} split (only {splits}): prepare it.")
             rows = Rows(corpus, split, settings.length)  # refuses what is too short
             if split == "train" and (cut := rows.truncated()):
-                what = f"{cut:,} of {rows.count:,} training documents of {corpus.name}"
-                notes.append(f"{what} are longer than {settings.length} tokens and are truncated (--length).")
+                what = f"{cut:,} of {rows.count:,} training documents of {corpus.name} are truncated"
+                notes.append(f"{what} to {settings.length} tokens: a larger --length reads more of them.")
         first.require_same_tokenizer(corpus)
     can_sample = text_first or not settings.sample
     require(can_sample, "sample continues a text, and the run has no language corpus: leave it out.")

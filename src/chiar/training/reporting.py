@@ -42,7 +42,7 @@ class Display:
 
     def __init__(self, steps: int, first: int, quiet: bool = False) -> None:
         self.steps, self.quiet = steps, quiet
-        self.began: tuple[int, float] | None = None  # after the first step: compiling does not count
+        self.began: tuple[int, float] | None = None  # after the first step here: compiling does not count
         columns = [TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
         console, plain = Console(stderr=True), quiet or not sys.stderr.isatty()
         self.bar = Progress(*columns, console=console, transient=True, disable=plain, speed_estimate_period=300)

@@ -54,9 +54,14 @@ class TrainSettings:
     seed: Annotated[int, "Seed of initial weights, data order and dropout."] = 0
     precision: Annotated[str, "fp32; bf16: autocast over fp32 weights; auto: bf16 if natively supported."] = "bf16"
     compile: Annotated[bool, "Compile the model with torch.compile."] = True
-    compile_layers: Annotated[bool, "Compile layer by layer: starts much sooner, but steps may be slower."] = False
+    compile_layers: Annotated[
+        bool, "Compile layer by layer, which starts sooner; always so if sharded, and for v5 on a CPU."
+    ] = False
     cuda_graphs: Annotated[bool, "Replay passes on text as CUDA graphs; one GPU only, and not if deterministic."] = True
-    parallel: Annotated[str, "ddp: whole model per process; fsdp: sharded; auto: fsdp from 600M parameters."] = "auto"
+    parallel: Annotated[
+        str,
+        "ddp: whole model per process; fsdp: sharded; auto: fsdp from 600M parameters, if there are several processes.",
+    ] = "auto"
     deterministic: Annotated[bool, "Use deterministic kernels, so that resuming is bit-exact on a GPU too."] = False
     gradient_checkpointing: Annotated[bool, "Recompute layers in the backward pass to save memory."] = False
     ema: Annotated[float, "Decay of a moving average of the weights, used in evaluation and export; 0: off."] = 0.0

@@ -83,7 +83,7 @@ class Trainer:
         self.parallel = self.model if self.sharded else replicate(self.model, processes)
         decoder = self.model.language.model
         # On a CPU a dark stack packs just the dark tokens of a pass; in one compiled graph its layers would run on all.
-        packs = bool(decoder.dark_stacks) and processes.device.type == "cpu"
+        packs = bool(decoder.dark_stacks) and config.execution != "dense" and processes.device.type == "cpu"
         parts: list[nn.Module] = list(decoder.layers) if self.sharded or settings.compile_layers or packs else []
         parts += decoder.dark_stacks if parts and not packs else []
         obstacle = miscompiled(config, processes.device, settings.precision)
