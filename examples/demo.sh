@@ -3,8 +3,6 @@
 # uncertain. Trains, evaluates, compares and draws it and a dense model of equal FLOPs, and generates a sentence with
 # v5. Needs chiar on the path. Writes to $DEMO_OUT and replaces only what an earlier demo wrote there.
 set -eu
-# Waiting threads sleep: spinning ones stall each other where cores are shared.
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 
 out=${DEMO_OUT:-runs/demo}
 steps=${DEMO_STEPS:-240}

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import typer
+from rich.cells import cell_len
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -231,3 +232,23 @@ def test_damaged_model_folders_are_named(tmp_path):
     assert "holds a 'gpt2' model" in refused("flops", folder)
     (folder / "config.json").write_text("{")
     assert "is damaged" in refused("flops", folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "count"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+)
+def test_idle_threads_spin_briefly_unless_the_user_chose(given, count, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    guarded(lambda: seen.append(os.environ.get("GOMP_SPINCOUNT")))
+    assert seen == [count]
+
+
+def test_characters_of_several_bytes_are_shown_whole():
+    code, said = run("trace", "v5-tiny", "--prompt", "naïve 你")
+    lines = said.splitlines()
+    text = next(number for number, line in enumerate(lines) if "na◦ïve ◦◦你" in line)
+    assert code == 0 and cell_len(lines[text + 1]) == cell_len(lines[text].rstrip()), "a mark for every column"

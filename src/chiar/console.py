@@ -83,8 +83,16 @@ def write_json(out: Path, text: str, overwrite: bool = False) -> None:
         typer.echo(f"wrote {out}", err=True)  # stdout may be another output, piped to a program
 
 
+def let_threads_sleep() -> None:
+    """Let idle OpenMP threads spin for microseconds, then sleep. By default they spin for milliseconds, and stall each
+    other if another job runs on the same cores. OpenMP reads this when torch is imported."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def guarded(command: Callable[[], Any]) -> None:
     """Run a command. Errors that the user can fix become one sentence and exit code 2."""
+    let_threads_sleep()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows ? instead of failing
     try:

@@ -12,10 +12,8 @@ import pytest
 import torch
 from page_server import save_model, serving
 
-from chiar.data.tokens import TextCodec
+from chiar.data.tokens import BROKEN, PART, Pieces, TextCodec
 from chiar.explore.server import MOST_BYTES, SEATS
-from chiar.explore.view import PART, Pieces
-from chiar.generation.writer import BROKEN
 from chiar.routing.tables import route_text
 from chiar.web import HEADERS, Connection
 from commands import wait_until

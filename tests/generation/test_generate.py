@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from chiar.cli import app
 from chiar.data.tokenizers import Tokenizer
-from chiar.data.tokens import TextCodec
+from chiar.data.tokens import BROKEN, TextCodec
 from chiar.generation.cli import SHADES
-from chiar.generation.writer import BROKEN, Piece, Row, Sampling, TokenScore, shades, write_text
+from chiar.generation.writer import Piece, Row, Sampling, TokenScore, shades, write_text
 from chiar.model import modeling
 from chiar.model.decoding import FastDecoder
 from chiar.model.modeling import ChiarForCausalLM

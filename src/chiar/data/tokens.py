@@ -1,5 +1,6 @@
-"""Text for the commands that run a model, as token ids in rows of equal length."""
+"""Text for the commands that run a model: as token ids, in rows of equal length, and back in whole characters."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from chiar.config import ChiarConfig
 from chiar.data.corpora import read_lines
 from chiar.errors import InputError, errors_as, require
 from chiar.files import check_file
-from chiar.visible import SURROGATES
+from chiar.visible import SURROGATES, visible
 
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+MAX_WAITING = 16  # tokens held back for one character: up to four with its bytes, and others without text
+PART = "◦"  # shown for a part of a character
 UNUSABLE = "the tokenizer in {} cannot be used"  # the library raises plain Exception for a damaged file
 
 
@@ -53,12 +57,44 @@ class TextCodec:
             return [chr(i) if 32 <= i < 127 else "·" for i in ids]
         return [self.tokenizer.decode([i]) for i in ids]
 
+    def labels(self, ids: list[int]) -> list[str]:
+        """What to show for each id of a text. A character of several tokens is shown at the last of them."""
+        pieces = Pieces(self)
+        return [pieces.next(token) for token in ids]
 
-def encode(text: str, config: ChiarConfig, folder: Path | None, tokenizer: Path | None) -> tuple[list[int], list[str]]:
-    """The ids of a text, and the text of each."""
-    codec = TextCodec.open(config, folder, tokenizer)
-    ids = codec.encode(text)
-    return ids, codec.pieces(ids)
+
+@dataclass
+class Characters:
+    """Incremental decoding: text is returned once its characters are complete, as a token may be part of one."""
+
+    codec: TextCodec
+    waiting: list[int] = field(default_factory=list)
+
+    def add(self, token: int) -> tuple[int, str]:
+        """The number of waiting tokens that are now decoded, and their text. An incomplete character has at most three
+        bytes, so it begins in the last three tokens, where the text can be split."""
+        self.waiting.append(token)
+        waiting, decode, text = self.waiting, self.codec.decode, self.codec.decode(self.waiting)
+        if not text.endswith(BROKEN) or len(waiting) > MAX_WAITING:
+            return self.end()
+        for start in range(len(waiting) - 1, max(0, len(waiting) - 4), -1):
+            rest = decode(waiting[start:])
+            if rest and decode(waiting[:start]) + rest == text:
+                self.waiting = waiting[start:]
+                return start, decode(waiting[:start])
+        return 0, ""
+
+    def end(self) -> tuple[int, str]:
+        waiting, self.waiting = self.waiting, []
+        return len(waiting), self.codec.decode(waiting)
+
+
+class Pieces(Characters):
+    """What to show for each token. A character made of several tokens is shown at the last of them."""
+
+    def next(self, token: int) -> str:
+        count, text = self.add(token)
+        return (visible(text) or self.codec.pieces([token])[0]) if count else PART
 
 
 def read_text_file(path: Path) -> str:

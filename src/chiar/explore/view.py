@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from chiar.colours import layer_numbers
+from chiar.data.tokens import Pieces
 from chiar.errors import InputError, require
 from chiar.explore.steering import Steering, lead, steered, ways_to_steer, why_not
-from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_after, score_prompt
+from chiar.generation.writer import Row, Sampling, Writer, darkness, open_writer, room_after, score_prompt
 from chiar.model.load import count_parameters
 from chiar.model.trace import LayerTrace, RoutingTrace
 from chiar.plots.model import RULES
@@ -22,7 +23,7 @@ from chiar.routing.flops import compare_flops
 from chiar.visible import SURROGATES, visible
 
 STATIC = Path(__file__).parent / "static"
-BINS, PART = 30, "◦"  # bins of a histogram of H; and the sign for a part of a character
+BINS = 30  # of a histogram of H
 
 
 class TooLong(InputError):
@@ -52,14 +53,6 @@ def open_models(names: list[str], tokenizer: Path | None = None, seed: int = 0) 
     if len(set(names)) < len(names):
         raise InputError(f"{names[0]} is given twice: name two different models to compare.")
     return [LoadedModel(name, tokenizer, seed) for name in names]
-
-
-class Pieces(Characters):
-    """What to show for each token. A character made of several tokens is shown at the last of them."""
-
-    def next(self, token: int) -> str:
-        count, text = self.add(token)
-        return (visible(text) or self.codec.pieces([token])[0]) if count else PART
 
 
 def route_text(

@@ -43,8 +43,9 @@ def generate(
 
     from chiar.colours import entropy_colours, layer_numbers, route_colour
     from chiar.console import has_colour
+    from chiar.data.tokens import Characters
     from chiar.errors import require
-    from chiar.generation.writer import Characters, Row, Sampling, Writer, darkness, open_writer, room_after, shades
+    from chiar.generation.writer import Row, Sampling, Writer, darkness, open_writer, room_after, shades
     from chiar.model.speculation import check_can_draft
     from chiar.visible import visible
 

@@ -13,7 +13,7 @@ from transformers.generation import logits_process as logits
 
 from chiar.colours import uncertainty
 from chiar.config import ChiarConfig
-from chiar.data.tokens import TextCodec
+from chiar.data.tokens import Characters, TextCodec
 from chiar.errors import InputError, require, unknown_name
 from chiar.model.cache import ChiarCache
 from chiar.model.inputs import ChiarModelOutput
@@ -25,8 +25,6 @@ from chiar.model.trace import RoutingTrace
 GATES = ("prefill", "refuse")
 GREEDY_BELOW = 1e-5  # logits divided by a lower temperature would overflow
 NOT_FINITE = "the model's logits are not finite: its weights are damaged, or too large for this precision."
-BROKEN = "\N{REPLACEMENT CHARACTER}"
-MAX_WAITING = 16  # tokens held back for one character: up to four with its bytes, and others without text
 SCORE_CHUNK = 256  # prompt tokens scored at a time
 
 
@@ -71,32 +69,6 @@ class Piece:
     text: str
     tokens: list[TokenScore]
     finish: str | None = None
-
-
-@dataclass
-class Characters:
-    """Incremental decoding: text is returned once its characters are complete, as a token may be part of one."""
-
-    codec: TextCodec
-    waiting: list[int] = field(default_factory=list)
-
-    def add(self, token: int) -> tuple[int, str]:
-        """The number of waiting tokens that are now decoded, and their text. An incomplete character has at most three
-        bytes, so it begins in the last three tokens, where the text can be split."""
-        self.waiting.append(token)
-        waiting, decode, text = self.waiting, self.codec.decode, self.codec.decode(self.waiting)
-        if not text.endswith(BROKEN) or len(waiting) > MAX_WAITING:
-            return self.end()
-        for start in range(len(waiting) - 1, max(0, len(waiting) - 4), -1):
-            rest = decode(waiting[start:])
-            if rest and decode(waiting[:start]) + rest == text:
-                self.waiting = waiting[start:]
-                return start, decode(waiting[:start])
-        return 0, ""
-
-    def end(self) -> tuple[int, str]:
-        waiting, self.waiting = self.waiting, []
-        return len(waiting), self.codec.decode(waiting)
 
 
 class Row:

@@ -74,7 +74,7 @@ def calibrate(
 
     from chiar.data.shards import Corpus
     from chiar.data.tokenizers import check_tokenizer
-    from chiar.data.tokens import batches, encode, read_text_file
+    from chiar.data.tokens import TextCodec, batches, read_text_file
     from chiar.model.load import MODEL_FILE, copy_tokenizer, load_model
     from chiar.routing.calibration import calibrate, to_json
     from chiar.routing.tables import calibration_table
@@ -96,7 +96,8 @@ def calibrate(
         ids = stream.read(0, min(rows * length, stream.tokens))
     else:
         assert text_file is not None
-        ids = np.array(encode(read_text_file(text_file), loaded.config, folder, tokenizer)[0], dtype=np.int64)
+        codec = TextCodec.open(loaded.config, folder, tokenizer)
+        ids = np.array(codec.encode(read_text_file(text_file)), dtype=np.int64)
     with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
         advance = partial(bar.advance, bar.add_task("reading tokens", total=None))
         # A dark stack can meet its quantile exactly; routed layers keep shifting each other's scores.

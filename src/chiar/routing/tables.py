@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -129,11 +130,12 @@ class RoutedText:
 
 
 def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> RoutedText:
-    from chiar.data.tokens import encode
+    from chiar.data.tokens import TextCodec
     from chiar.model.load import load_model
 
     model, folder = load_model(name, seed)
-    ids, pieces = encode(text, model.config, folder, tokenizer)
+    codec = TextCodec.open(model.config, folder, tokenizer)
+    ids = codec.encode(text)
     require(ids, "the text is empty: there is nothing to route.")
     with torch.no_grad():
         trace = model(torch.tensor([ids]), output_routing=True).routing
@@ -142,7 +144,7 @@ def route_text(name: str, text: str, tokenizer: Path | None, seed: int) -> Route
     if layer is not None and layer.thresholds == [0.0]:
         note += "; τ is 0 until a model is trained or calibrated"
         note += ", so every token is dark" if layer.choice_BT.all() else ""
-    return RoutedText(f"{name}{note}", pieces, trace)
+    return RoutedText(f"{name}{note}", codec.labels(ids), trace)
 
 
 def routing_views(routed: RoutedText, colour: bool = True) -> list[Any]:
@@ -165,13 +167,18 @@ def routing_views(routed: RoutedText, colour: bool = True) -> list[Any]:
         views.append(Text.assemble(" " * 13, *text[part]))
         for layers in rows_of(trace):
             layer = trace.layers[layers[0]]
-            chosen = [marks[layer.operators[choice]] for choice in layer.choice_BT[0, part].tolist()]
-            views.append(Text.assemble(f"layer {layer_numbers(layers):<6} ", *chosen))
+            line = Text(f"layer {layer_numbers(layers):<6} ")
+            for letter, choice in zip(letters[part], layer.choice_BT[0, part].tolist(), strict=True):
+                mark, style = marks[layer.operators[choice]]
+                line.append(mark * cell_len(letter), style)
+            views.append(line)
     table = Table("layer", "kind", "f", "entropy", "τ", "g", box=None)
     mixed = len({layer.entropy_name for layer in trace.layers}) > 1
     for layers in trace.parts:
         layer = trace.layers[layers[0]]
-        entropy, gate, named = layer.entropy_BT, layer.gate_BT, f" ({layer.entropy_name})" if mixed else ""
+        gate, named = layer.gate_BT, f" ({layer.entropy_name})" if mixed else ""
+        # Beside the score of a stack's router, the spectral entropy of layers that do not route only confuses.
+        entropy = None if mixed and len(layer.operators) == 1 else layer.entropy_BT
         table.add_row(
             *(layer_numbers(layers), layer.kind, f"{trace.attention_fraction(layer.index):.2f}"),
             "–" if entropy is None else f"{entropy.min():.3f}–{entropy.max():.3f}{named}",
