@@ -221,12 +221,12 @@ THRESHOLDS = [
     (r"thresholds are entropies between 0 and 1, got \[-0.1\]", -0.1),
     (r"thresholds are entropies between 0 and 1, got \[89.5\]", [0.5, 89.5]),
     *[("thresholds are entropies between 0 and 1, got", value) for value in (NAN, ["high", 0.5], [None, 0.5])],
-    (r"2 operators need 1 threshold\(s\) per layer, got \[0.1, 0.2\]", [[0.1, 0.2], [0.1, 0.2]]),
-    (r"2 operators need 1 threshold\(s\) per layer, got \[\]", [[], []]),
+    (r"2 operators need 1 threshold per layer, got \[0.1, 0.2\]", [[0.1, 0.2], [0.1, 0.2]]),
+    (r"2 operators need 1 threshold per layer, got \[\]", [[], []]),
 ]
 THRESHOLDS_OF_THREE = [
-    (r"3 operators need 2 threshold\(s\) per layer, got \[0.5\]", [0.5, 0.6]),
-    (r"3 operators need 2 threshold\(s\) per layer", [[0.1, 0.2, 0.3], [0.1, 0.2, 0.3]]),
+    (r"3 operators need 2 thresholds per layer, got \[0.5\]", [0.5, 0.6]),
+    (r"3 operators need 2 thresholds per layer", [[0.1, 0.2, 0.3], [0.1, 0.2, 0.3]]),
     (r"thresholds of a layer must be ascending .*, got \[0.6, 0.5\]", [[0.6, 0.5], [0.5, 0.6]]),
     ("thresholds are entropies between 0 and 1", [[0.5, 0.6], [0.5, 1.6]]),
 ]

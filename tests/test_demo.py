@@ -28,7 +28,7 @@ def test_the_demo_starts_afresh_and_makes_everything(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "replacing the earlier demo" in done.stdout and "unigram entropy" in done.stdout
     compared, _, read = " ".join(done.stdout.split()).partition("gap to the baseline")
-    assert compared and "12 steps of 2048 bytes" in read and "So early the dense model is ahead" in read
+    assert compared and "12 steps of 2048 bytes" in read and "This early the dense model is ahead" in read
     assert "docs/bytes.md" in read and (SCRIPT.parents[1] / "docs" / "bytes.md").is_file()
     assert (tmp_path / "runs" / "mine").is_dir()
     v5, dense = (load_config(str(out / name / "best")) for name in ("v5", "dense"))

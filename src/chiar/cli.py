@@ -20,7 +20,7 @@ from chiar.training.cli import finetune, train
 
 app = typer.Typer(
     no_args_is_help=True,
-    context_settings={"max_content_width": 120},
+    context_settings={"max_content_width": 120, "help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="CHIAR-Former: language models that route each token to a spectral filter (light) or to attention (dark).",

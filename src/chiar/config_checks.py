@@ -69,11 +69,20 @@ def check_types(config: "ChiarConfig") -> None:
 
     for name, hint in ChiarConfig.__annotations__.items():
         if not fits(getattr(config, name), hint):
-            expected = hint.__name__ if isinstance(hint, type) else str(hint)
-            raise InputError(f"{name} must be {expected}, got {getattr(config, name)!r}.")
+            raise InputError(f"{name} must be {describe_type(hint)}, got {getattr(config, name)!r}.")
         most = LARGEST.get(name, 2**40)
         if isinstance(value := getattr(config, name), int | float) and abs(value) > most:
             raise InputError(f"{name} must be a number of at most {most:,}, got {value}.")
+
+
+def describe_type(hint: Any) -> str:
+    """The type in words, as JSON has it."""
+    if isinstance(hint, UnionType):
+        return " or ".join(map(describe_type, get_args(hint)))
+    if hint is list or get_origin(hint) is list:
+        return 'a list such as ["a", "b"]' if get_args(hint) == (str,) else "a list such as [1, 2]"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a table"}
+    return words.get(hint, "null")
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -207,7 +216,8 @@ def check_thresholds(config: "ChiarConfig") -> None:
             raise InputError(f"router='stride' takes at most every second token: {got}.")
     check_entries(config, "thresholds")
     for values in map(list, config.layer_thresholds() if config.thresholds is not None else ()):
-        require(len(values) == count - 1, f"{count} operators need {count - 1} threshold(s) per layer, got {values}.")
+        needed = f"{count} operators need {count - 1} threshold{'s' * (count > 2)} per layer"
+        require(len(values) == count - 1, f"{needed}, got {values}.")
         if not all(fits(value, float) and 0.0 <= value <= 1.0 for value in values):
             raise InputError(f"thresholds are entropies between 0 and 1, got {values}.")
         require(values == sorted(values), f"thresholds of a layer must be ascending (τ_low, τ_high), got {values}.")

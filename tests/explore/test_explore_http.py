@@ -284,7 +284,7 @@ def test_each_kind_of_model_is_routed_steered_or_explained_and_continued(tmp_pat
                 assert zoo.post("/api/route", {"model": number, "text": TEXT, "steer": steer}).status_code == 200
             assert len(continued(zoo, model=number, tokens=5)) == 7
             assert "at most 64" in refused(zoo.post("/api/route", {"model": number, "text": "x" * 65}), 413)
-            frozen = any("it stays as the prompt set it" in note for note in about["notes"])
+            frozen = any("g keeps its value of the prompt" in note for note in about["notes"])
             assert frozen == about["name"].endswith("batch-gate")
 
 

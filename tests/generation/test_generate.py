@@ -126,9 +126,9 @@ def test_gate_that_sees_the_future_is_frozen_with_a_note(tmp_path, monkeypatch):
     folder, warnings = make(tmp_path / "model", gate_pool="batch"), []
     monkeypatch.setattr(modeling.logger, "warning_once", warnings.append)
     code, _, notes = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 20, "--routes")
-    assert code == 0 and "stays as the prompt set it" in notes
+    assert code == 0 and "g keeps its value of the prompt" in notes
     _, output, _ = generate(folder, "--prompt", PROMPT, "--max-new-tokens", 20)
-    assert output == expected(folder, max_new_tokens=20)[2] and "stays as the prompt set it" in warnings[0]
+    assert output == expected(folder, max_new_tokens=20)[2] and "g keeps its value of the prompt" in warnings[0]
     code, output, message = generate(folder, "--prompt", PROMPT, "--gate", "refuse")
     assert code != 0 and not output and "generation is not defined" in message
 
@@ -180,7 +180,7 @@ def test_a_byte_model_continues_any_text(dark, prompt):
         code, output, _ = generate(dark, "--prompt", prompt, "--max-new-tokens", 24, *way)
         assert (code, output.split()) == (0, whole.split())  # the console expands tabs
     drawn = generate(dark, "--prompt", prompt, "--max-new-tokens", 24, "--temperature", 1, "--speculate", 4)
-    assert drawn[0] == 0 and "drafted tokens were accepted" in drawn[2]
+    assert drawn[0] == 0 and " passes of the model" in drawn[2]
 
 
 def test_invalid_text_and_impossible_drafts_are_rejected(dark, folder):

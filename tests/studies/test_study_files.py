@@ -101,7 +101,7 @@ FILES = [
     ('baseline = "dense"', 'baseline = "learned"', "unknown control as baseline 'learned'"),
     ('role = "candidate"', 'role = "winner"', "unknown role of variant learned 'winner'"),
     ("seeds = [1]", "seeds = [-1]", "seeds must not be negative"),
-    ("seeds = [1]", 'seeds = ["a"]', "seeds of variant learned must be list[int] | None"),
+    ("seeds = [1]", 'seeds = ["a"]', "seeds of variant learned must be a list such as [1, 2] or null"),
     ("seeds = [1]", "settings = { batch = 2 }", "variant learned cannot set batch"),
     ("seeds = [1]", 'after = { weights = "lerned" }', "unknown variant before learned 'lerned'"),
     ("seeds = [1]", "paper = { tests = 3.0 }", "'tests'. Did you mean 'test'?"),

@@ -178,7 +178,7 @@ def test_truncated_documents_are_counted(sentiment, tmp_path):
         ("language", "labelled", ["--set", "sample=x"], "sample continues a text"),
         ("language", "labelled", ["--set", "meta_router=false"], "no place for .* keep the folder's own"),
         ("language", "labelled", ["--set", "hidden_size=32"], "cannot be loaded"),
-        ("language", "labelled", ["--set", "steps=many"], "steps must be int"),
+        ("language", "labelled", ["--set", "steps=many"], "steps must be a whole number"),
         ("v3-tinny", "labelled", [], "Did you mean 'v3-tiny'"),
     ],
     ids=str,

@@ -132,7 +132,7 @@ def test_a_run_goes_on_by_its_name_alone(corpus, tmp_path, monkeypatch):
         (folder.path / "run.json").write_text(text)
         code, said = chiar(*resume)
         assert code == 2 and len(said.splitlines()) == 1
-    assert "not a training run" in chiar("train", "--resume", tmp_path / "none")[1]
+    assert "there is no folder" in chiar("train", "--resume", tmp_path / "none")[1]
 
 
 GPU = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 3.0 GiB"
@@ -234,7 +234,7 @@ def test_an_existing_run_is_not_touched_unless_resumed_alike(config, go, tmp_pat
         ("chiar train --resume", "run", None, {"resume": False}),
         ("settings seed = 0, not 1", "run", None, {"seed": 1}),
         ("config keys = 'all', not 'routed'", "run", config(keys="routed"), {}),
-        (r"no run\.json", "other", None, {}),
+        (r"there is no folder", "other", None, {}),
     ):
         refused(sentence, go, name, model, **{"resume": True, **changes})
     assert folder.metrics_path.read_bytes() == before
@@ -302,7 +302,7 @@ def test_an_older_run_is_resumed(config, go, tmp_path):
         ({"data": []}, "no data"),
         ({"weights": [1, 2]}, "2 weights for 1 corpora"),
         ({"length": 10**7}, "too few for one row"),
-        ({"tensorboard": 1}, "tensorboard must be bool"),
+        ({"tensorboard": 1}, "tensorboard must be true or false"),
         ({"recalibrate_every": 1, "router": "learned"}, "entropy router"),
         ({"recalibrate_every": 1, "target_fraction": 0.5}, "already moves the thresholds"),
         ({"vocab_size": 100, "bos_token_id": None, "eos_token_id": None}, "257 token ids, the model only 100"),

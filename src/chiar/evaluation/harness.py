@@ -64,7 +64,7 @@ def evaluate(
     corpus, config = Corpus.open(data), load_config(folder)
     reading = Reading.of(config, **how)
     remarks = [*corpus.remarks, *check_tokenizer(folder, config, corpus)]
-    if split == "valid":
+    if split == "valid" and Path(folder).is_dir():
         other = "--split test is unseen" if "test" in corpus.splits else f"{corpus.name} has no test split"
         remarks.append(f"measured on valid, on which training chose its best model: {other}.")
     opened, classifies = corpus.split(split), corpus.kind == ClassScores.kind

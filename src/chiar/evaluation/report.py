@@ -202,7 +202,8 @@ def read_entry(argument: Path, name: str, report: EvaluationReport | None = None
         report = EvaluationReport.read(saved)
     run = Path(report.run) if report and report.run else argument
     trained = (run / METRICS).is_file()
-    require(report or trained, f"{argument} is neither a training run nor holds an {REPORT}: give --data or --harness.")
+    what = f"is neither a training run nor holds an {REPORT}" if argument.exists() else "is no file or folder here"
+    require(report or trained, f"{argument} {what}: give --data or --harness.")
     return Entry(name, report, read_training(run) if trained else None)
 
 
@@ -245,6 +246,9 @@ def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
             column = figures(report)
             if several:
                 column["gap to the baseline, nats"] = f"{report.scores.loss - shared.scores.loss:+.4f}"
+                bits, theirs = (one.scores.derived().get("bits_per_byte") for one in (report, shared))
+                if bits is not None and theirs is not None:
+                    column["… bits per byte"] = f"{bits - theirs:+.4f}"
                 column["FLOPs ÷ baseline"] = f"{report.flops / shared.flops:.4f}"
             for layer in () if several else report.routing.layers:
                 shares = ", ".join(f"{operator} {share:.4f}" for operator, share in layer.use.items())

@@ -91,7 +91,8 @@ def generate(
     if writer.trace:
         layer = writer.trace.coloured_by
         by_entropy = layer is not None and layer.entropy_name != "spectral entropy"
-        steps = [marked("  " if by_entropy else f" {share:.0%} ", share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        shares = (0.0, 0.25, 0.5, 0.75, 1.0) if coloured else (0.0, 0.25, 0.5, 0.75)  # each with a shade of its own
+        steps = [marked("  " if by_entropy else f" {share:.0%} ", share) for share in shares]
         meaning = "share of the routed layers that chose attention"
         if by_entropy and layer is not None:
             meaning = layer.entropy_name + (", τ half-way" if layer.thresholds else " from 0 to 1")
@@ -106,6 +107,8 @@ def generate(
     show(*characters.end())
     console.print()
     if writer.passes:
-        note(f"{writer.kept} of {writer.drafted} drafted tokens were accepted, in {writer.passes} passes of the model.")
+        accepted = f"{writer.kept} of {writer.drafted} drafted tokens were accepted"
+        none = "nothing was drafted, as the early head was never certain enough"
+        note(f"{accepted if writer.drafted else none}, in {writer.passes} passes of the model.")
     if len(ids) + len(row.tokens) > (trained := config.max_position_embeddings):
         note(f"the text is longer than the {trained} tokens of training: predictions beyond them are unreliable.")

@@ -357,7 +357,7 @@ def open_writer(
     if config.meta_router and config.gate_pool != "causal":
         config.gate_generation = gate
         model.model.check_gate_can_generate()
-        note(f"the gate pools over the {config.gate_pool}, later tokens included: it stays as the prompt set it.")
+        note(f"the gate pools over the {config.gate_pool}, later tokens included: g keeps its value of the prompt.")
     return model, TextCodec.open(config, model_folder, tokenizer), model_folder
 
 

@@ -62,7 +62,8 @@ def load_config(name: str) -> ChiarConfig:
             kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
         require(kind == ChiarConfig.model_type, f"{name} holds a {kind!r} model, not a CHIAR-Former.")
         return ChiarConfig.from_pretrained(name)
-    require(not Path(name).exists() and "/" not in name, f"there is no folder {name} with a config.json.")
+    if Path(name).exists() or "/" in name:
+        raise InputError(f"there is no folder {name} with a config.json: name a preset, a run or a model folder.")
     if name not in presets.NAMES:
         raise unknown_name("preset or folder", name, presets.NAMES)
     return presets.get(name)

@@ -91,7 +91,9 @@ class ChiarForCausalLM(ChiarPreTrainedModel, GenerationMixin):
             raise InputError("gate_generation='prefill' keeps the gate in the cache: generate with use_cache=True.")
         if frozen:
             pool = self.config.gate_pool
-            logger.warning_once(f"the gate pools over the {pool}, later tokens too: it stays as the prompt set it.")
+            logger.warning_once(
+                f"the gate pools over the {pool}, later tokens included: g keeps its value of the prompt."
+            )
         return super().generate(*args, **kwargs)
 
     @classmethod

@@ -106,6 +106,8 @@ def calibrate(
         calibration = calibrate(loaded, rows_read, rule, fraction, tolerance=tolerance, progress=advance)
     if str(json) != "-":
         show(calibration_table(calibration, model, loaded.config))
+        if folder is None:
+            typer.echo(f"note: {model} has random weights: these thresholds are for training from scratch.")
         if not calibration.converged:
             typer.echo("warning: the splits still moved in the last pass: read more --rows.")
         if loaded.config.stacks and fraction is not None:

@@ -106,8 +106,9 @@ def calibration_table(calibration: "Calibration", name: str, config: ChiarConfig
     if calibration.noise_mean is not None:
         noise = f"; white noise of this width {calibration.noise_mean:.4f} ± {calibration.noise_deviation:.4f}"
         noise_columns = ["KS from noise", "shift (σ of noise)"]
+    passes = f"{calibration.passes} pass{'es' * (calibration.passes > 1)}"
     table = titled_table(
-        f"{name}: {calibration.score} by rule '{calibration.rule}', read {calibration.passes} time(s){noise}",
+        f"{name}: {calibration.score} by rule '{calibration.rule}', {passes} over the text{noise}",
         *("layer", "tokens", *(f"p{p}" for p in calibration.layers[0].percentiles)),
         *("τ", "split (light … dark)", *noise_columns),
     )

@@ -36,27 +36,22 @@ FORMAT, RESULTS = "chiar-study-results/1", "results.json"
 FEW = 3  # up to so many seeds the spread is max − min, above it the standard deviation
 Row = dict[str, Any]
 Point = tuple[float, float, str]  # cost, Δ, variant
-# Heading, key and format; columns nobody has a value for are left out.
+# Heading, key and format. Columns without values are left out.
 COLUMNS = (
-    *(("variant", "label", ""), ("role", "role", ""), ("f", "fraction", ".3f")),
-    *(("total", "forward", ",.3f"), ("÷ baseline", "flops_of_baseline", ".4f")),
-    *(("test loss", "test_loss", ".4f"), ("±", "test_loss_spread", ".4f"), ("test bits/byte", "bits_per_byte", ".4f")),
-    *(("Δ nats", "gap", "+.4f"), ("±", "gap_spread", ".4f"), ("paper", "paper_gap", "+.4f")),
-    *(("Δ equal FLOPs", "gap_at_flops", "+.4f"), ("±", "gap_at_flops_spread", ".4f")),
-    *(("Δ equal time", "gap_at_time", "+.4f"), ("seeds", "numbers", "")),
-    *(("valid. PPL", "validation_perplexity", ",.3f"), ("paper", "paper_validation", ".2f")),
-    *(("test PPL", "test_perplexity", ",.3f"), ("paper", "paper_test", ".2f"), ("τ", "threshold", ".4f")),
-    *(
-        ("g", "gate", ".3f"),
-        ("step ms", "step_ms", ",.2f"),
-        ("peak GB", "peak_memory_gb", ",.2f"),
-        ("frontier", "best", ""),
-        ("parameters", "parameters", ","),
-    ),
-    *(("layers", "layers", ",.3f"), ("÷ baseline", "layer_flops_of_baseline", ".4f"), ("logits", "logits", ",.3f")),
-    *(("training", "training", ",.3f"), ("what", "title", "")),
-)
-# Said where a row has a value.
+    ("variant", "label", ""), ("role", "role", ""), ("f", "fraction", ".3f"),
+    ("MFLOPs", "forward", ",.3f"), ("÷ baseline", "flops_of_baseline", ".4f"),
+    ("test loss", "test_loss", ".4f"), ("±", "test_loss_spread", ".4f"), ("test bits/byte", "bits_per_byte", ".4f"),
+    ("Δ nats", "gap", "+.4f"), ("±", "gap_spread", ".4f"), ("paper", "paper_gap", "+.4f"),
+    ("Δ equal FLOPs", "gap_at_flops", "+.4f"), ("±", "gap_at_flops_spread", ".4f"),
+    ("Δ equal time", "gap_at_time", "+.4f"), ("seeds", "numbers", ""),
+    ("valid. PPL", "validation_perplexity", ",.3f"), ("paper", "paper_validation", ".2f"),
+    ("test PPL", "test_perplexity", ",.3f"), ("paper", "paper_test", ".2f"), ("τ", "threshold", ".4f"),
+    ("g", "gate", ".3f"), ("step ms", "step_ms", ",.2f"), ("peak GB", "peak_memory_gb", ",.2f"),
+    ("frontier", "best", ""), ("parameters", "parameters", ","),
+    ("layers", "layers", ",.3f"), ("÷ baseline", "layer_flops_of_baseline", ".4f"), ("logits", "logits", ",.3f"),
+    ("training", "training", ",.3f"), ("what", "title", ""),
+)  # fmt: skip
+# By key, notes that are added if a row has a value there.
 NOTES = {
     "gap_at_flops": "Δ equal FLOPs is Δ less that of the dense curve at the same FLOPs: linear in log FLOPs between "
     "neighbours of {curve}, the dense variants that no cheaper one betters; – where a seed lies outside.",

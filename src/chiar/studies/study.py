@@ -9,7 +9,7 @@ from typing import Any, get_origin
 
 from chiar import presets
 from chiar.config import ChiarConfig
-from chiar.config_checks import fits
+from chiar.config_checks import describe_type, fits
 from chiar.data.shards import Corpus
 from chiar.errors import InputError, first_line, require, unknown_name
 from chiar.files import check_file
@@ -59,7 +59,9 @@ class Study:
 
     @property
     def duration(self) -> str:
-        return f"{self.epochs:g} epoch(s) of the corpus" if self.tokens is None else f"{self.tokens:,} tokens"
+        if self.tokens is not None:
+            return f"{self.tokens:,} tokens"
+        return f"{self.epochs:g} epoch{'s' * (self.epochs != 1)} of the corpus"
 
 
 def one_of(kind: str, received: str, allowed: Iterable[str]) -> str:
@@ -103,7 +105,7 @@ def typed(where: str, data: dict[str, Any], kind: type) -> dict[str, Any]:
     hints: dict[str, Any] = {part.name: dict if get_origin(part.type) is dict else part.type for part in fields(kind)}
     for name, value in data.items():
         hint = hints[one_of(f"field of {where}", name, hints)]
-        require(fits(value, hint), f"{name} of {where} must be {getattr(hint, '__name__', hint)}, got {value!r}.")
+        require(fits(value, hint), f"{name} of {where} must be {describe_type(hint)}, got {value!r}.")
     return data
 
 

@@ -193,10 +193,7 @@ def sort_options(given: dict[str, Any]) -> tuple[Launch, dict[str, Any], dict[st
     launch = Launch(**{field.name: given.pop(field.name) for field in fields(Launch)})
     del given["settings"]  # with --settings the command has ended before
     require(launch.resume or not launch.extend, "--extend is for a resumed run: add --resume, or leave it out.")
-    assigned: dict[str, Any] = {}
-    for name, value in map(parse, launch.set or []):
-        require(name not in assigned, f"--set {name} is given twice: give it once.")
-        assigned[name] = value
+    assigned = dict(parse(item) for item in launch.set or [])  # of two with the same name the last counts
     chosen = {name: value for name, value in given.items() if value is not None}
     for name in chosen.keys() & assigned.keys():
         raise InputError(f"--{name.replace('_', '-')} and --set {name} set the same thing: give one of them.")

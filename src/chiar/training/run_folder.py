@@ -81,6 +81,7 @@ class RunFolder:
         write_atomic(self.path / RUN, json.dumps(record, indent=1))
 
     def read(self) -> dict[str, Any]:
+        require(self.path.is_dir(), f"there is no folder {self.path}.")
         require((self.path / RUN).is_file(), f"{self.path} is not a training run: it has no {RUN}.")
         with errors_as(f"{self.path / RUN} is damaged", ValueError):
             return json.loads((self.path / RUN).read_text(encoding="utf-8"))
@@ -141,7 +142,8 @@ class RunFolder:
         if not resume and restarted and (self.path / RUN).is_file():
             resume = self.read().get("launch") == launch()
         free = not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
-        require(resume or free, f"{self.path} exists already: {self.command} continues a run, or choose another --out.")
+        way = f"{self.command} continues it, or" if (self.path / RUN).is_file() else "it is no run:"
+        require(resume or free, f"{self.path} exists already: {way} choose another --out.")
         return resume
 
     def open(self, record: dict[str, Any], resume: bool) -> checkpoint.FoundCheckpoint | None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from chiar.config_checks import ALL_SETTINGS, fits
+from chiar.config_checks import ALL_SETTINGS, describe_type, fits
 from chiar.errors import require, unknown_name
 
 CHOICES = {"precision": ("auto", "bf16", "fp32"), "mixing": ("weights", "added"), "parallel": ("auto", "ddp", "fsdp")}
@@ -83,7 +83,7 @@ class TrainSettings:
         """Raise InputError with the value received and what is allowed."""
         for setting in fields(self):
             name, value, kind = setting.name, getattr(self, setting.name), get_args(setting.type)[0]
-            require(fits(value, kind), f"{name} must be {getattr(kind, '__name__', kind)}, got {value!r}.")
+            require(fits(value, kind), f"{name} must be {describe_type(kind)}, got {value!r}.")
             if name in CHOICES and value not in CHOICES[name]:
                 raise unknown_name(name, value, CHOICES[name])
             if kind in (int, float):
@@ -102,7 +102,7 @@ class TrainSettings:
         (each, over), size = divmod(self.batch, processes), self.micro_batch
         way = f"make --batch a multiple of {processes}" if over else f"--micro-batch {math.gcd(each, size)} would"
         rows = f"a batch of {self.batch} rows does not divide into micro-batches of {size}"
-        require(not over and each % size == 0, f"{rows} on {processes} process(es): {way}.")
+        require(not over and each % size == 0, f"{rows} on {processes} process{'es' * (processes > 1)}: {way}.")
         return each // size
 
     @classmethod
