@@ -60,7 +60,7 @@ def recorded_routes(path: Path, heading: str) -> "Figure":
     return draw_routing(trace, [chr(byte) for byte in trace.token_ids_BT[0].tolist()], heading)
 
 
-# Routers of docs/results/bytes, with their labels in the legend.
+# Routers of the byte studies, with their labels in the legend.
 ROUTERS = {
     "rise": "rise of the predictive entropy",
     "predictive": "predictive entropy",
@@ -75,23 +75,29 @@ ROUTERS = {
 }
 
 
-def byte_routers() -> "Figure":
-    """Loss against FLOPs in the byte study, one marker per run of a 2-12-2 stack; seed 0 of the dense models joined."""
-    with (RESULTS / "bytes" / "results.json").open(encoding="utf-8") as file:
+def router_panel(study: str, heading: str) -> Panel:
+    """Loss against FLOPs, one marker per run of a 2-12-2 stack; seed 0 of the dense models joined."""
+    with (RESULTS / study / "results.json").open(encoding="utf-8") as file:
         runs = json.load(file)["runs"]
     results: dict[str, list[tuple[float, float]]] = {}
     for run in runs:
         results.setdefault(run["variant"], []).append((run["flops_per_token"]["forward"] / 1e6, run["bits_per_byte"]))
-    dense = sorted(points[0] for name, points in results.items() if re.fullmatch(r"dense-\d+", name))
-    lines = [Line(dense, "dense models", color="#444444", marker="s")]
-    lines += [Line([point], color="#444444", marker="s") for point in results["dense-6"][1:]]
+    dense = {name: points for name, points in results.items() if re.fullmatch(r"dense-\d+", name)}
+    first = sorted(points[0] for points in dense.values())
+    lines = [Line(first, "dense models", color="#444444", marker="s")] if dense else []
+    lines += [Line([point], color="#444444", marker="s") for points in dense.values() for point in points[1:]]
     colours = [*COLOURS, *COLOURS]
     markers = "o" * len(COLOURS) + "^" * len(COLOURS)
     for (name, label), colour, marker in zip(ROUTERS.items(), colours, markers, strict=False):
         own = [point for key, points in results.items() if re.fullmatch(rf"{name}(-\d+)?", key) for point in points]
         lines.append(Line(sorted(own), label if own else "", color=colour, marker=marker, linestyle="none"))
-    title = "bits/byte on the test set after 140M bytes"
-    return draw_grid(title, [Panel("bits/byte", lines)], "MFLOP per byte", 1, 4.2)
+    return Panel(heading, lines)
+
+
+def byte_routers() -> "Figure":
+    """The byte study, and the small one, whose rows are trained too briefly to compare with dense models."""
+    panels = [router_panel("bytes", "width 256, 140M bytes"), router_panel("bytes-small", "width 128, 12M bytes")]
+    return draw_grid("bits/byte by the choice of dark bytes", panels, "MFLOP per byte", 2, 3.8, log_x=False)
 
 
 FIGURES: "dict[str, Callable[[], Figure]]" = {

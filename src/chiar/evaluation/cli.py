@@ -33,7 +33,7 @@ def evaluate(
     harness_download: Annotated[bool, Option("--harness-download", help="Allow tasks to download data.")] = False,
     few_shot: Annotated[int | None, Option(min=0, help="Few-shot examples per question. [default: the task's]")] = None,
 ) -> None:
-    """Measure perplexity or accuracy, routed fractions and counted FLOPs on a prepared corpus, or run tasks of
+    """Measure loss or accuracy, routed fractions and FLOPs. The text is a prepared corpus, or tasks of
     lm-evaluation-harness. Several models or reports are compared; the first is the baseline. A run stands for its best
     model; without --data, its evaluation.json and training metrics are shown."""
     from json import dumps

@@ -40,9 +40,9 @@ def convert(
     pool: Annotated[str | None, Option(help=".pt file of a classifier: last or mean. [default: last]")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Import a checkpoint of the author's code (no code in it is executed), or convert a model folder between spectral
-    and feature coordinates. In spectral coordinates a pre-norm RMSNorm model gives the same outputs without any
-    transform: the basis is folded into its weights."""
+    """Import a checkpoint of the author's code, or fold a basis. No code in a checkpoint is executed. In spectral
+    coordinates the DCT is folded into the weights of a pre-norm RMSNorm model, which then gives the same outputs
+    without any transform."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

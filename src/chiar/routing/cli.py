@@ -25,7 +25,7 @@ def flops(
     json: Json = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Count forward FLOPs per token for CHIAR and its dense baseline, next to the paper's claims."""
+    """Count FLOPs per token of a model and its dense baseline. Forward passes, next to the paper's claims."""
     from json import dumps
 
     from chiar.config_checks import check
@@ -66,8 +66,8 @@ def calibrate(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="File for train --thresholds; - to print.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Calibrate the thresholds of routed layers, or of a dark stack, on the scores a model produces. With --fraction,
-    another share of the tokens may be dark than in training."""
+    """Calibrate the thresholds of a model on a text. They follow the scores of its routed layers or its dark stack.
+    With --fraction another share of the tokens may be dark than in training."""
     import numpy as np
     from rich.progress import Progress
     from transformers.utils import logging
@@ -138,7 +138,7 @@ def trace(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a preset's random weights.")] = 0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Route a text and show which operator each token took in each layer."""
+    """Show which operator each token of a text took in each layer."""
     from chiar.routing.tables import route_text, routing_csv, routing_views
 
     require(not str(json) == str(csv) == "-", "--json - and --csv - would both print: give one of them a file.")

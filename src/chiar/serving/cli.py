@@ -29,7 +29,7 @@ def serve(
     tokenizer: Tokenizer = None,
     device: Device = "auto",
 ) -> None:
-    """Serve a model through OpenAI's completions API, with streaming, limits, /health and /metrics."""
+    """Serve a model through OpenAI's completions API. With streaming, limits, /health and /metrics."""
     from chiar.errors import InputError, optional_module
 
     for package in ("starlette", "uvicorn"):

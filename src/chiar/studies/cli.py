@@ -10,7 +10,7 @@ import typer
 from chiar.console import Overwrite
 from chiar.files import check_new
 
-HELP = "Train a grid of models on equal tokens, and compare loss against cost in a table and a picture."
+HELP = "Train a grid of models on equal tokens and compare them. Loss against cost, in a table and a picture."
 study_app = typer.Typer(no_args_is_help=True, context_settings={"max_content_width": 120}, help=HELP)
 Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A study in ./research/studies, or a .toml file.")]
 Data = Annotated[list[str], typer.Option(metavar="CORPUS", help="Prepared language corpus; repeat for mixed training.")]

@@ -152,7 +152,7 @@ def finetune(
     epochs: Annotated[float | None, typer.Option(help="Epochs over the training documents. [default: 3]")] = None,
     **given: Any,
 ) -> None:
-    """Train a classifier on labelled corpora, from a model's weights or from scratch. --resume RUN continues a run."""
+    """Train a classifier on labelled corpora. It starts from a model's weights, or new ones. --resume RUN continues."""
     from chiar import presets
     from chiar.data.shards import Corpus
     from chiar.model.load import resolve_model
