@@ -7,11 +7,11 @@ __version__ = "0.1.0"
 
 # Loaded on first use, so that `import chiar` and `chiar --help` stay fast.
 _MODULES = {
-    **{"ChiarConfig": "chiar.config", "RoutingTrace": "chiar.model.trace", "presets": "chiar.presets"},
+    "ChiarConfig": "chiar.config", "RoutingTrace": "chiar.model.trace", "presets": "chiar.presets",
     **dict.fromkeys(["ChiarModel", "ChiarForCausalLM", "ChiarForSequenceClassification"], "chiar.modeling"),
     **dict.fromkeys(["register_operator", "register_router"], "chiar.registry"),
     **dict.fromkeys(["check_operator", "check_router"], "chiar.model.plugin_checks"),
-}
+}  # fmt: skip
 __all__ = ["ChiarConfig", "ChiarForCausalLM", "ChiarForSequenceClassification", "ChiarModel", "RoutingTrace"]
 __all__ += ["check_operator", "check_router", "presets", "register_operator", "register_router"]
 

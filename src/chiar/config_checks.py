@@ -32,12 +32,12 @@ CHOICES = {
 }
 ALL_SETTINGS = "chiar train --settings lists all."
 REMOVED: dict[str, Any] = {
-    **{"settle": 0.0, "turns": 0, "together": 0, "entropy_gradient": "none", "router_temperature": 1.0},
-    **{"entropy_weights": "none", "router_reads": "state_and_entropy", "router_hidden": 0, "anneal": 0.0},
-    **{"budget_weight": 0.0, "benefit_weight": 0.0, "own_ffn": False, "signal": "features", "temporal_channels": 16},
-    **{"rbf_gamma": 1.0, "rbf_features": 64, "gate_bias": 2.0, "norm_eps": 1e-5, "basis_seed": 0},
-    **{"rope_base": 10000.0, "initializer_range": 0.02},
-}
+    "settle": 0.0, "turns": 0, "together": 0, "entropy_gradient": "none", "router_temperature": 1.0,
+    "entropy_weights": "none", "router_reads": "state_and_entropy", "router_hidden": 0, "anneal": 0.0,
+    "budget_weight": 0.0, "benefit_weight": 0.0, "own_ffn": False, "signal": "features", "temporal_channels": 16,
+    "rbf_gamma": 1.0, "rbf_features": 64, "gate_bias": 2.0, "norm_eps": 1e-5, "basis_seed": 0,
+    "rope_base": 10000.0, "initializer_range": 0.02,
+}  # fmt: skip
 """Fields of failed experiments (docs/log.md), or never varied, with the only value that is still supported."""
 REMOVED_OPERATORS = ("skip", "bypass")
 STACK_OPERATORS = ["carry", "attention"]

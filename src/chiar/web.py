@@ -27,9 +27,9 @@ from chiar.visible import SURROGATES, visible
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    **{"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"},
-    **{"cross-origin-resource-policy": "same-origin", "cache-control": "no-store"},
-}
+    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin", "cache-control": "no-store",
+}  # fmt: skip
 # Accepted Host headers: IP addresses and our own names. Others may be a foreign page's, by DNS rebinding.
 OWN_NAME = r"(localhost|[\d.]+|\[[\da-f:.]+\]|{})(:\d+)?"
 # At most this multiple of the allowed size is read of a body; and seconds a client has to send it.

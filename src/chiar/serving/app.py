@@ -179,9 +179,9 @@ FIELDS: dict[str, Field] = {
     **dict.fromkeys(("echo", "stream"), FLAG),
     "stream_options": ({}, lambda v: isinstance(v, dict) and set(v) <= {"include_usage"}, "include_usage alone"),
     "user": TEXT,
-    **{"best_of": unsupported(1), "suffix": unsupported(""), "logit_bias": unsupported({})},
+    "best_of": unsupported(1), "suffix": unsupported(""), "logit_bias": unsupported({}),
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), unsupported(0)),
-}
+}  # fmt: skip
 
 
 def parse_request(body: dict[str, Any], model: str, codec: TextCodec, vocabulary: int, limits: Limits) -> Job:

@@ -81,17 +81,17 @@ def read_run(folder: StudyFolder, run: Run) -> Row:
     speed, step = read_training(out).tokens_per_second, settings.batch * settings.length
     peaks = [record["peak_memory_gb"] for record in RunFolder(out).read_metrics() if "peak_memory_gb" in record]
     return {
-        **{"name": run.name, "variant": run.variant, "seed": run.seed, "test_loss": report.scores.loss},
-        **{"bits_per_byte": report.scores.derived()["bits_per_byte"], "peak_memory_gb": max(peaks, default=None)},
+        "name": run.name, "variant": run.variant, "seed": run.seed, "test_loss": report.scores.loss,
+        "bits_per_byte": report.scores.derived()["bits_per_byte"], "peak_memory_gb": max(peaks, default=None),
         "validation_loss": EvaluationReport.read(out / VALIDATION).scores.loss if run.validate else None,
-        **{"fraction": report.routing.fraction, "threshold": tau.get("thresholds"), "gate": report.routing.gate},
+        "fraction": report.routing.fraction, "threshold": tau.get("thresholds"), "gate": report.routing.gate,
         "flops_per_token": count_costs(config, settings.length, measured_shares(config, report.routing)),
-        **{"step_ms": 1e3 * step / speed if speed and jobs == 1 else None, "parameters": count_parameters(config)},
-        **{"wall_seconds": run.attempts[-1].get("seconds"), "attempts": len(run.attempts), "jobs": jobs},
-        **{"device": report.device, "versions": stored["versions"], "commit": stored["commit"]},
-        **{"tokens": settings.steps * step, "remarks": report.remarks, "declaration": run.declaration()},
+        "step_ms": 1e3 * step / speed if speed and jobs == 1 else None, "parameters": count_parameters(config),
+        "wall_seconds": run.attempts[-1].get("seconds"), "attempts": len(run.attempts), "jobs": jobs,
+        "device": report.device, "versions": stored["versions"], "commit": stored["commit"],
+        "tokens": settings.steps * step, "remarks": report.remarks, "declaration": run.declaration(),
         "command": ["chiar", *train_arguments(run.preset, {**run.config, **tau}, settings, out)],
-    }
+    }  # fmt: skip
 
 
 def collect(folder: StudyFolder) -> dict[str, Any]:
@@ -152,18 +152,18 @@ def summarise(study: dict[str, Any], runs: list[Row]) -> list[Row]:
         losses, gaps = [run["test_loss"] for run in own], [a["test_loss"] - b["test_loss"] for a, b in pairs]
         cost, flops = "flops_per_token", [run["flops_per_token"] for run in own]
         row: Row = {
-            **{"variant": variant["name"], "role": variant["role"], "title": variant["title"]},
-            **{"seeds": [run["seed"] for run in own], "parameters": own[0]["parameters"]},
-            **{"test_loss": mean(losses), "test_loss_spread": spread(losses), "losses": losses},
-            **{"gap": mean(gaps), "gap_spread": spread(gaps), "gap_seeds": [run["seed"] for run, _ in pairs]},
-            **{"paired_loss": base_mean + mean(gaps) if gaps else None, "paired_losses": [base_mean + g for g in gaps]},
+            "variant": variant["name"], "role": variant["role"], "title": variant["title"],
+            "seeds": [run["seed"] for run in own], "parameters": own[0]["parameters"],
+            "test_loss": mean(losses), "test_loss_spread": spread(losses), "losses": losses,
+            "gap": mean(gaps), "gap_spread": spread(gaps), "gap_seeds": [run["seed"] for run, _ in pairs],
+            "paired_loss": base_mean + mean(gaps) if gaps else None, "paired_losses": [base_mean + g for g in gaps],
             "flops_per_token": {part: mean(one[part] for one in flops) for part in flops[0]},
             "flops_of_baseline": mean(a[cost]["forward"] / b[cost]["forward"] for a, b in pairs),
             "layer_flops_of_baseline": mean(a[cost]["layers"] / b[cost]["layers"] for a, b in pairs),
             "step_ms": times.get(variant["name"], {}).get("step_ms"),
             "step_ms_in_training": mean(run["step_ms"] for run in own),
             **{part: mean(run.get(part) for run in own) for part in ("fraction", "threshold", "gate")},
-        }
+        }  # fmt: skip
         if paper := papers[variant["name"]]:
             validation, first = mean(run["validation_loss"] for run in own), papers[baseline]
             row |= {f"paper_{part}": value for part, value in paper.items()}
