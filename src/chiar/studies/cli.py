@@ -43,8 +43,9 @@ def show(name: Name = "", data: Vocabulary = None, only: Only = None) -> None:
 
     if name:
         return show_grid(make_plan(find(name), data or [], only))
-    for study in (find(str(path)) for path in declared()):
-        typer.echo(f"{study.name:18} {len(study.variants):2} variants, {study.duration}: {study.title}")
+    for path in declared():
+        study = find(str(path))
+        typer.echo(f"{path.stem:18} {len(study.variants):2} variants, {study.duration}: {study.title}")
 
 
 @study_app.command()
