@@ -20,6 +20,8 @@ from research.nulltest.pictures import draw_entropy
 from research.nulltest.report import read_report
 from research.scaling import MODELS as SIZES
 from research.scaling import draw_savings
+from research.surprisal import Measurement
+from research.surprisal import draw as draw_surprisal
 from research.theorem import check_theorem, draw_theorem
 
 if TYPE_CHECKING:
@@ -100,6 +102,11 @@ def byte_routers() -> "Figure":
     return draw_grid("bits/byte by the choice of dark bytes", panels, "MFLOP per byte", 2, 3.8, log_x=False)
 
 
+def surprisal() -> "Figure":
+    with (RESULTS / "bytes-small" / "surprisal.json").open(encoding="utf-8") as file:
+        return draw_surprisal([Measurement(**kind) for kind in json.load(file)["kinds"]])
+
+
 FIGURES: "dict[str, Callable[[], Figure]]" = {
     **{name: lambda name=name: draw_model([name]) for name in MODELS},  # type: ignore[misc]
     "byte-routers": byte_routers,
@@ -108,6 +115,7 @@ FIGURES: "dict[str, Callable[[], Figure]]" = {
     "routers40m_long": lambda: draw_study([str(RESULTS / "routers40m_long" / "results.json")]),
     "savings": lambda: draw_savings(SIZES, 256, 0.5, "routed"),
     "speed": speed,
+    "surprisal": surprisal,
     "theorem": lambda: draw_theorem(check_theorem([16, 64, 256, 1024], [0.5, 0.9, 0.99])),
 }
 
