@@ -50,12 +50,13 @@ done
 run chiar eval "$out/dense.json" "$out/v5.json"
 cat <<WORDS
 
-How to read this: both models had the same text, width and learning rate, about the same FLOPs and $steps steps of
-$((batch * length)) bytes; one seed. This early the dense model is ahead: layers that see one byte in five have
-learnt from one byte in five. For larger models on Wikipedia the order changes after 20 to 50 million bytes; after 140 million
-v5 is 0.05 to 0.06 bits/byte ahead of the dense model of equal FLOPs, and 0.10 ahead of v5 with randomly chosen bytes
-(docs/bytes.md). What one minute of training does show is where a model is uncertain: below, most of the bytes that
-pass the stack are those where words begin. Nothing told it what a word is.
+How to read this: both models had the same text, width and learning rate, about the same FLOPs and $steps steps
+of $((batch * length)) bytes; one seed. This early the dense model is ahead: layers that see one byte in five
+have learnt from one byte in five. For larger models on Wikipedia the order changes after 20 to 50 million
+bytes; after 140 million v5 is 0.05 to 0.06 bits/byte ahead of the dense model of equal FLOPs, and 0.10 ahead of
+v5 with randomly chosen bytes (docs/bytes.md). What one minute of training does show is where a model is
+uncertain: below, most of the bytes that pass the stack are those where words begin. Nothing told it what a word
+is.
 WORDS
 run chiar plot curves "$out/dense" "$out/v5" --data "$out/stdlib" --out "$out/curves.svg"
 run chiar trace "$out/v5" --prompt "$sentence"

@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # `chiar flops` starts fast because it does not import the mo
     from chiar.model.trace import RoutingTrace
     from chiar.routing.calibration import Calibration
 
-PAPER_TOTAL, PAPER_ATTENTION, TOKENS_PER_LINE = "35–40%", "62.5%", 68
+PAPER_TOTAL, PAPER_ATTENTION = "35–40%", "62.5%"
+TOKENS_PER_LINE = 67  # with the label 80 columns
 MARKS = {"rbf": "▒", "attention": "█"}  # readable without colour; ░ marks light operators
 TOKEN = ("position", "token_id", "piece", "layer", "kind")
 COLUMNS = (*TOKEN, "operator", "attention_weight", "entropy", "thresholds", "gate")
