@@ -1,6 +1,6 @@
 """Checks of a configuration: one clear sentence for each mistake."""
 
-from types import UnionType
+from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from chiar import registry
@@ -82,7 +82,7 @@ def describe_type(hint: Any) -> str:
     if hint is list or get_origin(hint) is list:
         return 'a list such as ["a", "b"]' if get_args(hint) == (str,) else "a list such as [1, 2]"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a table"}
-    return words.get(hint, "null")
+    return (words | {NoneType: "null"})[hint]
 
 
 def fits(value: Any, hint: Any) -> bool:

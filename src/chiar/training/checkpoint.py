@@ -24,7 +24,7 @@ from chiar.files import temporary_path
 from chiar.training.distributed import Processes, local_rows
 
 MANIFEST, STATE = "manifest.json", "state.json"
-GONE = {f"model.language.model.router_state.{name}" for name in ("spread_L", "progress")}  # old, ignored
+GONE = {f"model.language.model.router_state.{name}" for name in ("spread_L", "progress")}  # of older runs
 
 
 class TrainingStopped(RuntimeError):
