@@ -17,6 +17,7 @@ from helpers import (
     LENGTHS,
     ROWS,
     TOKENS,
+    dark_model,
     fed_logits,
     feed,
     gradients,
@@ -344,6 +345,19 @@ def test_growth_by_blocks(monkeypatch):
     # The stores of all layers are looked at together, but for the first time, when each is made.
     assert len(looks) <= len(model.config.layer_types) + 200 / (LEAST - 1)
     assert (torch.cat(logits, 1) - whole(model, ids, forced_routes=routes).logits).abs().max() < ROUNDING
+
+
+@pytest.mark.parametrize("rows", [1, ROWS])
+@pytest.mark.parametrize(
+    "design", [{"layer_types": ["attention"] * 3}, {}, {"window": 9}], ids=["dense", "v5", "window"]
+)
+def test_a_prompt_does_not_wait_for_lengths(monkeypatch, design, rows):
+    """Each look would wait for the device; the length of a prompt, or of its longest row of dark tokens, is known."""
+    model, ids = dark_model(**design), token_ids(rows, 200)
+    monkeypatch.setattr(Shelf, "look", Mock(side_effect=AssertionError))
+    _, cache = fed_logits(model, ids, [200], None, None)
+    for store in cache.shelf.stores:
+        assert store.most == int(store.length_B.max())
 
 
 @pytest.mark.parametrize("keys", ["all", "routed"])

@@ -93,6 +93,7 @@ class CausalAttention(Operator):
         visible: Maybe = visible_keys(key_BT, T, window) if masked and key_BT is not None else None
         if memory is not None:
             store = memory.ragged("attention", window)
+            full = key_BT is None or (context.padding_behind and store.is_empty)
             if key_BT is None:
                 key_BT = torch.ones(B, T, dtype=torch.bool, device=x_BTD.device)
             if T == 1 and not (eager or torch.is_grad_enabled() or self.training):
@@ -100,7 +101,7 @@ class CausalAttention(Operator):
                     store.make_room(k, v)
                 return store.attend(q[:, :, 0], k[:, :, 0], v[:, :, 0], key_BT[:, 0]).reshape(B, 1, D), None
             is_first = store.is_empty
-            count_BT = store.append({"key": k, "value": v}, key_BT)
+            count_BT = store.append({"key": k, "value": v}, key_BT, full)
             if not is_first:
                 k, v, visible = store.used("key"), store.used("value"), store.visible(count_BT)
 

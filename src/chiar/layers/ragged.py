@@ -34,8 +34,8 @@ class Shelf:
         it does not hold yet, so it cannot slide."""
         known = [(store, store.length_B) for store in self.stores if store.length_B is not None]
         for device in {length_B.device for _, length_B in known}:
-            here = {store: length_B.max() for store, length_B in known if length_B.device == device}
-            for store, longest in zip(here, torch.stack(list(here.values())).tolist(), strict=True):
+            here = {store: length_B for store, length_B in known if length_B.device == device}
+            for store, longest in zip(here, torch.stack(list(here.values())).amax(1).tolist(), strict=True):
                 store.most = longest
         if any(store.capacity - store.most < LEAST for store, _ in known):
             for store, _ in known:
@@ -105,18 +105,22 @@ class RaggedStore:
         self.length_B = self.rewritten(length_B, kept_B)
         self.most, self.capacity = min(self.most, window), capacity
 
-    def append(self, new: dict[str, Tensor], key_BT: Tensor) -> Tensor:
-        """Store the entries (B, H, T, d) of tokens that are keys. Returns each row's keys up to each token, (B, T)."""
-        length_B = self.begin(new)
+    def append(self, new: dict[str, Tensor], key_BT: Tensor, full: bool = False) -> Tensor:
+        """Store the entries (B, H, T, d) of tokens that are keys. Returns each row's keys up to each token, (B, T).
+        `full` says that in the longest row all are, so that nothing has to be read from the device."""
+        length_B, most_new = self.begin(new), key_BT.shape[1]
         if self.window is not None and not self.capacity:  # a prompt: entries outside its window are never seen again
             key_BT = key_BT & (key_BT.flip(1).cumsum(1).flip(1) <= self.window)
-        elif self.is_long and self.most + key_BT.shape[1] >= self.capacity:
+            most_new = min(most_new, self.window)
+        elif self.is_long and self.most + most_new >= self.capacity:
             self.slide()
             length_B = self.begin(new)
         count_BT = length_B[:, None] + key_BT.cumsum(1)
         self.length_B = self.rewritten(length_B, count_BT[:, -1])
-        self.most += key_BT.shape[1]
-        if self.most >= self.capacity:
+        self.most += most_new
+        if self.most >= self.capacity and full:
+            self.grow()
+        elif self.most >= self.capacity:
             self.shelf.look(writing=self)
         slot_BT = torch.where(key_BT, count_BT - 1, self.capacity - 1)
         row_B1 = torch.arange(len(key_BT), device=key_BT.device)[:, None]

@@ -28,6 +28,7 @@ Limit = Annotated[float | None, typer.Option(min=0, help="Start no run expected 
 Steps = Annotated[int, typer.Option(min=1, help="Steps to time per variant; the median is reported.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Device; auto uses a GPU if there is one.")]
 Record = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a study, or of recorded results.")]
+Grown = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a study; a new one is created.")]
 Target = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="Folder to write to. [default: the study's own; none for recorded results]"),
@@ -91,7 +92,7 @@ def table(folder: Record, out: Target = None, overwrite: Overwrite = False) -> N
 
 
 @study_app.command()
-def add(folder: Record, results: Results) -> None:
+def add(folder: Grown, results: Results) -> None:
     """Add finished runs of the same study from another folder or machine. They count as done here."""
     from chiar.studies.results import add_results
 
@@ -101,7 +102,7 @@ def add(folder: Record, results: Results) -> None:
 
 
 @study_app.command("time")
-def measure(name: Name, data: Data, out: Out, only: Only = None, steps: Steps = 20, device: Device = "auto") -> None:
+def measure(name: Name, data: Data, out: Out, only: Only = None, steps: Steps = 100, device: Device = "auto") -> None:
     """Time the training step of every variant, for table and picture. Variants run one after another in one process."""
     from chiar.studies.runner import locked_study, time_study
     from chiar.studies.study import find, make_plan
