@@ -2,6 +2,8 @@
 have lengths of their own, and a token stores nothing where it is not sent."""
 
 import copy
+import gc
+import weakref
 from unittest.mock import Mock
 
 import pytest
@@ -358,6 +360,20 @@ def test_a_prompt_does_not_wait_for_lengths(monkeypatch, design, rows):
     _, cache = fed_logits(model, ids, [200], None, None)
     for store in cache.shelf.stores:
         assert store.most == int(store.length_B.max())
+
+
+def test_a_dropped_cache_is_freed_at_once():
+    """Without waiting for the garbage collector, or old caches would fill a GPU."""
+    model, ids = dark_model(), token_ids(ROWS, 40)
+    gc.collect()
+    gc.disable()
+    try:
+        _, cache = fed_logits(model, ids, [38, 1, 1], None, None)
+        held = [weakref.ref(part) for store in cache.shelf.stores for part in (*store.parts.values(), store.length_B)]
+        del cache
+        assert held and not any(reference() is not None for reference in held)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("keys", ["all", "routed"])

@@ -93,6 +93,7 @@ class CausalAttention(Operator):
         visible: Maybe = visible_keys(key_BT, T, window) if masked and key_BT is not None else None
         if memory is not None:
             store = memory.ragged("attention", window)
+            # A packed layout is as wide as its longest row, which in a store with older entries may be another one.
             full = key_BT is None or (context.padding_behind and store.is_empty)
             if key_BT is None:
                 key_BT = torch.ones(B, T, dtype=torch.bool, device=x_BTD.device)

@@ -1,6 +1,7 @@
 """Key-value stores for decoding in which every row has its own length: a token that is no key takes no memory."""
 
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,8 @@ LEAST = 16  # with less room than this a store grows
 class Shelf:
     """The stores of all layers of a cache. Their lengths are read together, because each read waits for the device."""
 
-    stores: "list[RaggedStore]" = field(default_factory=list)
+    # Weak, because stores know their shelf: in a reference cycle a cache would keep its memory until one is looked for.
+    stores: "WeakSet[RaggedStore]" = field(default_factory=WeakSet)
     slack: int = 0  # how many tokens may be taken back
     moves: int = 0  # counts reallocations, so that holders of addresses (CUDA graphs) notice
 
@@ -46,9 +48,9 @@ class Shelf:
 class RaggedStore:
     """Named tensors (B, H, L, d). The first `length_B` of the L entries of each row are valid, in the order of tokens.
     Lengths live on the device. The host keeps `most`, an upper bound on the longest row, and reads the true lengths
-    when that reaches the capacity; in between everything is written in place. The last entry is never valid: `append`
-    writes tokens that are no keys there, so that no values have to be read. With a `window` only the last entries of a
-    row are needed again; when there is no more room they slide to the beginning."""
+    when that reaches the capacity, unless they are known; in between everything is written in place. The last entry is
+    never valid: `append` writes tokens that are no keys there, so that no values have to be read. With a `window` only
+    the last entries of a row are needed again; when there is no more room they slide to the beginning."""
 
     def __init__(self, shelf: Shelf, window: int | None = None) -> None:
         self.shelf, self.window = shelf, window
@@ -107,7 +109,7 @@ class RaggedStore:
 
     def append(self, new: dict[str, Tensor], key_BT: Tensor, full: bool = False) -> Tensor:
         """Store the entries (B, H, T, d) of tokens that are keys. Returns each row's keys up to each token, (B, T).
-        `full` says that in the longest row all are, so that nothing has to be read from the device."""
+        `full` says that all tokens of some longest row are keys: then its length is known without the device."""
         length_B, most_new = self.begin(new), key_BT.shape[1]
         if self.window is not None and not self.capacity:  # a prompt: entries outside its window are never seen again
             key_BT = key_BT & (key_BT.flip(1).cumsum(1).flip(1) <= self.window)

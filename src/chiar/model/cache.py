@@ -58,7 +58,7 @@ class LayerState(DynamicLayer):
     def ragged(self, name: str, window: int | None = None) -> RaggedStore:
         if name not in self.stores:
             self.stores[name] = RaggedStore(self.shelf, window)
-            self.shelf.stores.append(self.stores[name])
+            self.shelf.stores.add(self.stores[name])
         return self.stores[name]
 
     def make_writable(self) -> None:

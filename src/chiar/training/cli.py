@@ -99,7 +99,9 @@ def list_settings(context: typer.Context, wanted: bool) -> None:
 
 
 def list_one(name: str, kind: Any, default: str, text: str) -> None:
-    typer.echo(f"  {name} ({kind.__name__ if isinstance(kind, type) else kind}) {default}")
+    from chiar.config_checks import describe_type
+
+    typer.echo(f"  {name} {default}: {describe_type(kind)}")
     for line in textwrap.wrap(" ".join(text.split()), 92):
         typer.echo(f"      {line}")
 
