@@ -6,12 +6,13 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from chiar.console import guarded
 from chiar.errors import unknown_name
 from chiar.model.trace import RoutingTrace
-from chiar.plots.figure import COLOURS, DASHES, Line, Panel, save
+from chiar.plots.figure import COLOURS, DASHES, Line, Panel, new_figure, save, style
 from chiar.plots.model import draw_model
 from chiar.plots.routes import draw_routing
 from chiar.plots.study import draw_study
@@ -47,9 +48,9 @@ def speed() -> "Figure":
         for contender, colour in zip(dict.fromkeys(contender for contender, *_ in rows), COLOURS, strict=False):
             own = [row for key, row in rows.items() if key[0] == contender and key[1] in (fraction, "")]
             parts = (("speedup", contender, {"marker": "o"}), ("bound", "", {"linestyle": DASHES[2]}))
-            for part, label, style in parts:
+            for part, label, look in parts:
                 points = sorted((float(row["length"]), float(row[part])) for row in own if row[part])
-                lines.append(Line(points, label, color=colour, **style))
+                lines.append(Line(points, label, color=colour, **look))
         panels.append(Panel(f"speed-up, f {fraction}; dotted: counted FLOPs", lines, (1.0, "dense baseline")))
     title = "training speed relative to the compiled dense baseline, 400m, bf16, NVIDIA H200"
     return draw_grid(title, panels, "sequence length, tokens", 2, 3.0)
@@ -62,44 +63,47 @@ def recorded_routes(path: Path, heading: str) -> "Figure":
     return draw_routing(trace, [chr(byte) for byte in trace.token_ids_BT[0].tolist()], heading)
 
 
-# Routers of the byte studies, with their labels in the legend.
+# Variants of the byte study, with their labels; True where the label stands on the left of the point.
 ROUTERS = {
-    "rise": "rise of the predictive entropy",
-    "predictive": "predictive entropy",
-    "forecast": "forecast of the final entropy",
-    "space": "whitespace rule",
-    "boundary": "H-Net's boundaries",
-    "spectral": "the paper's H",
-    "learned": "learned score",
-    "hash": "hash of the byte",
-    "stride": "every fifth byte",
-    "random": "random bytes",
+    "rise": ("rise of the predictive entropy", False),
+    "rise-3": ("the same, f 0.3", False),
+    "predictive": ("predictive entropy", False),
+    "boundary": ("H-Net's boundaries", False),
+    "hash": ("hash of the byte", True),
+    "spectral": ("the paper's H", False),
+    "random": ("random bytes", False),
+    "space": ("whitespace rule", True),
+    "forecast": ("forecast of the final entropy", True),
+    "stride": ("every fifth byte", True),
+    "learned": ("learned score", True),
 }
 
 
-def router_panel(study: str, heading: str) -> Panel:
-    """Loss against FLOPs, one marker per run of a 2-12-2 stack; seed 0 of the dense models joined."""
-    with (RESULTS / study / "results.json").open(encoding="utf-8") as file:
-        runs = json.load(file)["runs"]
-    results: dict[str, list[tuple[float, float]]] = {}
-    for run in runs:
-        results.setdefault(run["variant"], []).append((run["flops_per_token"]["forward"] / 1e6, run["bits_per_byte"]))
-    dense = {name: points for name, points in results.items() if re.fullmatch(r"dense-\d+", name)}
-    first = sorted(points[0] for points in dense.values())
-    lines = [Line(first, "dense models", color="#444444", marker="s")] if dense else []
-    lines += [Line([point], color="#444444", marker="s") for points in dense.values() for point in points[1:]]
-    colours = [*COLOURS, *COLOURS]
-    markers = "o" * len(COLOURS) + "^" * len(COLOURS)
-    for (name, label), colour, marker in zip(ROUTERS.items(), colours, markers, strict=False):
-        own = [point for key, points in results.items() if re.fullmatch(rf"{name}(-\d+)?", key) for point in points]
-        lines.append(Line(sorted(own), label if own else "", color=colour, marker=marker, linestyle="none"))
-    return Panel(heading, lines)
-
-
+@style()
 def byte_routers() -> "Figure":
-    """The byte study, and the small one, whose rows are trained too briefly to compare with dense models."""
-    panels = [router_panel("bytes", "width 256, 140M bytes"), router_panel("bytes-small", "width 128, 12M bytes")]
-    return draw_grid("bits/byte by the choice of dark bytes", panels, "MFLOP per byte", 2, 3.8, log_x=False)
+    """Loss against FLOPs: the mean over seeds, with a bar from the lowest to the highest."""
+    with (RESULTS / "bytes" / "results.json").open(encoding="utf-8") as file:
+        runs = json.load(file)["runs"]
+    costs: dict[str, list[float]] = {}
+    losses: dict[str, list[float]] = {}
+    for run in runs:
+        costs.setdefault(run["variant"], []).append(run["flops_per_token"]["forward"] / 1e6)
+        losses.setdefault(run["variant"], []).append(run["bits_per_byte"])
+    points = {name: (fmean(costs[name]), fmean(losses[name])) for name in costs}
+    figure = new_figure("which bytes pass the inner stack: loss against FLOPs, 140M bytes, width 256", 9.6, 5.0)
+    axes = figure.add_subplot()
+    depths = sorted((name for name in points if re.fullmatch(r"dense-\d+", name)), key=lambda name: points[name])
+    axes.plot(*zip(*(points[name] for name in depths), strict=True), color="#444444", marker="s")
+    dense = {name: (f"{name.removeprefix('dense-')} dense layers", name == "dense-4") for name in depths}
+    for name, (label, on_left) in {**dense, **ROUTERS}.items():
+        colour = "#444444" if name in dense else COLOURS[0] if "rise" in name else COLOURS[1]
+        x, y = points[name]
+        axes.plot([x, x], [min(losses[name]), max(losses[name])], color=colour, linewidth=1)
+        axes.plot([x], [y], color=colour, marker="s" if name in dense else "o")
+        where = {"xytext": (-7 if on_left else 7, 0), "ha": "right" if on_left else "left", "va": "center"}
+        axes.annotate(label, (x, y), textcoords="offset points", color=colour, fontsize=8.5, **where)
+    axes.set(xlabel="MFLOP per byte, forward", ylabel="bits/byte", xlim=(5, 38))
+    return figure
 
 
 def surprisal() -> "Figure":
