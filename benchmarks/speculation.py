@@ -32,6 +32,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> None:
     model, codec, _ = open_writer(options.model, "prefill", False, None, options.device, echo)
     text, where = read_text_file(options.prompt_file), describe_environment(options.device)
+    if len(text) <= options.prompt:
+        raise InputError(f"{options.prompt_file} has {len(text)} characters, but --prompt takes {options.prompt}.")
     starts = range(0, len(text) - options.prompt, max(1, (len(text) - options.prompt) // options.prompts))
     prompts = [codec.encode(text[start : start + options.prompt]) for start in starts][: options.prompts]
     echo(f"{options.model} ({where}), {len(prompts)} prompts of {options.prompt}, {options.new} tokens after each\n")

@@ -66,15 +66,15 @@ def recorded_routes(path: Path, heading: str) -> "Figure":
 # Variants of the byte study, with their labels; True where the label stands on the left of the point.
 ROUTERS = {
     "rise": ("rise of the predictive entropy", False),
-    "rise-3": ("the same, f 0.3", False),
+    "rise-3": ("rise, f 0.3", False),
     "predictive": ("predictive entropy", False),
     "boundary": ("H-Net's boundaries", False),
     "hash": ("hash of the byte", True),
-    "spectral": ("the paper's H", False),
+    "spectral": ("the paper's H, and every fifth byte", False),
     "random": ("random bytes", False),
     "space": ("whitespace rule", True),
     "forecast": ("forecast of the final entropy", True),
-    "stride": ("every fifth byte", True),
+    "stride": ("", False),
     "learned": ("learned score", True),
 }
 
@@ -102,7 +102,7 @@ def byte_routers() -> "Figure":
         axes.plot([x], [y], color=colour, marker="s" if name in dense else "o")
         where = {"xytext": (-7 if on_left else 7, 0), "ha": "right" if on_left else "left", "va": "center"}
         axes.annotate(label, (x, y), textcoords="offset points", color=colour, fontsize=8.5, **where)
-    axes.set(xlabel="MFLOP per byte, forward", ylabel="bits/byte", xlim=(5, 38))
+    axes.set(xlabel="MFLOP per byte, forward", ylabel="bits/byte", xlim=(4, 38))
     return figure
 
 

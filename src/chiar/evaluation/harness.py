@@ -18,7 +18,14 @@ from chiar.config import ChiarConfig
 from chiar.data.shards import Corpus, Split
 from chiar.data.tokenizers import check_tokenizer
 from chiar.errors import InputError, require, unknown_name
-from chiar.evaluation.report import ClassScores, EvaluationReport, LanguageScores, LayerUse, RoutingUse
+from chiar.evaluation.report import (
+    ClassScores,
+    EvaluationReport,
+    LanguageScores,
+    LayerUse,
+    RoutingUse,
+    training_data,
+)
 from chiar.model.heads import open_classifier
 from chiar.model.load import choose_device, describe_device, load_config, load_model, resolve_model
 from chiar.model.modeling import ChiarForCausalLM, ChiarForSequenceClassification
@@ -64,7 +71,7 @@ def evaluate(
     corpus, config = Corpus.open(data), load_config(folder)
     reading = Reading.of(config, **how)
     remarks = [*corpus.remarks, *check_tokenizer(folder, config, corpus)]
-    if split == "valid" and Path(folder).is_dir():
+    if split == "valid" and corpus.fingerprint in training_data(Path(folder).parent):
         other = "--split test is unseen" if "test" in corpus.splits else f"{corpus.name} has no test split"
         remarks.append(f"measured on valid, on which training chose its best model: {other}.")
     opened, classifies = corpus.split(split), corpus.kind == ClassScores.kind
@@ -79,6 +86,8 @@ def evaluate(
     flops, baseline = (count.total - (count.part("logits") if classifies else 0.0) for count in counts)
     report: dict[str, Any] = asdict(reading) | {"device": describe_device(target)}
     report |= {"flops": flops, "baseline_flops": baseline, "flops_length": seen, "scores": scores, "routing": routing}
+    if not classifies and seen < reading.length:
+        remarks.append(f"the split has only {seen} tokens to predict: rows are no longer than that.")
     remarks += explain(opened_model.config, corpus, reading)
     return EvaluationReport(folder, run, corpus.name, corpus.fingerprint, split, remarks=remarks, **report)
 

@@ -220,6 +220,14 @@ def read_training(path: Path) -> Training:
     return Training(dict(validations[-1]) if validations else {}, median(speeds) if speeds else None, measured_on)
 
 
+def training_data(run: Path) -> list[str]:
+    """Fingerprints of the corpora a run was trained on; none if the folder is no run."""
+    if not (run / RUN).is_file():
+        return []
+    with errors_as(f"{run / RUN} is damaged", KeyError, TypeError, AttributeError):
+        return list(RunFolder(run).read()["data"].values())
+
+
 def short_names(arguments: list[Path]) -> list[str]:
     """Folder or file names; full paths where these would be equal."""
     short = [path.resolve().name if path.is_dir() else path.stem for path in arguments]

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from chiar.model.trace import RoutingTrace
 
 
+def symbols(piece: str) -> str:
+    return visible(piece.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·"), keep="")
+
+
 @style()
 def draw_routing(trace: "RoutingTrace", pieces: list[str], heading: str, per_line: int = 32) -> "Figure":
     """The first row of a batch: tokens across, at most `per_line`; layers down; stronger colours far from τ."""
@@ -25,8 +29,7 @@ def draw_routing(trace: "RoutingTrace", pieces: list[str], heading: str, per_lin
 
     lines = -(-len(pieces) // per_line)
     per_line = -(-len(pieces) // lines)  # lines of equal length
-    shown = [piece.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅" for piece in pieces]
-    shown = [shorten(visible(piece, keep=""), 16) for piece in shown]
+    shown = [shorten(symbols(piece) or "∅", 16) for piece in pieces]
     distances = {}  # |H − τ| to the nearest threshold, in layers that compare an entropy
     for layer in trace.layers:
         if layer.entropy_BT is not None and layer.thresholds:
@@ -76,13 +79,13 @@ def draw_uncertainty(trace: "RoutingTrace", pieces: list[str], heading: str, per
     for line, (axes,) in enumerate(figure.subplots(lines, squeeze=False)):
         part = slice(line * per_line, (line + 1) * per_line)
         colours, columns = [entropy_colours(share)[0] for share in shares[part]], range(len(shares[part]))
-        axes.bar(columns, [entropy - low for entropy in entropies[part]], 0.9, low, color=colours, edgecolor="#777777")
+        axes.bar(columns, entropies[part], 0.9, color=colours, edgecolor="#777777")
         axes.bar(columns, [-1.5 * step] * len(columns), 1.0, low, color=colours)
         for column, piece, share, dark in zip(
             columns, pieces[part], shares[part], layer.choice_BT[0, part].tolist(), strict=True
         ):
             look: dict[str, Any] = {"family": "DejaVu Sans Mono", "ha": "center", "va": "center", "fontsize": 9}
-            shown = shorten(visible(piece.replace("\n", "⏎"), keep=""), 4)
+            shown = shorten(symbols(piece), 4)
             axes.text(column, low - 0.75 * step, shown, color=entropy_colours(share)[1], **look)
             if dark:
                 axes.plot([column - 0.42, column + 0.42], [low - 1.7 * step] * 2, color=COLOURS[2], linewidth=2.5)
