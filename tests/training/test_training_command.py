@@ -1,11 +1,13 @@
 """`chiar train` and `chiar finetune` as commands: defaults that are seen, and a first run that shows something."""
 
 import re
+import shutil
 
 import pytest
 from runs import metrics
 
 from chiar import ChiarConfig
+from chiar.evaluation.harness import evaluate
 from chiar.training.cli import NOT_IN_FINETUNE, SETTINGS
 from chiar.training.run_folder import RunFolder
 from chiar.training.settings import TrainSettings, train_arguments
@@ -29,8 +31,8 @@ def test_settings_are_listed_with_type_default_and_a_line(command):
     names += ChiarConfig.__annotations__
     found = re.findall(r"^  (\w+) \(.+\) (?:= .+|\[.+\])\n      \S", said, re.MULTILINE)
     assert code == 0 and found == names and max(map(len, said.splitlines())) <= 100
-    assert "  beta2 (float) = 0.95\n      AdamW's decay of the second moment. Between 0 and 0.999999.\n" in said
-    assert ("  warmup (int) [default: 6% of the steps]\n" in said) == (command == "finetune")
+    assert "  beta2 (a number) = 0.95\n      AdamW's decay of the second moment. Between 0 and 0.999999.\n" in said
+    assert ("  warmup (a whole number) [default: 6% of the steps]\n" in said) == (command == "finetune")
 
 
 def test_a_tiny_preset_on_a_cpu_begins_with_what_shows_progress(corpus, tmp_path):
@@ -45,6 +47,10 @@ def test_a_tiny_preset_on_a_cpu_begins_with_what_shows_progress(corpus, tmp_path
     assert writing == f"writing to: {out}" and first.startswith("step 1/40  loss ")
     assert f"done: the best model is {out / 'best'}, validation loss" in said
     assert said.split("next: ")[1].splitlines()[0] == f"chiar eval {out} --data {corpus}"
+    chosen = "on which training chose its best model"
+    assert chosen in " ".join(evaluate(str(out), corpus, rows=1).remarks)
+    copy = shutil.copytree(out / "best", tmp_path / "copy")  # of which nothing is known
+    assert chosen not in " ".join(evaluate(str(copy), corpus, rows=1).remarks)
     records, settings = metrics(out), RunFolder(out).config_and_settings()[1]
     assert records[-1]["loss"] < 0.8 * records[0]["loss"]
     assert (settings.warmup, settings.micro_batch, settings.compile) == (20, 8, False)

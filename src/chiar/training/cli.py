@@ -29,7 +29,7 @@ METAVARS = {"data": "CORPUS", "out": "RUN", "set": "NAME=VALUE", "device": "auto
 SETTINGS = {field.name: field for field in fields(TrainSettings)}
 # Defaults as help shows them, where they are not simply those of the settings.
 TRAIN_DEFAULTS = {"data": "required", "out": "required", "set": "default: none"}
-TRAIN_DEFAULTS["micro_batch"] = "default: the batch if at most 32, else its greatest common divisor with 32"
+TRAIN_DEFAULTS["micro_batch"] = "default: the batch up to 32, else gcd(batch, 32)"
 FINETUNE_DEFAULTS = {"batch": "default: 32", "steps": "default: set by --epochs"}
 FINETUNE_DEFAULTS |= {"length": "default: the model's max_position_embeddings", "compile": "default: off"}
 FINETUNE_DEFAULTS |= {"learning_rate": "default: 1e-4; 5e-4 from scratch", "warmup": "default: 6% of the steps"}
@@ -101,7 +101,7 @@ def list_settings(context: typer.Context, wanted: bool) -> None:
 def list_one(name: str, kind: Any, default: str, text: str) -> None:
     from chiar.config_checks import describe_type
 
-    typer.echo(f"  {name} {default}: {describe_type(kind)}")
+    typer.echo(f"  {name} ({describe_type(kind)}) {default}")
     for line in textwrap.wrap(" ".join(text.split()), 92):
         typer.echo(f"      {line}")
 
