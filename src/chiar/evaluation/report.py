@@ -282,6 +282,8 @@ def compare(entries: list[Entry], anyway: bool = False) -> list[Table | str]:
         how = f"T = {shared.length}" + (f", stride {shared.stride}" if shared.stride else "")
         title = f"{shared.corpus} {shared.split}, {how}, {title}"
         notes = list(dict.fromkeys(remark for entry in entries if entry.report for remark in entry.report.remarks))
+        if rows := first.training.measured_on.get("evaluate_rows") if first.training else None:
+            notes.append(f"the last validation loss was measured in training, on {rows} rows.")
     if mismatch is not None:
         for name, fields in differing.items():
             columns[name]["evaluated"] = "≠ " + ", ".join(fields) if fields else "alike"
