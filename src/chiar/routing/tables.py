@@ -183,7 +183,7 @@ def routing_views(routed: RoutedText, colour: bool = True) -> list[Any]:
         entropy = None if mixed and len(layer.operators) == 1 else layer.entropy_BT
         table.add_row(
             *(layer_numbers(layers), layer.kind, f"{trace.attention_fraction(layer.index):.2f}"),
-            "–" if entropy is None else f"{entropy.min():.3f}–{entropy.max():.3f}{named}",
+            "–" if entropy is None else f"{entropy.min():.3f} to {entropy.max():.3f}{named}",
             ", ".join(f"{t:.4f}" for t in layer.thresholds or []) or "–",
             "–" if gate is None else f"{gate.mean():.3f} (pool: {trace.gate_pool})",
         )
