@@ -66,3 +66,9 @@ def test_files_named_in_the_architecture_table_exist():
     assert len(named) > 12
     for path, symbol in named:
         assert re.search(rf"^(class|def|    def) {symbol}\b", (ROOT / path).read_text(), re.MULTILINE), symbol
+
+
+def test_documents_and_records_name_no_folder_of_a_machine():
+    files = [path for path in (ROOT / "docs").rglob("*") if path.suffix in (".md", ".json", ".jsonl", ".csv", ".txt")]
+    named = re.compile(r"(?<![\w.~])/(tmp|root|home|work|mnt)/")
+    assert [path.name for path in files if named.search(path.read_text(encoding="utf-8"))] == []
